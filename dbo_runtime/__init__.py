@@ -1,0 +1,32 @@
+"""Dual-batch overlap for LLM serving: compute one micro-batch while another communicates.
+
+The names here need neither torch nor vLLM. vLLM finds the plugin by itself; see the README.
+"""
+
+from dbo_runtime.batch import Batch, BatchSlice, Decline
+from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.errors import ConfigError, DboError, DeviceError, ProgramError, ScheduleError, SplitError
+from dbo_runtime.program import Op, Program, ProgramBuilder, Value
+from dbo_runtime.schedule import Issue, Schedule, Step, lower
+
+__all__ = [
+    "Batch",
+    "BatchSlice",
+    "ConfigError",
+    "DboError",
+    "Decline",
+    "DeviceError",
+    "Issue",
+    "Op",
+    "Program",
+    "ProgramBuilder",
+    "ProgramError",
+    "RuntimeConfig",
+    "Schedule",
+    "ScheduleError",
+    "SplitError",
+    "Step",
+    "Value",
+    "lower",
+    "read_environment",
+]

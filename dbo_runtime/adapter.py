@@ -1,0 +1,112 @@
+"""What a model adapter is, and how adapters are found and checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol
+
+from dbo_runtime.errors import ProgramError
+from dbo_runtime.program import Program, ProgramBuilder, Value
+
+GROUP = "dbo_runtime.adapters"
+
+
+class Collectives(Protocol):
+    """How an adapter reaches a layer's communication without naming the framework that does it."""
+
+    def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
+        """Return *module* with the all-reduce at its end left out: it gives this rank's part of the sum.
+
+        Raises, when called, `ProgramError` if the module does not end in exactly one all-reduce.
+        """
+
+    def all_reduce(self, partial: Any) -> Any:
+        """Return the sum of *partial* over the ranks, in the memory of *partial*. Blocks the lane that runs it."""
+
+
+class ModelAdapter(Protocol):
+    """Declares how one family of models runs. See `dbo_models.deepseek` for one of about 60 lines."""
+
+    def decline(self, model: Any) -> str | None:
+        """Return why this very model (as configured and loaded) cannot be split, or None if it can."""
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare the program of one micro-batch and return the value of its hidden states.
+
+        `x` will be the embedded tokens [tokens, hidden], `positions` their positions [tokens].
+        """
+
+
+def record_program(adapter: ModelAdapter, model: Any, collectives: Collectives) -> Program:
+    """Run an adapter once and return the program it declares.
+
+    Raises:
+        ProgramError: if it breaks the contract, with the line where it does.
+    """
+    p = ProgramBuilder()
+    x, positions = p.input("x"), p.input("positions")
+    result = adapter.record(p, model, collectives, x, positions)
+    if not isinstance(result, Value):
+        where = inspect.getsourcefile(type(adapter)) or type(adapter).__name__
+        raise ProgramError(f"record() of {name_adapter(adapter)} must return one Value, not {result!r}. ({where})")
+    return p.build(result)
+
+
+def find_adapter(architecture: str) -> ModelAdapter | None:
+    """Return the adapter registered for an architecture name, or None if nobody registered one.
+
+    Adapters are entry points of the group `dbo_runtime.adapters`, named like the architecture, that load to a class.
+
+    Raises:
+        ProgramError: if the one registered cannot be loaded or is no adapter.
+    """
+    found = [entry for entry in entry_points(group=GROUP) if entry.name == architecture]
+    if not found:
+        return None
+    if len({entry.value for entry in found}) > 1:
+        names = ", ".join(sorted(entry.value for entry in found))
+        raise ProgramError(f"{architecture} has several adapters ({names}); uninstall all but one.")
+    return _load(found[0])
+
+
+def check_adapter(cls: Any, origin: str) -> ModelAdapter:
+    """Return an instance of an adapter class after checking it against the contract.
+
+    Raises:
+        ProgramError: naming what is missing or takes the wrong arguments, and where.
+    """
+    if not inspect.isclass(cls):
+        raise ProgramError(f"adapter {origin} must be a class, not {cls!r}.")
+    for name, method in (("decline", ModelAdapter.decline), ("record", ModelAdapter.record)):
+        declared = getattr(cls, name, None)
+        if not callable(declared):
+            raise ProgramError(f"adapter {origin} has no method {name}(). ({_locate(cls)})")
+        wanted = list(inspect.signature(method).parameters)
+        given = list(inspect.signature(declared).parameters)
+        if given != wanted:
+            raise ProgramError(
+                f"adapter {origin}: {name}({', '.join(given)}) must take ({', '.join(wanted)}). ({_locate(declared)})"
+            )
+    adapter: ModelAdapter = cls()
+    return adapter
+
+
+def name_adapter(adapter: ModelAdapter) -> str:
+    """Return `module.Class` of an adapter."""
+    return f"{type(adapter).__module__}.{type(adapter).__qualname__}"
+
+
+def _load(entry: EntryPoint) -> ModelAdapter:
+    try:
+        cls = entry.load()
+    except Exception as error:
+        raise ProgramError(f"adapter {entry.value} of {entry.name} cannot be imported: {error!r}") from error
+    return check_adapter(cls, entry.value)
+
+
+def _locate(thing: Any) -> str:
+    code = inspect.unwrap(thing)
+    file = inspect.getsourcefile(code) or "?"
+    return f"{file}:{inspect.getsourcelines(code)[1]}"

@@ -1,0 +1,160 @@
+"""Where to cut a scheduled batch: integers in, integers out.
+
+Nothing here knows of tensors. All ranks hold the same integers, so all come to the same answer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.errors import SplitError
+
+# A request boundary this near to the even cut (as a share of a micro-batch) is taken instead of a cut inside a request:
+# it gives bit-identical results and spares the second attention over the head. #941 tolerated the same imbalance.
+BOUNDARY_TOLERANCE = 0.1
+
+# `auto` leaves a step whole if its smallest micro-batch would be below this share of an even one: it would pay the
+# fixed cost of every collective again and hide next to nothing.
+LEAST_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A scheduled batch.
+
+    Attributes:
+        query_lens: tokens of each request in this step, in batch order.
+        prefill_tokens: how many of them belong to prefills.
+        cuttable: whether the attention backends can take a request that is cut inside.
+        decode_len: longest query that the backend treats as a decode; a piece of a cut request must be longer, or it
+            would change from prefill to decode.
+    """
+
+    query_lens: tuple[int, ...]
+    prefill_tokens: int
+    cuttable: bool = True
+    decode_len: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests together."""
+        return sum(self.query_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSlice:
+    """A micro-batch: half-open ranges of requests and of tokens. A request that is cut inside is in two slices."""
+
+    first_request: int
+    last_request: int
+    first_token: int
+    last_token: int
+
+    @property
+    def requests(self) -> slice:
+        """The requests of this micro-batch, for indexing."""
+        return slice(self.first_request, self.last_request)
+
+    @property
+    def tokens(self) -> slice:
+        """The tokens of this micro-batch, for indexing."""
+        return slice(self.first_token, self.last_token)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self.last_token - self.first_token
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """A refusal to split. *reason* is a fixed phrase to count by; *detail* has the figures of this case."""
+
+    reason: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
+
+def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decline:
+    """Decide whether to split, and where.
+
+    The thresholds are those of vllm-ascend #941: at least 256 tokens in the step and 64 of them prefill, by default.
+    `always` ignores them. The result may have fewer micro-batches than configured where there is nowhere to cut.
+    """
+    if config.mode == "off":
+        return Decline("DBO_MODE is off")
+    if config.mode == "auto":
+        if batch.tokens < config.min_tokens:
+            return Decline("fewer tokens than DBO_MIN_TOKENS", f"{batch.tokens} < {config.min_tokens}")
+        if batch.prefill_tokens < config.min_prefill_tokens:
+            return Decline(
+                "fewer prefill tokens than DBO_MIN_PREFILL_TOKENS",
+                f"{batch.prefill_tokens} < {config.min_prefill_tokens}",
+            )
+    cuts = find_cuts(batch, config.micro_batches)
+    if not cuts:
+        return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")
+    slices = slice_batch(batch, cuts)
+    least = min(piece.size for piece in slices)
+    if config.mode == "auto" and least < LEAST_SHARE * batch.tokens / len(slices):
+        return Decline("no balanced cut", f"the smallest micro-batch would have {least} of {batch.tokens} tokens")
+    return slices
+
+
+def find_cuts(batch: Batch, micro_batches: int) -> tuple[int, ...]:
+    """Return the token offsets at which to cut: as even as can be, a near request boundary preferred.
+
+    Unlike #941, which took the first boundary within its tolerance, this takes the nearest.
+    """
+    share = batch.tokens / micro_batches
+    boundaries = list(accumulate(batch.query_lens))[:-1]
+    cuts = []
+    for part in range(1, micro_batches):
+        target = round(part * share)
+        boundary = min(boundaries, key=lambda cut: abs(cut - target), default=None)
+        near = boundary is not None and abs(boundary - target) <= BOUNDARY_TOLERANCE * share
+        inside = None if near or not batch.cuttable else _cut_inside(batch, target)
+        cuts.append(boundary if inside is None else inside)
+    return tuple(sorted({cut for cut in cuts if cut is not None and 0 < cut < batch.tokens}))
+
+
+def slice_batch(batch: Batch, cuts: Sequence[int]) -> tuple[BatchSlice, ...]:
+    """Turn token offsets into slices.
+
+    Raises:
+        SplitError: if the cuts are not increasing offsets inside the batch, or cut inside a request where the backend
+            cannot, or so near its end that the piece would turn from prefill into decode.
+    """
+    edges = [0, *cuts, batch.tokens]
+    if any(left >= right for left, right in pairwise(edges)):
+        raise SplitError(f"cuts {tuple(cuts)} must increase and lie inside the batch of {batch.tokens} tokens.")
+    starts = [0, *accumulate(batch.query_lens)]
+    for cut in cuts:
+        request = bisect_right(starts, cut) - 1
+        head, tail = cut - starts[request], starts[request + 1] - cut
+        if head and not batch.cuttable:
+            raise SplitError(f"cut {cut} is inside request {request}, which this attention backend cannot take.")
+        if head and min(head, tail) <= batch.decode_len:
+            raise SplitError(
+                f"cut {cut} leaves request {request} a piece of {min(head, tail)} tokens; pieces need more than "
+                f"{batch.decode_len}, or prefill would turn into decode."
+            )
+    return tuple(
+        BatchSlice(bisect_right(starts, left) - 1, bisect_left(starts, right), left, right)
+        for left, right in pairwise(edges)
+    )
+
+
+def _cut_inside(batch: Batch, target: int) -> int | None:
+    """Return the allowed cut nearest to *target* inside the request that holds it, or None."""
+    starts = [0, *accumulate(batch.query_lens)]
+    request = bisect_right(starts, target) - 1
+    least = batch.decode_len + 1
+    low, high = starts[request] + least, starts[request + 1] - least
+    return min(max(target, low), high) if low <= high else None

@@ -1,0 +1,130 @@
+"""The settings, and the one place where environment variables are read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from dbo_runtime.errors import ConfigError
+
+ENABLE = "VLLM_ASCEND_ENABLE_DBO"
+PREFIX = "DBO_"
+
+
+def _parse_switch(text: str) -> bool:
+    return {"0": False, "1": True}[text]
+
+
+def _parse_mode(text: str) -> str:
+    return {"auto": "auto", "always": "always", "off": "off"}[text]
+
+
+def _parse_count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(text)
+        return int(text)
+
+    return parse
+
+
+def _parse_policy(text: str) -> tuple[str, int]:
+    """Split `staggered:LEAD` into its name and its lead; the other policies have lead 0."""
+    name, _, lead = text.partition(":")
+    if name in ("sequential", "alternate") and not lead:
+        return name, 0
+    if name == "staggered":
+        return name, _parse_count(0)(lead or "1")
+    raise ValueError(text)
+
+
+def _setting(variable: str, default: Any, parse: Callable[[str], Any], allowed: str, meaning: str) -> Any:
+    metadata = {"variable": variable, "parse": parse, "allowed": allowed, "meaning": meaning}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """What a user can set. Each field names its variable, what it allows, and what it means."""
+
+    enabled: bool = _setting(ENABLE, False, _parse_switch, "0 or 1", "Turn dual-batch overlap on.")
+    mode: str = _setting(
+        "DBO_MODE",
+        "auto",
+        _parse_mode,
+        "auto, always or off",
+        "`auto` splits a step that passes the thresholds where there is communication to hide; `always` splits every "
+        "step that can be split; `off` splits none.",
+    )
+    micro_batches: int = _setting(
+        "DBO_MICRO_BATCHES", 2, _parse_count(2), "a whole number, at least 2", "Into how many parts a step is split."
+    )
+    min_tokens: int = _setting(
+        "DBO_MIN_TOKENS", 256, _parse_count(1), "a whole number, at least 1", "`auto` leaves smaller steps whole."
+    )
+    min_prefill_tokens: int = _setting(
+        "DBO_MIN_PREFILL_TOKENS",
+        64,
+        _parse_count(0),
+        "a whole number, at least 0",
+        "`auto` leaves steps with fewer prefill tokens whole; 0 lets pure decode steps split.",
+    )
+    policy: tuple[str, int] = _setting(
+        "DBO_POLICY",
+        ("alternate", 0),
+        _parse_policy,
+        "sequential, alternate, staggered or staggered:LEAD",
+        "The issue order: how the micro-batches' ops are interleaved. LEAD is by how many overlap points the first "
+        "micro-batch runs ahead (1 if left out).",
+    )
+    check: bool = _setting(
+        "DBO_CHECK",
+        False,
+        _parse_switch,
+        "0 or 1",
+        "Run every split step a second time unsplit and compare the results; compare new schedules across ranks. Slow.",
+    )
+
+
+def describe_settings() -> list[tuple[str, str, str, str]]:
+    """Return (variable, allowed values, default, meaning) of each setting, for tables and `--help`."""
+    rows = []
+    for setting in fields(RuntimeConfig):
+        default = setting.default
+        text = default[0] if isinstance(default, tuple) else str(int(default)) if isinstance(default, bool) else default
+        rows.append(
+            (setting.metadata["variable"], setting.metadata["allowed"], str(text), setting.metadata["meaning"])
+        )
+    return rows
+
+
+def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
+    """Read the settings strictly.
+
+    An unknown variable that starts with `DBO_` is an error, because a misspelt setting would otherwise be a silent
+    no-op, which is what vllm-ascend v0.11 left its users with.
+
+    Raises:
+        ConfigError: names the variable, its value and what is allowed.
+    """
+    known = {setting.metadata["variable"]: setting for setting in fields(RuntimeConfig)}
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX) and variable not in known:
+            close = difflib.get_close_matches(variable, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+            raise ConfigError(f"{variable} is not a setting of dbo_runtime; {hint} Correct or unset it.")
+    values = {}
+    for variable, setting in known.items():
+        if variable not in environ:
+            continue
+        text = environ[variable].strip()
+        try:
+            values[setting.name] = setting.metadata["parse"](text)
+        except (KeyError, ValueError):
+            allowed = setting.metadata["allowed"]
+            raise ConfigError(
+                f"{variable}={environ[variable]!r} is not allowed; it takes {allowed}. Correct or unset it."
+            ) from None
+    return RuntimeConfig(**values)

@@ -1,0 +1,194 @@
+"""The CPU as a device: the compute lane is the calling thread itself, every other lane is one worker thread.
+
+Nothing is handed over that need not be, and nobody spins: a wait is a counter read, or a condition variable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+from dbo_runtime.devices import Lane, Task, Values
+from dbo_runtime.errors import DeviceError
+
+ThreadState = Callable[[], AbstractContextManager[Any]]
+
+
+class CpuEvent:
+    """A count on a worker's lane (what Vulkan calls a timeline semaphore), or a mark of the calling thread."""
+
+    __slots__ = ("count", "run", "worker")
+
+    def __init__(self) -> None:
+        self.run = 0
+        self.worker: WorkerLane | None = None
+        self.count = 0
+
+
+class CallingThreadLane:
+    """Runs each task at once, where it was launched."""
+
+    def __init__(self, name: str, device: CpuDevice) -> None:
+        self.name = name
+        self._device = device
+
+    def launch(self, task: Task, values: Values) -> None:
+        """Run the task to its end."""
+        task(values)
+
+    def record(self, event: CpuEvent) -> None:
+        """Mark the event as past: whatever was launched here has returned."""
+        event.run = self._device.run
+        event.worker = None
+
+    def wait(self, event: CpuEvent) -> None:
+        """Block until the worker of the event has come that far."""
+        self._device.check_recorded(event, self.name)
+        if event.worker is not None:
+            event.worker.block(event.count)
+            self._device.raise_failure()
+
+
+class WorkerLane:
+    """Runs tasks in order on a thread of its own, in the thread state of whoever began the run."""
+
+    def __init__(self, name: str, device: CpuDevice) -> None:
+        self.name = name
+        self._device = device
+        self._jobs: SimpleQueue[tuple[Task, Values] | None] = SimpleQueue()
+        self._launched = 0
+        self._done = 0
+        self._progress = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name=f"dbo-{name}", daemon=True)
+        self._thread.start()
+
+    def launch(self, task: Task, values: Values) -> None:
+        """Queue the task."""
+        self._launched += 1
+        self._jobs.put((task, values))
+
+    def record(self, event: CpuEvent) -> None:
+        """Let the event stand for all that is queued."""
+        event.run = self._device.run
+        event.worker = self
+        event.count = self._launched
+
+    def wait(self, event: CpuEvent) -> None:
+        """Queue a wait for another worker; what the calling thread recorded is past already."""
+        self._device.check_recorded(event, self.name)
+        worker, count = event.worker, event.count
+        if worker is not None and worker is not self:
+            self.launch(lambda _: worker.block(count), [])
+
+    def block(self, count: int | None = None) -> None:
+        """Return when *count* tasks are done (all that were launched, if not given)."""
+        count = self._launched if count is None else count
+        if self._done < count:
+            with self._progress:
+                self._progress.wait_for(lambda: self._done >= count)
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            task, values = job
+            if not self._device.has_failed:  # after a failure the rest of the run is only counted off
+                try:
+                    with self._device.thread_state():
+                        task(values)
+                except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
+                    self._device.fail(error)
+            del job, task, values  # an idle worker must not keep tensors alive
+            with self._progress:
+                self._done += 1
+                self._progress.notify_all()
+
+
+class CpuDevice:
+    """Threads as lanes.
+
+    Args:
+        capture_state: called on the calling thread at `begin`; returns a context manager factory that a worker enters
+            around each task. Thread-local state of torch (inference mode, grad mode) travels this way.
+    """
+
+    name = "cpu"
+
+    def __init__(self, capture_state: Callable[[], ThreadState] | None = None) -> None:
+        self.run = 0
+        self.thread_state: ThreadState = nullcontext
+        self._capture_state = capture_state
+        self._lanes: dict[str, CallingThreadLane | WorkerLane] = {}
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a task of this run has raised."""
+        return self._failure is not None
+
+    def open_lanes(self, names: Sequence[str]) -> list[Lane]:
+        """Return the lanes; the first name is the calling thread's."""
+        for position, name in enumerate(names):
+            if name not in self._lanes:
+                make = WorkerLane if position else CallingThreadLane
+                self._lanes[name] = make(name, self)
+        return [self._lanes[name] for name in names]
+
+    def make_event(self) -> CpuEvent:
+        """Make an event that is not recorded yet."""
+        return CpuEvent()
+
+    def begin(self) -> None:
+        """Start a run with the calling thread's state."""
+        self.run += 1
+        if self._capture_state is not None:
+            self.thread_state = self._capture_state()
+
+    def finish(self) -> None:
+        """Raise what a worker's task raised."""
+        self.raise_failure()
+
+    def abort(self) -> None:
+        """Wait until the workers are idle; what they still had queued is not run."""
+        self.fail(DeviceError("the run was aborted."))
+        for worker in self._find_workers():
+            worker.block()
+        self._failure = None
+
+    def close(self) -> None:
+        """End the workers. The device can be used again: lanes are made anew."""
+        for worker in self._find_workers():
+            worker.close()
+        self._lanes.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """Note the first failure of a run."""
+        with self._lock:
+            self._failure = self._failure or error
+
+    def raise_failure(self) -> None:
+        """Raise the first failure of this run, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def check_recorded(self, event: CpuEvent, waiter: str) -> None:
+        """Refuse an event that was not recorded in this run."""
+        if event.run != self.run:
+            _refuse_unrecorded(waiter)
+
+    def _find_workers(self) -> list[WorkerLane]:
+        return [lane for lane in self._lanes.values() if isinstance(lane, WorkerLane)]
+
+
+def _refuse_unrecorded(waiter: str) -> NoReturn:
+    raise DeviceError(
+        f"lane {waiter!r} waits for an event that was not recorded in this run; the schedule was changed after it "
+        "was validated. Validate what you execute."
+    )

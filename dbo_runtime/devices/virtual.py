@@ -1,0 +1,104 @@
+"""Virtual time: runs a schedule on paper, or for real with a clock that only counts what ops are said to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dbo_runtime.devices import Lane, Task, Values
+from dbo_runtime.errors import DeviceError
+from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.program import COMPUTE
+from dbo_runtime.schedule import Schedule, Step
+
+Cost = Callable[[Step], float]
+
+
+@dataclass(slots=True)
+class VirtualEvent:
+    """A moment, or None before the first record."""
+
+    time: float | None = None
+    run: int = 0
+
+
+class VirtualLane:
+    """A lane with a clock: each task takes what the device says the tasks of its lane take."""
+
+    def __init__(self, name: str, device: VirtualDevice) -> None:
+        self.name = name
+        self.ready = 0.0
+        self._device = device
+
+    def launch(self, task: Task, values: Values) -> None:
+        """Run the task now and let the lane's clock go on by its cost."""
+        self.ready += self._device.cost(task)
+        task(values)
+
+    def record(self, event: VirtualEvent) -> None:
+        """Note the lane's time."""
+        event.time, event.run = self.ready, self._device.run
+
+    def wait(self, event: VirtualEvent) -> None:
+        """Move the lane's clock to the event, if that is later."""
+        if event.time is None or event.run != self._device.run:
+            raise DeviceError(f"lane {self.name!r} waits for an event that was not recorded in this run.")
+        self.ready = max(self.ready, event.time)
+
+
+class VirtualDevice:
+    """A device whose time is counted, not taken. *cost* maps a task to seconds."""
+
+    name = "virtual"
+
+    def __init__(self, cost: Callable[[Task], float] = lambda task: 1.0) -> None:
+        self.cost = cost
+        self.run = 0
+        self._lanes: dict[str, VirtualLane] = {}
+
+    @property
+    def makespan(self) -> float:
+        """When the last lane of the latest run came to its end, in seconds from its beginning."""
+        return max((lane.ready for lane in self._lanes.values()), default=0.0)
+
+    def open_lanes(self, names: Sequence[str]) -> list[Lane]:
+        """Return the lanes, making those that are new."""
+        return [self._lanes.setdefault(name, VirtualLane(name, self)) for name in names]
+
+    def make_event(self) -> VirtualEvent:
+        """Make an event that is not recorded yet."""
+        return VirtualEvent()
+
+    def begin(self) -> None:
+        """Set all clocks to zero."""
+        self.run += 1
+        for lane in self._lanes.values():
+            lane.ready = 0.0
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def abort(self) -> None:
+        """Nothing to undo."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def simulate(schedule: Schedule, cost: Cost) -> Timeline:
+    """Return when each op of *schedule* would run if ops cost *cost* seconds; no op is run.
+
+    Waits are honoured, frees cost nothing, and the host is taken to issue without delay.
+    """
+    ready = dict.fromkeys(schedule.lanes, 0.0)
+    recorded: dict[tuple[int, int], float] = {}
+    spans = []
+    for step in schedule.steps:
+        lane = step.op.lane
+        start = max([ready[lane], *(recorded[issue] for issue in step.waits)])
+        ready[lane] = start + cost(step)
+        spans.append(Span(lane, step.op.label, step.issue.micro_batch, start, ready[lane]))
+        if step.records:
+            recorded[step.issue] = ready[lane]
+    ready[COMPUTE] = max([ready[COMPUTE], *(recorded[issue] for issue in schedule.joins)])
+    return Timeline(tuple(spans))

@@ -1,0 +1,36 @@
+"""The errors of dbo_runtime. Each says what went wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class DboError(Exception):
+    """Base of every error that dbo_runtime raises on purpose."""
+
+
+class ConfigError(DboError):
+    """A setting is unknown or has a value that is not allowed."""
+
+
+class ProgramError(DboError):
+    """An adapter declared a program, or is itself, against the contract."""
+
+
+class ScheduleError(DboError):
+    """A schedule would race, hang, or differ from what its programs say."""
+
+
+class SplitError(DboError):
+    """A batch cannot be split the way it was asked to be."""
+
+
+class DeviceError(DboError):
+    """A device cannot do what a schedule asks of it, or was used against its rules."""
+
+
+def add_context(error: BaseException, context: str) -> None:
+    """Attach *context* to an error of any type without changing the type.
+
+    The original type must survive: vLLM and users catch it (out of memory, for one). This is PEP 678's `add_note`,
+    written out because Python 3.10, which lacks the method, is supported.
+    """
+    error.__notes__ = [*getattr(error, "__notes__", ()), context]  # type: ignore[attr-defined]

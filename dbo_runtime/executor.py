@@ -1,0 +1,176 @@
+"""Issues a schedule onto a device. The plain sequential loop, which is the reference, stands first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dbo_runtime.devices import Device, Event, Lane, Values
+from dbo_runtime.errors import ProgramError, add_context
+from dbo_runtime.events import EventTable
+from dbo_runtime.observe.instrument import Instrument
+from dbo_runtime.program import Program, Value
+from dbo_runtime.schedule import Schedule, Slot, Step
+
+Enter = Callable[[int], Any]
+Inputs = Sequence[Sequence[Any]]
+Outputs = list[tuple[Any, ...]]
+
+
+def _stay(micro_batch: int) -> None:
+    """Enter a micro-batch where there is nothing to switch."""
+
+
+def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = _stay) -> Outputs:
+    """Run one micro-batch after the other, op after op, without a device: what every schedule must equal."""
+    outputs = []
+    for micro_batch, (program, given) in enumerate(zip(programs, inputs, strict=True)):
+        enter(micro_batch)
+        values: dict[Value, Any] = dict(zip(program.inputs, given, strict=True))
+        for op in program.ops:
+            result = op.fn(*(values[value] for value in op.reads))
+            values.update(zip(op.writes, (result,) if len(op.writes) == 1 else result or (), strict=True))
+        outputs.append(tuple(values[value] for value in program.outputs))
+    return outputs
+
+
+class Executor:
+    """Runs one schedule, any number of times.
+
+    Values become list indices and ops become tasks once, so that the loop does no look-ups by name.
+    """
+
+    def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
+        self.schedule = schedule
+        self._device = device
+        self._slots: dict[Slot, int] = {}
+        lanes = dict(zip(schedule.lanes, device.open_lanes(schedule.lanes), strict=True))
+        by_issue = {step.issue: step for step in schedule.steps}
+        self._inputs = [
+            [self._index(mb, value) for value in program.inputs] for mb, program in enumerate(schedule.programs)
+        ]
+        self._steps: list[tuple[int, Lane, tuple[Event, ...], _Task, Event | None]] = [
+            (
+                step.issue.micro_batch,
+                lanes[step.op.lane],
+                tuple(events.find(by_issue[issue]) for issue in step.waits),
+                self._compile(step),
+                events.find(step) if step.records else None,
+            )
+            for step in schedule.steps
+        ]
+        self._first_lane = lanes[schedule.lanes[0]]
+        self._start = device.make_event()
+        self._forks = [lanes[lane] for lane in schedule.forks]
+        self._joins = [events.find(by_issue[issue]) for issue in schedule.joins]
+
+    def run(self, inputs: Inputs, enter: Enter = _stay, instrument: Instrument | None = None) -> Outputs:
+        """Issue all steps and return each micro-batch's outputs.
+
+        Args:
+            inputs: for each micro-batch, its program's inputs in order.
+            enter: called on the issuing thread before an op whenever the micro-batch changes; what it sets may be
+                relied on by `compute` ops only.
+            instrument: told each op's interval.
+
+        Raises:
+            Whatever an op raises, of its own type, with op, micro-batch and line of declaration added as a note. No
+            task runs any more by then, and the executor can be used again.
+        """
+        values: Values = [None] * len(self._slots)
+        for slots, given in zip(self._inputs, inputs, strict=True):
+            for slot, value in zip(slots, given, strict=True):
+                values[slot] = value
+        self._device.begin()
+        try:
+            self._issue(values, enter, instrument)
+            self._device.finish()
+        except BaseException:
+            self._device.abort()
+            raise
+        return [
+            tuple(values[self._slots[Slot(mb, value)]] for value in program.outputs)
+            for mb, program in enumerate(self.schedule.programs)
+        ]
+
+    def _issue(self, values: Values, enter: Enter, instrument: Instrument | None) -> None:
+        if self._forks:
+            self._first_lane.record(self._start)
+            for lane in self._forks:
+                lane.wait(self._start)
+        current = -1
+        for micro_batch, lane, waits, task, event in self._steps:
+            for awaited in waits:
+                lane.wait(awaited)
+            if micro_batch != current:
+                enter(micro_batch)
+                current = micro_batch
+            lane.launch(task if instrument is None else _Timed(task, instrument), values)
+            if event is not None:
+                lane.record(event)
+        for awaited in self._joins:
+            self._first_lane.wait(awaited)
+
+    def _compile(self, step: Step) -> _Task:
+        mb, op = step.issue.micro_batch, step.op
+        frees = [self._index(*slot) for slot in step.frees]
+        return _Task(step, [self._index(mb, v) for v in op.reads], [self._index(mb, v) for v in op.writes], frees)
+
+    def _index(self, micro_batch: int, value: Value) -> int:
+        return self._slots.setdefault(Slot(micro_batch, value), len(self._slots))
+
+
+class _Task:
+    """An op bound to the slots of one run's values."""
+
+    __slots__ = ("_fn", "_frees", "_reads", "_single", "_writes", "step")
+
+    def __init__(self, step: Step, reads: list[int], writes: list[int], frees: list[int]) -> None:
+        self.step = step
+        self._fn = step.op.fn
+        self._reads = reads
+        self._writes = writes
+        self._frees = frees
+        self._single = writes[0] if len(writes) == 1 else None
+
+    def __call__(self, values: Values) -> None:
+        for slot in self._frees:
+            values[slot] = None
+        try:
+            result = self._fn(*[values[slot] for slot in self._reads])
+            if self._single is not None:
+                values[self._single] = result
+            else:
+                self._store(values, result)
+        except BaseException as error:
+            add_context(error, f"while running {_describe(self.step)}")
+            raise
+
+    def _store(self, values: Values, result: Any) -> None:
+        results = tuple(result) if self._writes else ()
+        if len(results) != len(self._writes):
+            raise ProgramError(f"it returned {len(results)} values, but is declared to write {len(self._writes)}.")
+        for slot, value in zip(self._writes, results, strict=True):
+            values[slot] = value
+
+
+class _Timed:
+    """A task that reports its interval."""
+
+    __slots__ = ("_instrument", "_task")
+
+    def __init__(self, task: _Task, instrument: Instrument) -> None:
+        self._task = task
+        self._instrument = instrument
+
+    def __call__(self, values: Values) -> None:
+        start = time.perf_counter()
+        self._task(values)
+        self._instrument.note(self._task.step, start, time.perf_counter())
+
+
+def _describe(step: Step) -> str:
+    op = step.op
+    layer = "outside any layer" if op.layer is None else f"layer {op.layer}"
+    return f"op {op.name!r}, {layer}, micro-batch {step.issue.micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"

@@ -1,0 +1,1 @@
+"""What happened: timelines and logs. The core reaches this only through `Instrument`."""

@@ -1,0 +1,29 @@
+"""The project's log: few lines, each once, with figures as key=value."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import structlog
+
+
+def open_log(**context: Any) -> Any:
+    """Return a structlog logger that carries *context* on every line.
+
+    A host that has configured structlog keeps its configuration. Otherwise lines go to standard error, where vLLM's
+    own go, without touching anybody's global configuration.
+    """
+    if structlog.is_configured():
+        return structlog.get_logger("dbo_runtime").bind(**context)
+    processors: list[Any] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%m-%d %H:%M:%S", utc=False),
+        _format,
+    ]
+    return structlog.wrap_logger(structlog.PrintLogger(sys.stderr), processors=processors).bind(**context)
+
+
+def _format(_: Any, __: str, event: dict[str, Any]) -> str:
+    head = f"{event.pop('level').upper()} {event.pop('timestamp')} [dbo_runtime] {event.pop('event')}"
+    return "  ".join([head, *(f"{key}={value}" for key, value in event.items())])

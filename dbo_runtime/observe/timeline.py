@@ -1,0 +1,106 @@
+"""Intervals of ops on lanes: recorded or simulated, summed up and drawn as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from dbo_runtime.schedule import Step
+
+
+class Span(NamedTuple):
+    """One op of one micro-batch on a lane, times in seconds."""
+
+    lane: str
+    op: str
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of one run, in issue order."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Lanes in order of first use."""
+        return tuple(dict.fromkeys(span.lane for span in self.spans))
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first start to the last end."""
+        return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
+
+    def busy(self, lane: str) -> float:
+        """Seconds in which *lane* ran something."""
+        return sum(end - start for start, end in _merge((s.start, s.end) for s in self.spans if s.lane == lane))
+
+    def overlap(self, first: str, second: str) -> float:
+        """Seconds in which both lanes ran something."""
+        both = 0.0
+        others = _merge((s.start, s.end) for s in self.spans if s.lane == second)
+        for start, end in _merge((s.start, s.end) for s in self.spans if s.lane == first):
+            both += sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
+        return both
+
+    def draw(self, width: int = 100) -> str:
+        """Return the lanes as rows of *width* characters, a digit for the micro-batch that is running, `.` for idle."""
+        if not self.spans:
+            return "(nothing ran)"
+        origin = min(span.start for span in self.spans)
+        scale = width / (self.duration or 1.0)
+        rows = []
+        for lane in self.lanes:
+            row = ["."] * width
+            for span in self.spans:
+                if span.lane == lane:
+                    first = min(width - 1, int((span.start - origin) * scale))
+                    last = max(first + 1, round((span.end - origin) * scale))
+                    row[first:last] = str(span.micro_batch)[-1] * (min(last, width) - first)
+            rows.append(f"{lane:>8} |{''.join(row)}|")
+        return "\n".join(rows)
+
+    def table(self, most: int = 20) -> str:
+        """Return the first *most* spans as a table of lane, op, micro-batch, start and length in milliseconds."""
+        origin = min((span.start for span in self.spans), default=0.0)
+        lanes = self.lanes
+        rows = ["start ms  length ms  " + "  ".join(f"{lane:<24}" for lane in lanes).rstrip()]
+        for span in sorted(self.spans, key=lambda s: s.start)[:most]:
+            cells = "  ".join(f"{f'{span.op}/{span.micro_batch}' if lane == span.lane else '':<24}" for lane in lanes)
+            row = f"{(span.start - origin) * 1e3:8.2f}  {(span.end - span.start) * 1e3:9.2f}  {cells}"
+            rows.append(row.rstrip())
+        if len(self.spans) > most:
+            rows.append(f"... and {len(self.spans) - most} more")
+        return "\n".join(rows)
+
+
+class Recorder:
+    """An instrument that keeps the spans of a run."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+
+    def note(self, step: Step, start: float, end: float) -> None:
+        """Keep the interval."""
+        self._spans.append(Span(step.op.lane, step.op.label, step.issue.micro_batch, start, end))
+
+    def timeline(self) -> Timeline:
+        """Return what was kept, by start."""
+        return Timeline(tuple(sorted(self._spans, key=lambda span: span.start)))
+
+
+def _merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join intervals that touch or overlap."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    assert all(left[1] < right[0] for left, right in pairwise(merged))
+    return merged

@@ -1,0 +1,64 @@
+"""Issue orders: pure functions from the programs of all micro-batches to the order in which the host issues their ops.
+
+A program falls into segments: the ops up to and including one that leaves the compute lane. After it there is something
+to overlap with, so a policy may turn to another micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.program import COMPUTE, Program
+from dbo_runtime.schedule import Issue
+
+Order = tuple[Issue, ...]
+Policy = Callable[[Sequence[Program]], Order]
+
+
+def sequential(programs: Sequence[Program]) -> Order:
+    """One micro-batch after the other. Overlaps nothing by intention; the reference for the others."""
+    return tuple(Issue(mb, position) for mb, program in enumerate(programs) for position in range(len(program.ops)))
+
+
+def staggered(programs: Sequence[Program], lead: int) -> Order:
+    """Take turns at every overlap point, each micro-batch *lead* segments ahead of the next.
+
+    A lead of 0 is the ping-pong of DeepSeek-V3's prefill (arXiv:2412.19437, section 3.4.1); a lead of one or more
+    helps where phases differ in length, and may lose where they do not.
+    """
+    queues = [list(_split_segments(mb, program)) for mb, program in enumerate(programs)]
+    order: list[Issue] = []
+    turns = max(mb * lead + len(queue) for mb, queue in enumerate(queues))
+    for turn in range(turns):
+        for mb, queue in enumerate(queues):
+            if 0 <= turn - mb * lead < len(queue):
+                order.extend(queue[turn - mb * lead])
+    return tuple(order)
+
+
+def alternate(programs: Sequence[Program]) -> Order:
+    """Take turns at every overlap point: `staggered` without a lead."""
+    return staggered(programs, lead=0)
+
+
+def find_policy(name: str, lead: int) -> Policy:
+    """Return the policy of a setting such as ("staggered", 1)."""
+    policies: dict[str, Policy] = {
+        "sequential": sequential,
+        "alternate": alternate,
+        "staggered": partial(staggered, lead=lead),
+    }
+    if name not in policies:
+        raise ConfigError(f"there is no policy {name!r}; known are {', '.join(policies)}.")
+    return policies[name]
+
+
+def _split_segments(micro_batch: int, program: Program) -> list[list[Issue]]:
+    segments: list[list[Issue]] = [[]]
+    for position, op in enumerate(program.ops):
+        segments[-1].append(Issue(micro_batch, position))
+        if op.lane != COMPUTE:
+            segments.append([])
+    return [segment for segment in segments if segment]

@@ -1,0 +1,251 @@
+"""What an adapter declares: named ops, the lane each runs on, the values it reads and writes.
+
+A program is recorded by running the adapter's function once, with no tensors: what it handles are `Value`s. Everything
+else (waits, records, when a value may be dropped) follows from the reads and writes, so nobody declares an event.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dbo_runtime.errors import ProgramError
+
+COMPUTE = "compute"
+COMM = "comm"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A name for what an op will write: a tensor, or anything else."""
+
+    index: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"%{self.index}:{self.name}"
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ProgramError(
+            f"{self} is a value of a program, not a tensor: while a program is recorded nothing may compute with it. "
+            f"Move the computation into a function and declare it with p.compute(...). ({_caller()})"
+        )
+
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __matmul__ = __truediv__ = __getitem__ = __bool__ = _refuse
+    __iter__ = __len__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy, pickle and friends probe for these; they must see a plain AttributeError
+            raise AttributeError(name)
+        return self._refuse()
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step of a micro-batch's program.
+
+    Attributes:
+        name: unique within its layer.
+        lane: the stream it runs on.
+        fn: called with the values read; returns what is written (a tuple where there are several).
+        reads, writes: values, in the order of fn's arguments and results.
+        layer: index of the layer it belongs to, or None outside any layer.
+        ordered: micro-batch i must run it before micro-batch i+1 does (it touches shared state, such as the KV cache).
+        exclusive: name of a shared buffer that admits one micro-batch at a time.
+        communicator: name of the communicator it uses; one communicator stays on one lane.
+        overwrites: the values read whose memory it changes, or returns as its own result.
+        host_sync: it blocks the host, so it cannot be captured into a graph.
+        declared_at: `file:line` of the declaration.
+    """
+
+    name: str
+    lane: str
+    fn: Callable[..., Any]
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    layer: int | None = None
+    ordered: bool = False
+    exclusive: str | None = None
+    communicator: str | None = None
+    overwrites: tuple[Value, ...] = ()
+    host_sync: bool = False
+    declared_at: str = ""
+
+    @property
+    def label(self) -> str:
+        """The op's name within its program, such as `L3.attention`."""
+        return self.name if self.layer is None else f"L{self.layer}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The ops of one micro-batch, in program order."""
+
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Lanes used, `compute` first: the lane from which a schedule starts and on which it ends."""
+        return tuple(dict.fromkeys([COMPUTE, *(op.lane for op in self.ops)]))
+
+    def find_homes(self) -> dict[Value, frozenset[str]]:
+        """Return the lanes whose allocator may own a value's memory.
+
+        A caching allocator hands freed memory to the next allocation on the stream that first allocated it. An op that
+        overwrites a value may return that very memory, so its results live where the overwritten value lived, too.
+        Inputs belong to the caller, who made them on `compute`.
+        """
+        homes: dict[Value, frozenset[str]] = {value: frozenset((COMPUTE,)) for value in self.inputs}
+        for op in self.ops:
+            home = frozenset((op.lane,)).union(*(homes[value] for value in op.overwrites))
+            homes.update(dict.fromkeys(op.writes, home))
+        return homes
+
+
+class ProgramBuilder:
+    """Records a program. An adapter receives one as `p`.
+
+    >>> p = ProgramBuilder()
+    >>> x = p.input("x")
+    >>> partial = p.compute("attention", lambda x: x * 2, x)
+    >>> whole = p.comm("attn_reduce", lambda x: x + 1, partial)
+    >>> [op.name for op in p.build(whole).ops]
+    ['attention', 'attn_reduce']
+    """
+
+    def __init__(self) -> None:
+        self._inputs: list[Value] = []
+        self._ops: list[Op] = []
+        self._values: list[Value] = []
+        self._layer: int | None = None
+        self._labels: dict[str, str] = {}
+        self._overwritten: dict[Value, Op] = {}
+
+    def input(self, name: str) -> Value:
+        """Declare a value that the caller hands in for each micro-batch."""
+        if self._ops:
+            raise ProgramError(f"input {name!r} comes after the first op; declare all inputs first. ({_caller()})")
+        value = self._make_value(name)
+        self._inputs.append(value)
+        return value
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[None]:
+        """Put the ops declared inside into layer *index*."""
+        if self._layer is not None:
+            raise ProgramError(f"layer {index} opens inside layer {self._layer}; layers do not nest. ({_caller()})")
+        self._layer = index
+        try:
+            yield
+        finally:
+            self._layer = None
+
+    def compute(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
+        """Declare an op on the compute lane; takes what `op` takes."""
+        return self.op(name, fn, *reads, lane=COMPUTE, **declaration)
+
+    def comm(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
+        """Declare an op on the comm lane, and with it an overlap point; takes what `op` takes."""
+        declaration.setdefault("communicator", COMM)
+        return self.op(name, fn, *reads, lane=COMM, **declaration)
+
+    def op(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        *reads: Value,
+        lane: str,
+        outputs: int = 1,
+        ordered: bool = False,
+        exclusive: str | None = None,
+        communicator: str | None = None,
+        overwrites: tuple[Value, ...] = (),
+        host_sync: bool = False,
+    ) -> Any:
+        """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
+
+        An op's results may share memory with an input only if that input is named in *overwrites*; a fused add-norm
+        and an in-place reduce do that.
+
+        Raises:
+            ProgramError: with the `file:line` of the declaration.
+        """
+        where = _caller()
+        writes = tuple(self._make_value(name) for _ in range(outputs))
+        op = Op(
+            name,
+            lane,
+            fn,
+            reads,
+            writes,
+            self._layer,
+            ordered,
+            exclusive,
+            communicator,
+            overwrites,
+            host_sync,
+            where,
+        )
+        self._check(op)
+        self._labels[op.label] = where
+        self._overwritten.update(dict.fromkeys(overwrites, op))
+        self._ops.append(op)
+        return writes[0] if outputs == 1 else writes
+
+    def build(self, *outputs: Value) -> Program:
+        """Finish the program with the values it returns."""
+        where = _caller()
+        if not self._ops:
+            raise ProgramError(f"the program has no ops; declare at least one with p.compute(...). ({where})")
+        for value in outputs:
+            self._check_read("the program's result", value, where)
+        return Program(tuple(self._inputs), tuple(self._ops), outputs)
+
+    def _make_value(self, name: str) -> Value:
+        value = Value(len(self._values), name)
+        self._values.append(value)
+        return value
+
+    def _check(self, op: Op) -> None:
+        where = op.declared_at
+        for what, word in (("op name", op.name), ("lane", op.lane)):
+            if not (isinstance(word, str) and word.isidentifier()):
+                raise ProgramError(f"{what} {word!r} must be a plain word (letters, digits, _). ({where})")
+        if not callable(op.fn):
+            raise ProgramError(f"op {op.label!r} needs a function to call, not {op.fn!r}. ({where})")
+        if op.label in self._labels:
+            earlier = self._labels[op.label]
+            raise ProgramError(f"op {op.label!r} was declared already at {earlier}; rename one of them. ({where})")
+        for value in op.reads:
+            self._check_read(f"op {op.label!r}", value, where)
+        for value in op.overwrites:
+            if value not in op.reads:
+                raise ProgramError(f"op {op.label!r} overwrites {value}, which it does not read. ({where})")
+
+    def _check_read(self, reader: str, value: Any, where: str) -> None:
+        if not isinstance(value, Value):
+            raise ProgramError(
+                f"{reader} reads {value!r}, which is no value of the program. Constants and modules belong into the "
+                f"function, for example by functools.partial. ({where})"
+            )
+        if value.index >= len(self._values) or self._values[value.index] is not value:
+            raise ProgramError(f"{reader} reads {value}, which belongs to another program. ({where})")
+        if value in self._overwritten:
+            culprit = self._overwritten[value]
+            raise ProgramError(
+                f"{reader} reads {value} after op {culprit.label!r} ({culprit.declared_at}) overwrote it; "
+                f"read the result of {culprit.label!r} instead. ({where})"
+            )
+
+
+def _caller() -> str:
+    """Return `file:line` of the nearest frame outside this module: the adapter's line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, contextmanager.__code__.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

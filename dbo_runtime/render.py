@@ -1,0 +1,118 @@
+"""A schedule as text, and back: for errors, golden files and people.
+
+One row a step, one column a lane. `wait` names the ops waited for, `*` marks a record, `free` the values dropped:
+
+    step  compute           comm
+       0  L0.attention/0 *
+       1                    L0.attn_reduce/0 *  wait L0.attention/0
+       2  L0.attention/1 *                      free %2/0
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from dbo_runtime.errors import ScheduleError
+from dbo_runtime.program import Program, Value
+from dbo_runtime.schedule import Issue, Schedule, Slot, Step, find_lanes
+
+_MARK = "   <-- here"
+
+
+def render(schedule: Schedule, mark: int | None = None, around: int | None = None) -> str:
+    """Return the table of *schedule*, with step *mark* marked.
+
+    With *around*, only that many steps on either side of the mark are shown.
+    """
+    lanes = schedule.lanes
+    cells = [f"{step.label} *" if step.records else step.label for step in schedule.steps]
+    width = {
+        lane: max([len(lane), *(len(c) for s, c in zip(schedule.steps, cells, strict=True) if s.op.lane == lane)])
+        for lane in lanes
+    }
+    rows = ["step  " + "  ".join(lane.ljust(width[lane]) for lane in lanes).rstrip()]
+    if schedule.forks:
+        rows.append("fork  " + " ".join(schedule.forks))
+    for number, (step, cell) in enumerate(zip(schedule.steps, cells, strict=True)):
+        if around is not None and mark is not None and abs(number - mark) > around:
+            continue
+        columns = "  ".join((cell if lane == step.op.lane else "").ljust(width[lane]) for lane in lanes)
+        row = f"{number:>4}  {columns}  {_render_effects(schedule, step)}".rstrip()
+        rows.append(row + (_MARK if number == mark else ""))
+    if schedule.joins:
+        rows.append("join  " + " ".join(_label(schedule.programs, issue) for issue in schedule.joins))
+    return "\n".join(rows)
+
+
+def parse(text: str, programs: Sequence[Program]) -> Schedule:
+    """Read a rendered table of these programs.
+
+    Raises:
+        ScheduleError: naming the line that cannot be read.
+    """
+    programs = tuple(programs)
+    issues = {f"{op.label}/{mb}": Issue(mb, n) for mb, p in enumerate(programs) for n, op in enumerate(p.ops)}
+    values = [{v.index: v for op in program.ops for v in (*op.reads, *op.writes)} for program in programs]
+    steps: list[Step] = []
+    forks: tuple[str, ...] = ()
+    joins: tuple[Issue, ...] = ()
+    for number, line in enumerate(text.splitlines()):
+        first, *words = line.removesuffix(_MARK).split()
+        try:
+            if first == "fork":
+                forks = tuple(words)
+            elif first == "join":
+                joins = tuple(issues[word] for word in words)
+            elif first != "step":
+                steps.append(_parse_step(words, programs, issues, values))
+        except (KeyError, IndexError, ValueError) as error:
+            raise ScheduleError(f"line {number + 1} of the schedule cannot be read ({error}): {line!r}") from None
+    unknown = set(forks) - set(find_lanes(programs))
+    if unknown:
+        raise ScheduleError(f"the schedule forks {', '.join(sorted(unknown))}, which no program has.")
+    return Schedule(programs, tuple(steps), forks, joins)
+
+
+def digest(schedule: Schedule) -> str:
+    """Return a short hash of the rendered table. Ranks whose digests agree issue the same collectives in one order."""
+    return hashlib.sha256(render(schedule).encode()).hexdigest()[:16]
+
+
+def _render_effects(schedule: Schedule, step: Step) -> str:
+    effects = []
+    if step.waits:
+        effects.append("wait " + " ".join(_label(schedule.programs, issue) for issue in step.waits))
+    if step.frees:
+        effects.append("free " + " ".join(f"%{slot.value.index}/{slot.micro_batch}" for slot in step.frees))
+    return "  ".join(effects)
+
+
+def _label(programs: Sequence[Program], issue: Issue) -> str:
+    return f"{programs[issue.micro_batch].ops[issue.position].label}/{issue.micro_batch}"
+
+
+def _parse_step(
+    words: list[str], programs: Sequence[Program], issues: dict[str, Issue], values: list[dict[int, Value]]
+) -> Step:
+    issue = issues[words[0]]
+    sections: dict[str, list[str]] = {"*": [], "wait": [], "free": []}
+    section = "*"
+    records = False
+    for word in words[1:]:
+        if word == "*":
+            records = True
+        elif word in sections:
+            section = word
+        else:
+            sections[section].append(word)
+    if sections["*"]:
+        raise ValueError(f"unexpected {sections['*'][0]!r}")
+    op = programs[issue.micro_batch].ops[issue.position]
+    waits = tuple(issues[word] for word in sections["wait"])
+    return Step(issue, op, waits, records, tuple(_parse_slot(word, values) for word in sections["free"]))
+
+
+def _parse_slot(word: str, values: list[dict[int, Value]]) -> Slot:
+    index, _, micro_batch = word.removeprefix("%").partition("/")
+    return Slot(int(micro_batch), values[int(micro_batch)][int(index)])

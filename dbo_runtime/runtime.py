@@ -1,0 +1,113 @@
+"""One object that owns everything a model's overlap needs: lanes, events, plans, counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, slice_batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices import Device
+from dbo_runtime.events import EventTable
+from dbo_runtime.executor import Enter, Executor, Inputs, Outputs
+from dbo_runtime.observe.instrument import Instrument
+from dbo_runtime.policies import find_policy
+from dbo_runtime.program import Program
+from dbo_runtime.render import digest
+from dbo_runtime.schedule import lower
+from dbo_runtime.validate import validate
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one batch will run: its slices, and the executor of their schedule. *digest* names the schedule."""
+
+    slices: tuple[BatchSlice, ...]
+    executor: Executor
+    digest: str
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What became of the steps so far."""
+
+    split: int = 0
+    micro_batches: int = 0
+    declined: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as plain data."""
+        return {"split": self.split, "micro_batches": self.micro_batches, "declined": dict(self.declined)}
+
+
+class MicroBatchRuntime:
+    """Plans batches and runs them in overlapped micro-batches.
+
+    Args:
+        program: the ops of one micro-batch; the same for each.
+        device: where they run.
+        config: the settings.
+        log: a structlog logger; told of each new plan and of the first decline of each reason, never of a step.
+    """
+
+    def __init__(self, program: Program, device: Device, config: RuntimeConfig, log: Any) -> None:
+        self.program = program
+        self.device = device
+        self.config = config
+        self.statistics = Statistics()
+        self._log = log
+        self._policy = find_policy(*config.policy)
+        self._events = EventTable(device)
+        self._executors: dict[int, tuple[Executor, str]] = {}
+
+    def plan(self, batch: Batch, cuts: Sequence[int] | None = None) -> Plan | Decline:
+        """Decide how to run *batch*; with *cuts* (token offsets), split there whatever the settings say.
+
+        A decline is only returned; whoever acts on it reports it with `decline`.
+
+        Raises:
+            SplitError: if *cuts* are given and impossible.
+        """
+        slices = decide(batch, self.config) if cuts is None else slice_batch(batch, cuts)
+        if isinstance(slices, Decline):
+            return slices
+        executor, name = self._find_executor(len(slices))
+        return Plan(slices, executor, name)
+
+    def run(
+        self, plan: Plan, inputs: Inputs, enter: Enter | None = None, instrument: Instrument | None = None
+    ) -> Outputs:
+        """Run a plan; see `Executor.run`."""
+        outputs = plan.executor.run(inputs, *(() if enter is None else (enter,)), instrument=instrument)
+        self.statistics.split += 1
+        self.statistics.micro_batches += len(plan.slices)
+        return outputs
+
+    def decline(self, decline: Decline) -> None:
+        """Count a step that runs whole; log the first of each reason."""
+        if not self.statistics.declined[decline.reason]:
+            self._log.info("step not split, runs whole", reason=decline.reason, detail=decline.detail or None)
+        self.statistics.declined[decline.reason] += 1
+
+    def close(self) -> None:
+        """End the device's threads."""
+        self.device.close()
+
+    def _find_executor(self, micro_batches: int) -> tuple[Executor, str]:
+        if micro_batches not in self._executors:
+            programs = (self.program,) * micro_batches
+            schedule = lower(programs, self._policy(programs))
+            validate(schedule)
+            name = digest(schedule)
+            self._executors[micro_batches] = Executor(schedule, self.device, self._events), name
+            self._log.info(
+                "new plan",
+                micro_batches=micro_batches,
+                steps=len(schedule.steps),
+                waits=sum(len(step.waits) for step in schedule.steps),
+                policy=self.config.policy[0],
+                digest=name,
+            )
+        return self._executors[micro_batches]

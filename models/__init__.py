@@ -1,0 +1,1 @@
+"""Model adapters. Installed as the import package `dbo_models`."""

@@ -1,0 +1,77 @@
+"""A model of plain arithmetic with the shape of a decoder, for tests and the adapter tutorial.
+
+It works on anything that adds and multiplies (ints are exact), and its attention keeps a cache that it reads back, as a
+real one does: running micro-batches in the wrong order gives a visibly wrong result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.program import ProgramBuilder, Value
+
+
+class ToyLayer:
+    """A decoder layer: norm, attention with a cache, norm, MLP."""
+
+    def __init__(self) -> None:
+        self.cache: list[Any] = []
+
+    def add_norm(self, x: Any, residual: Any) -> tuple[Any, Any]:
+        """Return (normed, new residual)."""
+        residual = x + residual
+        return residual * 3 + 1, residual
+
+    def attention(self, positions: Any, x: Any) -> Any:
+        """Append to the cache and return something that depends on all of it, on this rank's part of the heads."""
+        self.cache.append(x + positions)
+        return sum(self.cache) + x
+
+    def mlp(self, x: Any) -> Any:
+        """Return this rank's part of the MLP."""
+        return x * 5 - 2
+
+
+class ToyModel:
+    """Layers in a row."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [ToyLayer() for _ in range(layers)]
+
+
+class ToyCollectives:
+    """A group of *ranks* that all hold the same: the reduce multiplies."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.ranks = ranks
+
+    def without_reduce(self, module: Any) -> Any:
+        """The toy's modules give their part of the sum as they are."""
+        return module
+
+    def all_reduce(self, partial: Any) -> Any:
+        """Return the sum over the ranks."""
+        return partial * self.ranks
+
+
+class ToyAdapter:
+    """One comm op after attention and one after the MLP."""
+
+    def decline(self, model: ToyModel) -> str | None:
+        """Every toy can be split."""
+        return None if model.layers else "the model has no layers"
+
+    def record(self, p: ProgramBuilder, model: ToyModel, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare the program; reads like the forward."""
+        residual = x
+        for index, layer in enumerate(model.layers):
+            with p.layer(index):
+                x, residual = p.compute("attn_norm", layer.add_norm, x, residual, outputs=2)
+                x = p.compute("attention", layer.attention, positions, x, ordered=True)
+                x = p.comm("attn_reduce", collectives.all_reduce, x)
+                x, residual = p.compute("mlp_norm", layer.add_norm, x, residual, outputs=2)
+                x = p.compute("mlp", layer.mlp, x)
+                x = p.comm("mlp_reduce", collectives.all_reduce, x)
+        x, _ = p.compute("final_norm", lambda x, residual: (x + residual, residual), x, residual, outputs=2)
+        return x
