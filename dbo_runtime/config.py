@@ -100,6 +100,15 @@ def describe_settings() -> list[tuple[str, str, str, str]]:
     return rows
 
 
+def is_enabled(environ: Mapping[str, str]) -> bool:
+    """Return whether overlap is turned on, reading nothing else.
+
+    Raises:
+        ConfigError: if the variable is neither 0 nor 1.
+    """
+    return read_environment({ENABLE: environ[ENABLE]}).enabled if ENABLE in environ else False
+
+
 def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
     """Read the settings strictly.
 

@@ -1,0 +1,218 @@
+"""Attention metadata and forward context of each micro-batch.
+
+Metadata is rebuilt, not split: the common metadata is sliced, then the backend's own builder builds for each slice.
+Splitting what was built, field by field, is what broke vllm-ascend #941 release after release.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from dbo_runtime.batch import Batch, BatchSlice, Decline
+from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin.hazards import find_context_hazard, find_prefix_hazard
+
+_ORIGIN = "_dbo_origin"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a piece of attention metadata was built from."""
+
+    layer_names: list[str]
+    builder: Any
+    common: Any
+    arguments: dict[str, Any]
+    common_prefix_len: int
+
+
+def trace_builders() -> None:
+    """Let each metadata object remember its origin.
+
+    `AttentionGroup.get_metadata_builder` is the one accessor that the runners of vLLM and of vllm-ascend all use.
+    """
+    from vllm.v1.worker.utils import AttentionGroup
+
+    original = AttentionGroup.get_metadata_builder
+    if hasattr(original, _ORIGIN):
+        return
+
+    @functools.wraps(original)
+    def get_metadata_builder(self: Any, ubatch_id: int = 0) -> Any:
+        builder = original(self, ubatch_id)
+        if _ORIGIN not in builder.__dict__:
+            setattr(builder, _ORIGIN, builder.build)
+            builder.build = functools.partial(_build_and_note, self.layer_names, builder)
+        return builder
+
+    setattr(get_metadata_builder, _ORIGIN, original)
+    AttentionGroup.get_metadata_builder = get_metadata_builder
+
+
+def _build_and_note(
+    layer_names: list[str],
+    builder: Any,
+    common_prefix_len: int,
+    common_attn_metadata: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    metadata = getattr(builder, _ORIGIN)(common_prefix_len, common_attn_metadata, *args, **kwargs)
+    names = ("fast_build",)[: len(args)]
+    arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+    try:
+        origin = Origin(layer_names, builder, common_attn_metadata, arguments, common_prefix_len)
+        setattr(metadata, _ORIGIN, origin)
+    except AttributeError:
+        pass  # frozen or slotted: without an origin the step declines, naming the type
+    return metadata
+
+
+class ContextSplitter:
+    """Makes one forward context per micro-batch from the step's own.
+
+    Args:
+        vllm_config: of the engine.
+        cuttable: whether a request may be cut inside, as far as the platform goes.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, cuttable: bool) -> None:
+        self._vllm_config = vllm_config
+        self._cuttable = cuttable
+        self._builders: dict[int, tuple[Any, list[Any]]] = {}
+
+    def read_batch(self, context: Any, tokens: int) -> Batch | Decline:
+        """Return the integers to decide by, or why this step cannot be split."""
+        hazard = find_context_hazard(context, tokens)
+        if hazard is not None:
+            return hazard
+        for metadata in context.attn_metadata.values():
+            origin = getattr(metadata, _ORIGIN, None)
+            if origin is None:
+                return Decline("attention metadata of unknown origin", type(metadata).__name__)
+            decline = _find_common_hazard(origin, tokens)
+            if decline is not None:
+                return decline
+        return self._describe([getattr(m, _ORIGIN) for m in context.attn_metadata.values()])
+
+    def split(self, context: Any, slices: Sequence[BatchSlice]) -> list[Any] | Decline:
+        """Return a forward context for each slice; the one given stays as it is."""
+        rebuilt: dict[int, list[Any]] = {}
+        for metadata in context.attn_metadata.values():
+            if id(metadata) not in rebuilt:
+                parts = self._rebuild(getattr(metadata, _ORIGIN), slices)
+                if isinstance(parts, Decline):
+                    return parts
+                rebuilt[id(metadata)] = parts
+        contexts = []
+        for index, piece in enumerate(slices):
+            part = copy.copy(context)  # keeps whatever a platform has added
+            part.attn_metadata = {layer: rebuilt[id(m)][index] for layer, m in context.attn_metadata.items()}
+            part.slot_mapping = {layer: slots[piece.tokens] for layer, slots in context.slot_mapping.items()}
+            part.is_padding = None if context.is_padding is None else context.is_padding[piece.tokens]
+            part.additional_kwargs = dict(context.additional_kwargs)
+            part.ubatch_slices, part.batch_descriptor = None, None
+            part.moe_layer_index = 0  # some builds count MoE layers through it
+            part.skip_compiled = True
+            contexts.append(part)
+        return contexts
+
+    def _describe(self, origins: list[Origin]) -> Batch:
+        common = origins[0].common
+        query_lens = tuple(np.diff(common.query_start_loc_cpu.numpy()).tolist())
+        decode_len = max(origin.builder.reorder_batch_threshold or 1 for origin in origins)
+        prefill = sum(length for length in query_lens if length > decode_len)
+        cuttable = self._cuttable and all(origin.common.causal is True for origin in origins)
+        return Batch(query_lens, prefill, cuttable, decode_len)
+
+    def _rebuild(self, origin: Origin, slices: Sequence[BatchSlice]) -> list[Any] | Decline:
+        common = origin.common
+        hazard = find_prefix_hazard(
+            slices,
+            common.query_start_loc_cpu.numpy(),
+            common.seq_lens_cpu_upper_bound.numpy(),
+            common.block_table_tensor.cpu().numpy(),
+            origin.builder.kv_cache_spec.block_size,
+        )
+        if hazard is not None:
+            return hazard
+        builders = self._find_builders(origin, len(slices))
+        if isinstance(builders, Decline):
+            return builders
+        parts = zip(builders, _slice_common(common, slices), strict=True)
+        return [builder.build(0, part, **origin.arguments) for builder, part in parts]
+
+    def _find_builders(self, origin: Origin, count: int) -> list[Any] | Decline:
+        """Return a builder of its own for each micro-batch.
+
+        Builders keep state between build and forward (prefill backends, persistent index buffers), so neither two
+        micro-batches nor a micro-batch and the whole step may share one. vLLM's own micro-batching does the same.
+        """
+        builder = origin.builder
+        _, own = self._builders.setdefault(id(builder), (builder, []))  # holding it keeps its id from being reused
+        try:
+            with set_current_vllm_config(self._vllm_config):
+                while len(own) < count:
+                    own.append(self._make_builder(origin))
+        except (AttributeError, TypeError) as error:
+            return Decline("the attention backend's builder cannot be made again", f"{type(builder).__name__}: {error}")
+        return own[:count]
+
+    def _make_builder(self, origin: Origin) -> Any:
+        builder = origin.builder
+        made = type(builder)(builder.kv_cache_spec, origin.layer_names, self._vllm_config, builder.device)
+        if getattr(builder, "kernel_block_size", None) is not None:
+            made.set_kernel_block_size(builder.kernel_block_size)
+        return made
+
+
+def _find_common_hazard(origin: Origin, tokens: int) -> Decline | None:
+    common = origin.common
+    if origin.common_prefix_len:
+        return Decline("cascade attention")
+    if not (tokens == common.num_actual_tokens == int(common.query_start_loc_cpu[-1])):
+        return Decline("padded batch", f"{tokens} tokens, {common.num_actual_tokens} in the attention metadata")
+    for name in compat.UNSUPPORTED:
+        value = getattr(common, name, None)
+        if value is not None and value != {} and value != 0:
+            return Decline("attention metadata field not supported yet", name)
+    if common.seq_lens_cpu_upper_bound is None:
+        return Decline("attention metadata without sequence lengths on the host")
+    known = {*compat.SPLIT_BY_VLLM, *compat.PER_REQUEST, *compat.PER_TOKEN, *compat.RECOMPUTED}
+    counts = {common.num_reqs, common.num_reqs + 1, tokens}
+    for field in fields(common):
+        if field.name not in known and _count_rows(getattr(common, field.name)) in counts:
+            return Decline("unknown per-request or per-token attention metadata", field.name)
+    return None
+
+
+def _count_rows(value: Any) -> int | None:
+    """Return the first dimension of an array, or the length of a list; None for anything else."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.shape[0] if value.ndim else None
+    return len(value) if isinstance(value, list | tuple) else None
+
+
+def _slice_common(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
+    """Slice the common metadata, keeping its class and every field that a platform has added."""
+    parts = []
+    for piece, part in zip(slices, compat.slice_common_metadata(common, slices), strict=True):
+        changed = {name: getattr(part, name) for name in compat.SPLIT_BY_VLLM}
+        changed["max_seq_len"] = int(part.seq_lens_cpu_upper_bound.max())
+        for name in compat.PER_REQUEST:
+            if _count_rows(getattr(common, name, None)) is not None:
+                changed[name] = getattr(common, name)[piece.requests]
+        for name in compat.PER_TOKEN:
+            if getattr(common, name, None) is not None:
+                changed[name] = getattr(common, name)[..., piece.tokens]
+        changed.update((name, None) for name in compat.RECOMPUTED if hasattr(common, name))
+        parts.append(replace(common, **changed))
+    return parts

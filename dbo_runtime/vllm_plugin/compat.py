@@ -1,0 +1,77 @@
+"""Names of vLLM and vllm-ascend that change from version to version. Read against vLLM 0.30.0."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from dbo_runtime.batch import BatchSlice
+from dbo_runtime.config import ENABLE
+
+KNOWN_VERSIONS = ("0.30.",)
+
+
+def find_unknown_version() -> str | None:
+    """Return why this vLLM cannot be served, or None if it is one we know."""
+    import vllm
+
+    version = vllm.__version__
+    if version.startswith(KNOWN_VERSIONS):
+        return None
+    return f"vLLM {version} is not one that this dbo_runtime knows ({', '.join(v + 'x' for v in KNOWN_VERSIONS)})"
+
+
+def announce_variable() -> None:
+    """Make our variable known to vLLM, which otherwise warns of it, or refuses it with --fail-on-environ-validation."""
+    from vllm import envs
+
+    envs.environment_variables.setdefault(ENABLE, lambda: os.environ.get(ENABLE, "0"))
+
+
+def find_transport(group: Any) -> str:
+    """Return how a tensor parallel group communicates: `none`, `shared memory` or `network`.
+
+    vLLM's CPU build reduces over shared memory if all ranks are on one host: that spins on the cores that compute, and
+    there is nothing to hide.
+    """
+    if group.world_size == 1:
+        return "none"
+    module = getattr(group.device_communicator, "dist_module", None)
+    return "shared memory" if type(module).__name__ == "_CPUSHMDistributed" else "network"
+
+
+def find_platform() -> tuple[str, bool]:
+    """Return vLLM's device type and whether the platform is out of tree (vllm-ascend is)."""
+    from vllm.platforms import PlatformEnum, current_platform
+
+    return current_platform.device_type, current_platform._enum == PlatformEnum.OOT
+
+
+def slice_common_metadata(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
+    """Return, for each slice, the ten fields that vLLM's own splitter gets right, the inside of a request included."""
+    from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
+
+    return list(split_attn_metadata([UBatchSlice(piece.requests, piece.tokens) for piece in slices], common))
+
+
+SPLIT_BY_VLLM = (
+    "query_start_loc",
+    "query_start_loc_cpu",
+    "seq_lens",
+    "num_reqs",
+    "num_actual_tokens",
+    "max_query_len",
+    "block_table_tensor",
+    "slot_mapping",
+    "seq_lens_cpu_upper_bound",
+)
+"""What `slice_common_metadata` fills in. The tenth, max_seq_len, it leaves at the whole batch's; we tighten it."""
+
+PER_REQUEST = ("is_prefilling", "causal", "req_idx", "rswa_prefix_lens", "replayssm_decode_base_cpu")
+PER_TOKEN = ("positions",)
+RECOMPUTED = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
+"""Caches that a slice must not inherit."""
+
+UNSUPPORTED = ("encoder_seq_lens", "num_logits_indices", "dcp_local_seq_lens", "mm_req_doc_ranges")
+"""Fields of features that cannot be split yet: cross attention, fast prefill, context parallel, prefix-LM images."""

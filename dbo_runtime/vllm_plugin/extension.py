@@ -1,0 +1,48 @@
+"""Methods for vLLM's workers, reached over its own RPC.
+
+Pass `worker_extension_cls="dbo_runtime.vllm_plugin.extension.WorkerExtension"` to `LLM(...)`, then call
+`llm.collective_rpc("dbo_statistics")`. It works with the plugin off, too: there is nothing to tell then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WorkerExtension:
+    """Mixed into the worker class by vLLM."""
+
+    model_runner: Any
+
+    def dbo_statistics(self) -> dict[str, Any] | None:
+        """Return the counts of split and declined steps, or None where the model is not split at all."""
+        forward = self._dbo_forward()
+        return None if forward is None else forward.runtime.statistics.as_dict()
+
+    def dbo_request_timeline(self) -> None:
+        """Keep the timeline of the next step that is split."""
+        forward = self._dbo_forward()
+        if forward is not None:
+            forward.wants_timeline = True
+
+    def dbo_timeline(self) -> list[tuple[str, str, int, float, float]] | None:
+        """Return the spans of the timeline that was asked for, or None if no step was split since."""
+        forward = self._dbo_forward()
+        if forward is None or forward.timeline is None:
+            return None
+        return [tuple(span) for span in forward.timeline.spans]
+
+    def dbo_cut_at(self, cuts: list[int] | None) -> None:
+        """Cut every step that is long enough at these token offsets, whatever the settings say; None ends that.
+
+        For tests and experiments.
+        """
+        forward = self._dbo_forward()
+        if forward is not None:
+            forward.cuts = None if cuts is None else lambda tokens: [cut for cut in cuts if cut < tokens]
+
+    def _dbo_forward(self) -> Any:
+        from dbo_runtime.vllm_plugin.forward import SplitForward
+
+        forward = self.model_runner.get_model().forward
+        return forward if isinstance(forward, SplitForward) else None

@@ -1,0 +1,139 @@
+"""The forward of a served model: split where it can be and pays, vLLM's own otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm import forward_context
+
+from dbo_runtime.batch import Decline
+from dbo_runtime.errors import ScheduleError, SplitError
+from dbo_runtime.observe.timeline import Recorder, Timeline
+from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from dbo_runtime.vllm_plugin.attention import ContextSplitter
+
+# How far split and unsplit results may be apart under DBO_CHECK, relative to the largest value: what rounding in other
+# shapes gives, by type.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class SplitForward:
+    """Stands in for the `forward` of a loaded model instance.
+
+    Args:
+        model: the top-level model.
+        forward: its own forward, which unsplit steps run untouched.
+        runtime: plans and runs.
+        splitter: makes the micro-batches' forward contexts.
+        standing: why no step of this model can be split, if that is so.
+        group: vLLM's coordinator of the tensor parallel group.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        runtime: MicroBatchRuntime,
+        splitter: ContextSplitter,
+        standing: Decline | None,
+        group: Any,
+    ) -> None:
+        self.runtime = runtime
+        self.cuts: Callable[[int], Sequence[int]] | None = None
+        self.timeline: Timeline | None = None
+        self.wants_timeline = False
+        self._model = model
+        self._forward = forward
+        self._splitter = splitter
+        self._standing = standing
+        self._group = group
+        self._agreed: set[str] = set()
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one step: tokens [tokens], positions [tokens] -> hidden states [tokens, hidden]."""
+        whole = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
+        plan, contexts = self._plan(positions, intermediate_tensors, kwargs)
+        if isinstance(plan, Decline):
+            self.runtime.decline(plan)
+            return whole()
+        if self.runtime.config.check:
+            self._check_digest(plan)
+        hidden = self._run(plan, contexts, input_ids, positions, inputs_embeds)
+        if self.runtime.config.check:
+            self._check_result(hidden, whole(), plan)
+        return hidden
+
+    def _plan(
+        self, positions: torch.Tensor, intermediate_tensors: Any, kwargs: dict[str, Any]
+    ) -> tuple[Plan | Decline, list[Any]]:
+        if self._standing is not None:
+            return self._standing, []
+        if not forward_context.is_forward_context_available():
+            return Decline("no forward context"), []
+        if intermediate_tensors is not None:
+            return Decline("pipeline parallel is not supported yet"), []
+        if kwargs:
+            return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs))), []
+        context = forward_context.get_forward_context()
+        tokens = positions.shape[-1]
+        batch = self._splitter.read_batch(context, tokens)
+        if isinstance(batch, Decline):
+            return batch, []
+        plan = self.runtime.plan(batch, self.cuts(tokens) if self.cuts is not None else None)
+        if isinstance(plan, Decline):
+            return plan, []
+        contexts = self._splitter.split(context, plan.slices)
+        return (contexts, []) if isinstance(contexts, Decline) else (plan, contexts)
+
+    def _run(
+        self,
+        plan: Plan,
+        contexts: list[Any],
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
+        x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
+        inputs = [(x[piece.tokens], positions[..., piece.tokens]) for piece in plan.slices]
+        recorder = Recorder() if self.wants_timeline else None
+        with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
+            outputs = self.runtime.run(plan, inputs, partial(_enter, contexts), recorder)
+        if recorder is not None:
+            self.timeline, self.wants_timeline = recorder.timeline(), False
+        return torch.cat([hidden for (hidden,) in outputs])
+
+    def _check_digest(self, plan: Plan) -> None:
+        """Compare a new schedule with those of the other ranks: collectives in another order would hang."""
+        if plan.digest in self._agreed or self._group.world_size == 1:
+            return
+        digests: list[Any] = [None] * self._group.world_size
+        dist.all_gather_object(digests, plan.digest, group=self._group.cpu_group)
+        if len(set(digests)) > 1:
+            raise ScheduleError(f"ranks have come to different schedules: {digests}. Give all the same settings.")
+        self._agreed.add(plan.digest)
+
+    def _check_result(self, split: torch.Tensor, whole: torch.Tensor, plan: Plan) -> None:
+        apart = (split - whole).abs().max().item()
+        allowed = TOLERANCE[whole.dtype] * whole.abs().max().item()
+        if not apart <= allowed:
+            cuts = [piece.first_token for piece in plan.slices[1:]]
+            raise SplitError(
+                f"split and unsplit hidden states are {apart:.3g} apart (allowed {allowed:.3g}) with cuts at {cuts}, "
+                f"schedule {plan.digest}. Please report this; DBO_MODE=off serves unsplit meanwhile."
+            )
+
+
+def _enter(contexts: list[Any], micro_batch: int) -> None:
+    """Make a micro-batch's forward context the current one. A plain assignment: this runs at every turn."""
+    forward_context._forward_context = contexts[micro_batch]

@@ -1,0 +1,97 @@
+"""Why a model or a step cannot be split yet. Each is a reason to decline, never to guess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dbo_runtime.batch import BatchSlice, Decline
+
+
+def find_config_hazard(vllm_config: Any) -> str | None:
+    """Return the first feature in use that splitting does not support."""
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
+    hazards = (
+        (parallel.pipeline_parallel_size > 1, "pipeline parallel"),
+        (parallel.data_parallel_size > 1, "data parallel"),
+        (parallel.enable_expert_parallel, "expert parallel"),
+        (parallel.enable_eplb, "expert load balancing (EPLB)"),
+        (parallel.use_sequence_parallel_moe, "sequence-parallel MoE"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallel"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
+        (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
+        (vllm_config.kv_transfer_config is not None, "a KV connector"),
+        (vllm_config.speculative_config is not None, "speculative decoding"),
+        (vllm_config.lora_config is not None, "LoRA"),
+        (model.is_hybrid or model.is_attention_free, "state-space layers"),
+        (model.is_encoder_decoder, "encoder-decoder models"),
+    )
+    return next((f"{what} is not supported yet" for found, what in hazards if found), None)
+
+
+def find_context_hazard(context: Any, tokens: int) -> Decline | None:
+    """Return why a step with this forward context runs whole, or None."""
+    if not context.attn_metadata:
+        return Decline("no attention metadata (profiling or dummy run)")
+    if not isinstance(context.attn_metadata, dict):
+        return Decline("attention metadata is split already")
+    if context.cudagraph_runtime_mode.name == "FULL":
+        return Decline("full-graph step")
+    if context.dp_metadata is not None:
+        return Decline("data parallel is not supported yet")
+    if context.is_padding is not None and context.is_padding.shape[0] != tokens:
+        return Decline("padded batch")
+    return None
+
+
+def find_prefix_hazard(
+    slices: Sequence[BatchSlice],
+    query_starts: np.ndarray[Any, Any],
+    seq_lens: np.ndarray[Any, Any],
+    block_table: np.ndarray[Any, Any],
+    block_size: int,
+) -> Decline | None:
+    """Decline if a request reads cached blocks that a later micro-batch has yet to write.
+
+    A request can be admitted on a prefix-cache hit against blocks that another request of the same step computes. Run
+    whole, every write of a layer comes before every read; split, the writer may be in a later micro-batch. vLLM's own
+    guard (`_allow_microbatching` in gpu_model_runner.py) is off unless its own micro-batching is on.
+
+    Args:
+        slices: the micro-batches.
+        query_starts: first token of each request, and the end [requests + 1].
+        seq_lens: tokens of each request after this step [requests].
+        block_table: KV blocks of each request [requests, blocks].
+        block_size: tokens a block.
+    """
+    query_lens = np.diff(query_starts)
+    computed = seq_lens - query_lens
+    if not (computed > 0).any():
+        return None
+    for earlier in slices[:-1]:
+        written = _find_blocks_written_after(earlier.last_token, query_starts, seq_lens, block_table, block_size)
+        for request in range(earlier.first_request, earlier.last_request):
+            read = block_table[request, : computed[request] // block_size]
+            if np.isin(read, written).any():
+                return Decline("a request reads prefix-cache blocks that a later micro-batch writes")
+    return None
+
+
+def _find_blocks_written_after(
+    token: int,
+    query_starts: np.ndarray[Any, Any],
+    seq_lens: np.ndarray[Any, Any],
+    block_table: np.ndarray[Any, Any],
+    block_size: int,
+) -> np.ndarray[Any, Any]:
+    """Return the KV blocks that the tokens from *token* on are written to."""
+    blocks = []
+    for request, (start, end) in enumerate(zip(query_starts[:-1], query_starts[1:], strict=True)):
+        if end > token:
+            length = int(seq_lens[request])
+            first = length - int(end - max(start, token))
+            blocks.append(block_table[request, first // block_size : -(-length // block_size)])
+    return np.concatenate(blocks) if blocks else np.empty(0, dtype=block_table.dtype)

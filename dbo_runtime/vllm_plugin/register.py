@@ -1,0 +1,21 @@
+"""The entry point that vLLM calls in every process it starts: often, early, and whether or not anyone wants DBO."""
+
+from __future__ import annotations
+
+import os
+
+from dbo_runtime.config import is_enabled, read_environment
+
+
+def register() -> None:
+    """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1`; otherwise do nothing, and import nothing to do it.
+
+    Raises:
+        ConfigError: for a setting that is not allowed. It stops vLLM's start, which is what the user needs to see.
+    """
+    if not is_enabled(os.environ):
+        return
+    config = read_environment(os.environ)
+    from dbo_runtime.vllm_plugin.hooks import install
+
+    install(config)

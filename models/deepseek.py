@@ -1,0 +1,71 @@
+"""DeepSeek V2, V3 and R1: MLA, then a dense MLP or a mixture of experts.
+
+The lanes under tensor parallelism: `comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next
+micro-batch's attention (or MLP). Dense first layers overlap like the others.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.program import ProgramBuilder, Value
+
+
+class DeepseekAdapter:
+    """Takes vLLM's decoder layer apart at its two all-reduces."""
+
+    def decline(self, model: Any) -> str | None:
+        """Return why this model cannot be split, or None."""
+        config, layers = model.config, model.model.layers
+        if layers[0].use_mha:
+            return "DeepSeek with plain attention instead of MLA is not supported"
+        if hasattr(config, "index_topk"):
+            return "sparse attention (DeepSeek V3.2) shares index buffers between micro-batches"
+        if getattr(config, "llama_4_scaling", None) is not None:
+            return "attention scaling by position is not supported"
+        if str(model.lm_head.weight.dtype) == "torch.float16":
+            return "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"
+        if any(getattr(layer.mlp, "experts", None) and layer.mlp.experts._fused_output_is_reduced for layer in layers):
+            return "the MoE kernel reduces its own output"
+        return None
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare one micro-batch: embedded tokens in, normed hidden states out."""
+        residual = None
+        for index, layer in enumerate(model.model.layers):
+            with p.layer(index):
+                x, residual = record_layer(p, layer, collectives, x, residual, positions)
+        return p.compute("final_norm", partial(_final_norm, model.model.norm), x, residual, overwrites=(x, residual))
+
+
+def record_layer(
+    p: ProgramBuilder, layer: Any, collectives: Collectives, x: Value, residual: Value | None, positions: Value
+) -> tuple[Value, Value]:
+    """Declare one layer. Norms add in place on some platforms, and reduces do: both overwrite what they read."""
+    if residual is None:
+        x, residual = p.compute("attn_norm", partial(_first_norm, layer), x, overwrites=(x,), outputs=2)
+    else:
+        inputs = x, residual
+        x, residual = p.compute("attn_norm", layer.input_layernorm, *inputs, overwrites=inputs, outputs=2)
+    attention = collectives.without_reduce(partial(_attend, layer.self_attn))
+    x = p.compute("attention", attention, positions, x, ordered=True)  # the KV cache is shared by a cut request
+    x = p.comm("attn_reduce", collectives.all_reduce, x, overwrites=(x,))
+    inputs = x, residual
+    x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *inputs, overwrites=inputs, outputs=2)
+    x = p.compute("mlp", collectives.without_reduce(layer.mlp), x)
+    x = p.comm("mlp_reduce", collectives.all_reduce, x, overwrites=(x,))
+    return x, residual
+
+
+def _first_norm(layer: Any, x: Any) -> tuple[Any, Any]:
+    return layer.input_layernorm(x), x
+
+
+def _attend(attention: Any, positions: Any, x: Any) -> Any:
+    return attention(positions, x, None)
+
+
+def _final_norm(norm: Any, x: Any, residual: Any) -> Any:
+    return norm(x, residual)[0]
