@@ -48,7 +48,7 @@ class MicroBatchRuntime:
     Args:
         program: the ops of one micro-batch; the same for each.
         device: where they run.
-        config: the settings.
+        config: the settings; may be replaced between steps, on all ranks alike.
         log: a structlog logger; told of each new plan and of the first decline of each reason, never of a step.
     """
 
@@ -58,12 +58,11 @@ class MicroBatchRuntime:
         self.config = config
         self.statistics = Statistics()
         self._log = log
-        self._policy = find_policy(*config.policy)
         self._events = EventTable(device)
-        self._executors: dict[int, tuple[Executor, str]] = {}
+        self._executors: dict[tuple[tuple[str, int], int], tuple[Executor, str]] = {}
 
     def plan(self, batch: Batch, cuts: Sequence[int] | None = None) -> Plan | Decline:
-        """Decide how to run *batch*; with *cuts* (token offsets), split there whatever the settings say.
+        """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
 
         A decline is only returned; whoever acts on it reports it with `decline`.
 
@@ -73,6 +72,8 @@ class MicroBatchRuntime:
         slices = decide(batch, self.config) if cuts is None else slice_batch(batch, cuts)
         if isinstance(slices, Decline):
             return slices
+        if len(slices) < 2:
+            return Decline("nowhere to cut", "no cuts were given")
         executor, name = self._find_executor(len(slices))
         return Plan(slices, executor, name)
 
@@ -96,18 +97,21 @@ class MicroBatchRuntime:
         self.device.close()
 
     def _find_executor(self, micro_batches: int) -> tuple[Executor, str]:
-        if micro_batches not in self._executors:
+        policy = self.config.policy
+        key = policy, micro_batches
+        if key not in self._executors:
             programs = (self.program,) * micro_batches
-            schedule = lower(programs, self._policy(programs))
+            schedule = lower(programs, find_policy(*policy)(programs))
             validate(schedule)
             name = digest(schedule)
-            self._executors[micro_batches] = Executor(schedule, self.device, self._events), name
+            self._executors[key] = Executor(schedule, self.device, self._events), name
+            waits = sum(len(step.waits) for step in schedule.steps)
             self._log.info(
                 "new plan",
                 micro_batches=micro_batches,
+                policy=policy[0],
                 steps=len(schedule.steps),
-                waits=sum(len(step.waits) for step in schedule.steps),
-                policy=self.config.policy[0],
+                waits=waits,
                 digest=name,
             )
-        return self._executors[micro_batches]
+        return self._executors[key]

@@ -193,7 +193,7 @@ class _Dependencies:
         self._readers: dict[Slot, list[Issue]] = defaultdict(list)
         self._holder: dict[str, Issue] = {}
         self._ordered: dict[tuple[int, str], Issue] = {}
-        self._ordered_labels = [{op.label for op in program.ops if op.ordered} for program in programs]
+        self._ordered_before = _find_ordered_before(programs)
 
     def find(self, issue: Issue, op: Op) -> set[Issue]:
         mb = issue.micro_batch
@@ -202,11 +202,12 @@ class _Dependencies:
             needed.update(self._readers[Slot(mb, value)])
         if op.exclusive in self._holder:
             needed.add(self._holder[op.exclusive])
-        if op.ordered and mb and op.label in self._ordered_labels[mb - 1]:
-            before = self._ordered.get((mb - 1, op.label))
+        if op.ordered and op.label in self._ordered_before[mb]:
+            earlier = self._ordered_before[mb][op.label]
+            before = self._ordered.get((earlier, op.label))
             if before is None:
                 raise ScheduleError(
-                    f"{op.label}/{mb} is issued before {op.label}/{mb - 1}, but the op is declared ordered "
+                    f"{op.label}/{mb} is issued before {op.label}/{earlier}, but the op is declared ordered "
                     f"({op.declared_at}); the policy must issue micro-batches in order here."
                 )
             needed.add(before)
@@ -289,6 +290,17 @@ class _Frees:
 
     def _home_indices(self, slot: Slot) -> list[int]:
         return sorted(self._clocks.index[lane] for lane in self._homes[slot.micro_batch][slot.value])
+
+
+def _find_ordered_before(programs: Sequence[Program]) -> list[dict[str, int]]:
+    """Return, for each micro-batch and ordered op, the nearest earlier micro-batch that has the op, too."""
+    latest: dict[str, int] = {}
+    before = []
+    for mb, program in enumerate(programs):
+        labels = [op.label for op in program.ops if op.ordered]
+        before.append({label: latest[label] for label in labels if label in latest})
+        latest.update(dict.fromkeys(labels, mb))
+    return before
 
 
 def _count_uses(program: Program) -> dict[Value, int]:

@@ -172,8 +172,10 @@ class _Replay:
         if not op.ordered:
             return
         self.ordered[mb, op.label] = use
-        if mb and op.label in self.ordered_labels[mb - 1] and not _is_ordered(self.ordered.get((mb - 1, op.label)), use):
-            self._fail(6, f"{step.label} is not ordered after {op.label}/{mb - 1}")
+        for earlier in range(mb):
+            known = op.label in self.ordered_labels[earlier]
+            if known and not _is_ordered(self.ordered.get((earlier, op.label)), use):
+                self._fail(6, f"{step.label} is not ordered after {op.label}/{earlier}")
 
     def _check_end(self) -> None:
         self.number = len(self.schedule.steps) - 1

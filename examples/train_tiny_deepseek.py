@@ -2,8 +2,8 @@
 
 The model has every part of DeepSeek-V3 that serving must get right (latent attention with a compressed cache, YaRN,
 grouped routing with a balancing bias, a shared expert, a dense first layer) in 1.4 million parameters, and it *knows*
-something: the tasks of ``tiny_tasks``, whose answers are exact. A fault in the serving path then shows as a wrong
-answer instead of as a doubtful difference between two random numbers.
+something: the tasks of ``tiny_tasks``, whose answers are exact. A gross fault in the serving path then shows as wrong
+answers. A subtle one, such as a single missing expert, hardly does: compare log-probabilities (see the model card).
 
 The seed reproduces the accuracy, not the bits: matrix products are summed in another order on another machine.
 """
@@ -41,9 +41,9 @@ BALANCE_RATE = 1e-2  # change of a router bias in one step
 BALANCE_END = 0.9  # of all steps
 
 # What every token passes through learns more slowly. Else the shared expert and the dense layer learn the tasks alone,
-# and a fault in the routed experts would leave all answers right.
-SHARED_EXPERT_SLOWDOWN = 0.1
-DENSE_LAYER_SLOWDOWN = 0.3
+# and a fault in the routed experts would leave all answers right; far slower still, and the shared expert would idle.
+SHARED_EXPERT_PACE = 0.4
+DENSE_LAYER_PACE = 0.3
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -122,20 +122,20 @@ def build_config() -> DeepseekV3Config:
 
 
 def build_model() -> DeepseekV3ForCausalLM:
-    """Build the untrained model, its shared experts nearly silent (see ``SHARED_EXPERT_SLOWDOWN``)."""
+    """Build the untrained model; its shared experts start as quiet as they learn slowly."""
     model = DeepseekV3ForCausalLM(build_config())
     for name, parameter in model.named_parameters():
         if name.endswith("shared_experts.down_proj.weight"):
-            parameter.data.mul_(SHARED_EXPERT_SLOWDOWN)
+            parameter.data.mul_(SHARED_EXPERT_PACE)
     return model
 
 
 def scale_learning_rate(name: str) -> float:
     """Give the learning rate of a parameter, relative to that of its optimizer."""
     if "shared_experts" in name:
-        return SHARED_EXPERT_SLOWDOWN
+        return SHARED_EXPERT_PACE
     if "layers.0.mlp" in name:
-        return DENSE_LAYER_SLOWDOWN
+        return DENSE_LAYER_PACE
     return 1.0
 
 
@@ -275,7 +275,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1600, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training tasks (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for the model (default: %(default)s)")
-    parser.add_argument("--per-kind", type=int, default=900, help="held-out tasks to test (default: %(default)s)")
+    parser.add_argument("--per-kind", type=int, default=900, help="held-out tasks per kind (default: %(default)s)")
     return parser.parse_args()
 
 

@@ -6,7 +6,14 @@ Pass `worker_extension_cls="dbo_runtime.vllm_plugin.extension.WorkerExtension"` 
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from functools import partial
 from typing import Any
+
+from dbo_runtime.batch import Batch, slice_batch
+from dbo_runtime.config import read_environment
+from dbo_runtime.errors import SplitError
 
 
 class WorkerExtension:
@@ -33,16 +40,34 @@ class WorkerExtension:
         return [tuple(span) for span in forward.timeline.spans]
 
     def dbo_cut_at(self, cuts: list[int] | None) -> None:
-        """Cut every step that is long enough at these token offsets, whatever the settings say; None ends that.
+        """Cut every step at these token offsets (those that it can be cut at), whatever the settings say.
 
-        For tests and experiments.
+        None returns to the settings. For tests and experiments.
         """
         forward = self._dbo_forward()
         if forward is not None:
-            forward.cuts = None if cuts is None else lambda tokens: [cut for cut in cuts if cut < tokens]
+            forward.choose_cuts = None if cuts is None else partial(_keep_possible, cuts)
+
+    def dbo_configure(self, settings: dict[str, str]) -> None:
+        """Read the settings again from the environment with these on top, such as {"DBO_MODE": "off"}.
+
+        In force from the next step on. For tests and measurements.
+        """
+        forward = self._dbo_forward()
+        if forward is not None:
+            forward.runtime.config = read_environment({**os.environ, **settings})
 
     def _dbo_forward(self) -> Any:
         from dbo_runtime.vllm_plugin.forward import SplitForward
 
         forward = self.model_runner.get_model().forward
         return forward if isinstance(forward, SplitForward) else None
+
+
+def _keep_possible(cuts: list[int], batch: Batch) -> list[int]:
+    possible: list[int] = []
+    for cut in cuts:
+        with suppress(SplitError):
+            slice_batch(batch, [*possible, cut])
+            possible.append(cut)
+    return possible

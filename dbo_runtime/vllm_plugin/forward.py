@@ -10,15 +10,22 @@ import torch
 import torch.distributed as dist
 from vllm import forward_context
 
-from dbo_runtime.batch import Decline
+from dbo_runtime.batch import Batch, Decline
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.observe.timeline import Recorder, Timeline
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from dbo_runtime.vllm_plugin import compat
 from dbo_runtime.vllm_plugin.attention import ContextSplitter
 
 # How far split and unsplit results may be apart under DBO_CHECK, relative to the largest value: what rounding in other
 # shapes gives, by type.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+NOTHING_TO_HIDE = {
+    "none": "there is one rank",
+    "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
+}
 
 
 class SplitForward:
@@ -29,7 +36,6 @@ class SplitForward:
         forward: its own forward, which unsplit steps run untouched.
         runtime: plans and runs.
         splitter: makes the micro-batches' forward contexts.
-        standing: why no step of this model can be split, if that is so.
         group: vLLM's coordinator of the tensor parallel group.
     """
 
@@ -39,18 +45,17 @@ class SplitForward:
         forward: Callable[..., Any],
         runtime: MicroBatchRuntime,
         splitter: ContextSplitter,
-        standing: Decline | None,
         group: Any,
     ) -> None:
         self.runtime = runtime
-        self.cuts: Callable[[int], Sequence[int]] | None = None
+        self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.timeline: Timeline | None = None
         self.wants_timeline = False
         self._model = model
         self._forward = forward
         self._splitter = splitter
-        self._standing = standing
         self._group = group
+        self._transport = compat.find_transport(group)
         self._agreed: set[str] = set()
 
     def __call__(
@@ -77,8 +82,8 @@ class SplitForward:
     def _plan(
         self, positions: torch.Tensor, intermediate_tensors: Any, kwargs: dict[str, Any]
     ) -> tuple[Plan | Decline, list[Any]]:
-        if self._standing is not None:
-            return self._standing, []
+        if self.runtime.config.mode == "auto" and self._transport != "network":
+            return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport]), []
         if not forward_context.is_forward_context_available():
             return Decline("no forward context"), []
         if intermediate_tensors is not None:
@@ -90,7 +95,7 @@ class SplitForward:
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch, []
-        plan = self.runtime.plan(batch, self.cuts(tokens) if self.cuts is not None else None)
+        plan = self.runtime.plan(batch, self.choose_cuts(batch) if self.choose_cuts is not None else None)
         if isinstance(plan, Decline):
             return plan, []
         contexts = self._splitter.split(context, plan.slices)

@@ -11,7 +11,6 @@ import functools
 from typing import Any
 
 from dbo_runtime.adapter import ModelAdapter, find_adapter, name_adapter, record_program
-from dbo_runtime.batch import Decline
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import open_device
 from dbo_runtime.observe.logs import open_log
@@ -64,7 +63,7 @@ def attach(model: Any, vllm_config: Any, config: RuntimeConfig) -> None:
 
     group = get_tp_group()
     architecture = type(model).__name__
-    log = open_log(rank=group.rank_in_group)
+    log = open_log(quiet=group.rank_in_group > 0)  # all ranks come to the same; one tells
     adapter = find_adapter(architecture)
     if adapter is None:
         log.warning("every step runs whole", reason=f"no adapter is registered for {architecture}")
@@ -80,6 +79,7 @@ def attach(model: Any, vllm_config: Any, config: RuntimeConfig) -> None:
         adapter=name_adapter(adapter),
         device="cpu",
         ranks=group.world_size,
+        transport=compat.find_transport(group),
         mode=config.mode,
         micro_batches=config.micro_batches,
         policy=config.policy[0],
@@ -111,14 +111,4 @@ def _make_forward(
     _, out_of_tree = compat.find_platform()
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
     splitter = ContextSplitter(vllm_config, cuttable=chunked or not out_of_tree)
-    return SplitForward(model, model.forward, runtime, splitter, _find_standing_decline(config, group), group)
-
-
-def _find_standing_decline(config: RuntimeConfig, group: Any) -> Decline | None:
-    """Return why `auto` never splits here: there has to be communication to hide."""
-    transport = compat.find_transport(group)
-    if config.mode != "auto" or transport == "network":
-        return None
-    if transport == "none":
-        return Decline("one rank: there is no communication to hide")
-    return Decline("all ranks share one host's memory: communication is too cheap to hide")
+    return SplitForward(model, model.forward, runtime, splitter, group)

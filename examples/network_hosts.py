@@ -1,0 +1,97 @@
+"""Two hosts on one machine: network namespaces joined by a link of limited rate. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from types import TracebackType
+
+
+class NetworkError(RuntimeError):
+    """The hosts cannot be made; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One end of the link."""
+
+    namespace: str
+    interface: str
+    address: str
+
+    def command(self, *words: str) -> list[str]:
+        """Return *words* as a command that runs on this host."""
+        return ["ip", "netns", "exec", self.namespace, *words]
+
+    def environment(self, core: int) -> dict[str, str]:
+        """Return the variables a vLLM node needs here, bound to one core."""
+        return {
+            **os.environ,
+            "VLLM_HOST_IP": self.address,
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        }
+
+
+class TwoHosts:
+    """A pair of hosts for the length of a `with` block; they are removed at its end whatever happens in it.
+
+    Args:
+        rate: of the link in either direction, in the words of tc, such as "200mbit"; None for no limit.
+    """
+
+    def __init__(self, rate: str | None = "200mbit") -> None:
+        self._rate = rate
+        name = f"dbo{os.getpid()}"
+        self.hosts = tuple(Host(f"{name}-{end}", f"{name}{end}", f"10.77.0.{end}") for end in (1, 2))
+
+    def __enter__(self) -> tuple[Host, Host]:
+        check_requirements()
+        first, second = self.hosts
+        try:
+            for host in self.hosts:
+                _run("ip", "netns", "add", host.namespace)
+                _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
+            _run("ip", "link", "add", first.interface, "netns", first.namespace, "type", "veth",
+                 "peer", "name", second.interface, "netns", second.namespace)  # fmt: skip
+            for host in self.hosts:
+                _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+                _run("ip", "-n", host.namespace, "link", "set", host.interface, "up")
+            self.set_rate(self._rate)
+        except BaseException:
+            self._remove()
+            raise
+        return first, second
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._remove()
+
+    def set_rate(self, rate: str | None) -> None:
+        """Limit the link to *rate* in either direction; None lifts the limit."""
+        for host in self.hosts:
+            subprocess.run(host.command("tc", "qdisc", "del", "dev", host.interface, "root"), capture_output=True)
+            if rate is not None:
+                # A token bucket with room for 256 kB: large enough not to slow the rate itself, small against a reduce.
+                _run(*host.command("tc", "qdisc", "add", "dev", host.interface, "root", "tbf", "rate", rate,
+                                   "burst", "256kb", "latency", "400ms"))  # fmt: skip
+
+    def _remove(self) -> None:
+        for host in self.hosts:
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
+
+
+def check_requirements() -> None:
+    """Raise NetworkError if hosts cannot be made here."""
+    if os.geteuid() != 0:
+        raise NetworkError("two hosts on one machine need root: network namespaces cannot be made otherwise.")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise NetworkError(f"{' and '.join(missing)} not found: install iproute2.")
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise NetworkError(f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
