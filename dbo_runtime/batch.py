@@ -114,14 +114,16 @@ def find_cuts(batch: Batch, micro_batches: int) -> tuple[int, ...]:
     """
     share = batch.tokens / micro_batches
     boundaries = list(accumulate(batch.query_lens))[:-1]
-    cuts = []
+    cuts: list[int] = []
     for part in range(1, micro_batches):
         target = round(part * share)
         boundary = min(boundaries, key=lambda cut: abs(cut - target), default=None)
         near = boundary is not None and abs(boundary - target) <= BOUNDARY_TOLERANCE * share
-        inside = None if near or not batch.cuttable else _cut_inside(batch, target)
-        cuts.append(boundary if inside is None else inside)
-    return tuple(sorted({cut for cut in cuts if cut is not None and 0 < cut < batch.tokens}))
+        inside = None if near or not batch.cuttable else _cut_inside(batch, target, max(cuts, default=0))
+        cut = boundary if inside is None else inside
+        if cut is not None and 0 < cut < batch.tokens:
+            cuts.append(cut)
+    return tuple(sorted(set(cuts)))
 
 
 def slice_batch(batch: Batch, cuts: Sequence[int]) -> tuple[BatchSlice, ...]:
@@ -135,12 +137,14 @@ def slice_batch(batch: Batch, cuts: Sequence[int]) -> tuple[BatchSlice, ...]:
     if any(left >= right for left, right in pairwise(edges)):
         raise SplitError(f"cuts {tuple(cuts)} must increase and lie inside the batch of {batch.tokens} tokens.")
     starts = [0, *accumulate(batch.query_lens)]
-    for cut in cuts:
+    for before, cut, after in zip(edges, cuts, edges[2:], strict=False):
         request = bisect_right(starts, cut) - 1
-        head, tail = cut - starts[request], starts[request + 1] - cut
-        if head and not batch.cuttable:
+        if cut == starts[request]:
+            continue
+        if not batch.cuttable:
             raise SplitError(f"cut {cut} is inside request {request}, which this attention backend cannot take.")
-        if head and min(head, tail) <= batch.decode_len:
+        head, tail = cut - max(before, starts[request]), min(after, starts[request + 1]) - cut
+        if min(head, tail) <= batch.decode_len:
             raise SplitError(
                 f"cut {cut} leaves request {request} a piece of {min(head, tail)} tokens; pieces need more than "
                 f"{batch.decode_len}, or prefill would turn into decode."
@@ -151,10 +155,10 @@ def slice_batch(batch: Batch, cuts: Sequence[int]) -> tuple[BatchSlice, ...]:
     )
 
 
-def _cut_inside(batch: Batch, target: int) -> int | None:
-    """Return the allowed cut nearest to *target* inside the request that holds it, or None."""
+def _cut_inside(batch: Batch, target: int, previous: int) -> int | None:
+    """Return the allowed cut nearest to *target* inside the request that holds it and after *previous*, or None."""
     starts = [0, *accumulate(batch.query_lens)]
-    request = bisect_right(starts, target) - 1
+    request = bisect_right(starts, target, hi=len(batch.query_lens)) - 1  # the last one, if target is the very end
     least = batch.decode_len + 1
-    low, high = starts[request] + least, starts[request + 1] - least
+    low, high = max(starts[request], previous) + least, starts[request + 1] - least
     return min(max(target, low), high) if low <= high else None

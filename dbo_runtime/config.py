@@ -32,11 +32,11 @@ def _parse_count(least: int) -> Callable[[str], int]:
 
 def _parse_policy(text: str) -> tuple[str, int]:
     """Split `staggered:LEAD` into its name and its lead; the other policies have lead 0."""
-    name, _, lead = text.partition(":")
-    if name in ("sequential", "alternate") and not lead:
+    name, colon, lead = text.partition(":")
+    if name in ("sequential", "alternate") and not colon:
         return name, 0
     if name == "staggered":
-        return name, _parse_count(0)(lead or "1")
+        return name, _parse_count(0)(lead if colon else "1")
     raise ValueError(text)
 
 

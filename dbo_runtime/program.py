@@ -34,8 +34,10 @@ class Value:
             f"Move the computation into a function and declare it with p.compute(...). ({_caller()})"
         )
 
-    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __matmul__ = __truediv__ = __getitem__ = __bool__ = _refuse
-    __iter__ = __len__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
+    __and__ = __or__ = __xor__ = __invert__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __int__ = __float__ = __index__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy, pickle and friends probe for these; they must see a plain AttributeError

