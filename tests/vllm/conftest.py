@@ -1,0 +1,57 @@
+"""Engines, started once for all tests that need them. They are real: vLLM's CPU build and a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engine import Engine
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
+ENVIRONMENT = {
+    "VLLM_ASCEND_ENABLE_DBO": "1",
+    "DBO_MODE": "always",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and, with one rank, worker in this very process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Engine]:
+    """Return an engine with its worker in this process."""
+    yield from start(1, "nobind")
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Engine]:
+    """Return an engine with two tensor parallel workers, each on a core of its own."""
+    yield from start(2, share_cores())
+
+
+def start(ranks: int, cores: str) -> Iterator[Engine]:
+    """Start an engine in our environment, and shut it down."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}.items():
+            patch.setenv(variable, value)
+        engine = Engine(TINY, ranks)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def share_cores() -> str:
+    """Return one core for each of two ranks, as the demo does."""
+    from examples.offline_dualbatch_overlap_npu import share_cores
+
+    return share_cores(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts an engine."""
+    for item in items:
+        if {"one_rank", "two_ranks"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("vllm")

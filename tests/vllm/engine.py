@@ -1,0 +1,131 @@
+"""A vLLM engine and what the tests ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
+VOCABULARY = 320
+
+LogProbs = list[dict[int, float]]
+
+
+@dataclass
+class Answer:
+    """What one prompt gave: tokens, and the log-probability of every word of the vocabulary at each of them."""
+
+    tokens: list[int]
+    log_probs: LogProbs
+
+
+class Engine:
+    """An `LLM` over the tiny model, in float32, that gives all log-probabilities."""
+
+    def __init__(self, model: Path, ranks: int, **options: Any) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            str(model),
+            tensor_parallel_size=ranks,
+            dtype="float32",
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 27,
+            max_model_len=1024,
+            max_num_batched_tokens=1024,
+            max_num_seqs=128,
+            max_logprobs=VOCABULARY,
+            worker_extension_cls=EXTENSION,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **options,
+        )
+
+    def configure(self, **settings: str) -> None:
+        """Change settings from the next step on, such as DBO_MODE="off"."""
+        self.llm.collective_rpc("dbo_configure", args=(settings,))
+
+    def cut_at(self, *cuts: int) -> None:
+        """Cut every step at these tokens, where it can be."""
+        self.llm.collective_rpc("dbo_cut_at", args=(list(cuts),))
+
+    def cut_by_settings(self) -> None:
+        """Return to the settings' own cuts."""
+        self.llm.collective_rpc("dbo_cut_at", args=(None,))
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Return the counts of each rank."""
+        found: list[dict[str, Any]] = self.llm.collective_rpc("dbo_statistics")
+        return found
+
+    def count_split(self) -> int:
+        """Return how many steps were split so far; all ranks must agree."""
+        counts = {rank["split"] for rank in self.statistics()}
+        assert len(counts) == 1
+        return int(counts.pop())
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 1, arrive: Sequence[int] = ()) -> list[Answer]:
+        """Generate greedily from token prompts; return all log-probabilities.
+
+        With *arrive*, prompt i is added only after that many steps, so that steps mix decodes and prefills.
+        """
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=VOCABULARY)
+        engine = self.llm.llm_engine
+        waiting = {i: (arrive[i] if arrive else 0) for i in range(len(prompts))}
+        finished: dict[int, Answer] = {}
+        step = 0
+        while waiting or engine.has_unfinished_requests():
+            for i in [i for i, when in waiting.items() if when <= step]:
+                engine.add_request(str(i), {"prompt_token_ids": list(prompts[i])}, sampling)
+                del waiting[i]
+            for output in engine.step():
+                if output.finished:
+                    finished[int(output.request_id)] = _read_answer(output)
+            step += 1
+        return [finished[i] for i in range(len(prompts))]
+
+    def answer(self, prompts: Sequence[str], tokens: int = 12) -> list[str]:
+        """Generate greedily from text; return text."""
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(list(prompts), SamplingParams(max_tokens=tokens, temperature=0), use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    def abort_all(self) -> None:
+        """Drop what an error left behind."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    @property
+    def runner(self) -> Any:
+        """The model runner, where the worker is in this process."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def close(self) -> None:
+        """End the workers."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    """Return a prompt of some length, different for each seed."""
+    return [(seed * 7 + j * (1 + seed) + j * j) % 250 + 3 for j in range(length)]
+
+
+def find_difference(one: Sequence[Answer], other: Sequence[Answer]) -> float:
+    """Return the largest difference of any log-probability."""
+    pairs = ((a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x.log_probs, y.log_probs, strict=True))
+    return max(abs(a[token] - b[token]) for a, b in pairs for token in a)
+
+
+def _read_answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    return Answer(
+        list(completion.token_ids),
+        [{token: entry.logprob for token, entry in position.items()} for position in completion.logprobs],
+    )
