@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Program, ProgramBuilder, Value
@@ -89,7 +89,13 @@ def check_adapter(cls: Any, origin: str) -> ModelAdapter:
             raise ProgramError(
                 f"adapter {origin}: {name}({', '.join(given)}) must take ({', '.join(wanted)}). ({_locate(declared)})"
             )
-    adapter: ModelAdapter = cls()
+    adapter: ModelAdapter
+    try:
+        adapter = cast(ModelAdapter, cls())
+    except Exception as error:
+        raise ProgramError(
+            f"adapter {origin} cannot be made by {cls.__name__}(): {error!r}. ({_locate(cls)})"
+        ) from error
     return adapter
 
 
@@ -108,5 +114,7 @@ def _load(entry: EntryPoint) -> ModelAdapter:
 
 def _locate(thing: Any) -> str:
     code = inspect.unwrap(thing)
-    file = inspect.getsourcefile(code) or "?"
-    return f"{file}:{inspect.getsourcelines(code)[1]}"
+    try:
+        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
+    except (TypeError, OSError):  # it is built in, or its source is not at hand
+        return f"{code!r}, no source"

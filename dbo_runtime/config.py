@@ -84,7 +84,7 @@ class RuntimeConfig:
         False,
         _parse_switch,
         "0 or 1",
-        "Run every split step a second time unsplit and compare the results; compare new schedules across ranks. Slow.",
+        "Run every split step a second time unsplit and compare the results; compare all decisions across ranks. Slow.",
     )
 
 
@@ -94,9 +94,7 @@ def describe_settings() -> list[tuple[str, str, str, str]]:
     for setting in fields(RuntimeConfig):
         default = setting.default
         text = default[0] if isinstance(default, tuple) else str(int(default)) if isinstance(default, bool) else default
-        rows.append(
-            (setting.metadata["variable"], setting.metadata["allowed"], str(text), setting.metadata["meaning"])
-        )
+        rows.append((setting.metadata["variable"], setting.metadata["allowed"], str(text), setting.metadata["meaning"]))
     return rows
 
 

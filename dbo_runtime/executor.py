@@ -10,7 +10,7 @@ from dbo_runtime.devices import Device, Event, Lane, Values
 from dbo_runtime.errors import ProgramError, add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.observe.instrument import Instrument
-from dbo_runtime.program import Program, Value
+from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.schedule import Schedule, Slot, Step
 
 Enter = Callable[[int], Any]
@@ -18,11 +18,11 @@ Inputs = Sequence[Sequence[Any]]
 Outputs = list[tuple[Any, ...]]
 
 
-def _stay(micro_batch: int) -> None:
+def stay(micro_batch: int) -> None:
     """Enter a micro-batch where there is nothing to switch."""
 
 
-def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = _stay) -> Outputs:
+def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = stay) -> Outputs:
     """Run one micro-batch after the other, op after op, without a device: what every schedule must equal."""
     outputs = []
     for micro_batch, (program, given) in enumerate(zip(programs, inputs, strict=True)):
@@ -30,7 +30,7 @@ def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = _
         values: dict[Value, Any] = dict(zip(program.inputs, given, strict=True))
         for op in program.ops:
             result = op.fn(*(values[value] for value in op.reads))
-            values.update(zip(op.writes, (result,) if len(op.writes) == 1 else result or (), strict=True))
+            values.update(zip(op.writes, (result,) if len(op.writes) == 1 else _unpack(result, op), strict=True))
         outputs.append(tuple(values[value] for value in program.outputs))
     return outputs
 
@@ -65,7 +65,7 @@ class Executor:
         self._forks = [lanes[lane] for lane in schedule.forks]
         self._joins = [events.find(by_issue[issue]) for issue in schedule.joins]
 
-    def run(self, inputs: Inputs, enter: Enter = _stay, instrument: Instrument | None = None) -> Outputs:
+    def run(self, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
         """Issue all steps and return each micro-batch's outputs.
 
         Args:
@@ -148,29 +148,42 @@ class _Task:
             raise
 
     def _store(self, values: Values, result: Any) -> None:
-        results = tuple(result) if self._writes else ()
-        if len(results) != len(self._writes):
-            raise ProgramError(f"it returned {len(results)} values, but is declared to write {len(self._writes)}.")
-        for slot, value in zip(self._writes, results, strict=True):
+        for slot, value in zip(self._writes, _unpack(result, self.step.op), strict=True):
             values[slot] = value
 
 
 class _Timed:
     """A task that reports its interval."""
 
-    __slots__ = ("_instrument", "_task")
+    __slots__ = ("_instrument", "_task", "step")
 
     def __init__(self, task: _Task, instrument: Instrument) -> None:
+        self.step = task.step
         self._task = task
         self._instrument = instrument
 
     def __call__(self, values: Values) -> None:
         start = time.perf_counter()
         self._task(values)
-        self._instrument.note(self._task.step, start, time.perf_counter())
+        self._instrument.note(self.step, start, time.perf_counter())
+
+
+def _unpack(result: Any, op: Op) -> Sequence[Any]:
+    """Return the results of an op that writes none or several values. A tensor's rows are not several values."""
+    if not op.writes:
+        return ()
+    if not isinstance(result, (tuple, list)):
+        raise ProgramError(
+            f"it returned one {type(result).__name__}, but is declared to write {len(op.writes)} values."
+        )
+    if len(result) != len(op.writes):
+        raise ProgramError(f"it returned {len(result)} values, but is declared to write {len(op.writes)}.")
+    return result
 
 
 def _describe(step: Step) -> str:
     op = step.op
     layer = "outside any layer" if op.layer is None else f"layer {op.layer}"
-    return f"op {op.name!r}, {layer}, micro-batch {step.issue.micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"
+    return (
+        f"op {op.name!r}, {layer}, micro-batch {step.issue.micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"
+    )

@@ -56,7 +56,7 @@ class Op:
         reads, writes: values, in the order of fn's arguments and results.
         layer: index of the layer it belongs to, or None outside any layer.
         ordered: micro-batch i must run it before micro-batch i+1 does (it touches shared state, such as the KV cache).
-        exclusive: name of a shared buffer that admits one micro-batch at a time.
+        exclusive: name of a shared buffer; ops that name the same one never run at the same time.
         communicator: name of the communicator it uses; one communicator stays on one lane.
         overwrites: the values read whose memory it changes, or returns as its own result.
         host_sync: it blocks the host, so it cannot be captured into a graph.

@@ -41,7 +41,7 @@ def render(schedule: Schedule, mark: int | None = None, around: int | None = Non
         row = f"{number:>4}  {columns}  {_render_effects(schedule, step)}".rstrip()
         rows.append(row + (_MARK if number == mark else ""))
     if schedule.joins:
-        rows.append("join  " + " ".join(_label(schedule.programs, issue) for issue in schedule.joins))
+        rows.append("join  " + " ".join(name_issue(schedule.programs, issue) for issue in schedule.joins))
     return "\n".join(rows)
 
 
@@ -58,8 +58,8 @@ def parse(text: str, programs: Sequence[Program]) -> Schedule:
     forks: tuple[str, ...] = ()
     joins: tuple[Issue, ...] = ()
     for number, line in enumerate(text.splitlines()):
-        first, *words = line.removesuffix(_MARK).split()
         try:
+            first, *words = line.removesuffix(_MARK).split()
             if first == "fork":
                 forks = tuple(words)
             elif first == "join":
@@ -79,17 +79,20 @@ def digest(schedule: Schedule) -> str:
     return hashlib.sha256(render(schedule).encode()).hexdigest()[:16]
 
 
+def name_issue(programs: Sequence[Program], issue: Issue) -> str:
+    """Return such as `L3.attention/1`, or the bare numbers where there is no such op."""
+    mb, position = issue
+    known = 0 <= mb < len(programs) and 0 <= position < len(programs[mb].ops)
+    return f"{programs[mb].ops[position].label}/{mb}" if known else str(issue)
+
+
 def _render_effects(schedule: Schedule, step: Step) -> str:
     effects = []
     if step.waits:
-        effects.append("wait " + " ".join(_label(schedule.programs, issue) for issue in step.waits))
+        effects.append("wait " + " ".join(name_issue(schedule.programs, issue) for issue in step.waits))
     if step.frees:
         effects.append("free " + " ".join(f"%{slot.value.index}/{slot.micro_batch}" for slot in step.frees))
     return "  ".join(effects)
-
-
-def _label(programs: Sequence[Program], issue: Issue) -> str:
-    return f"{programs[issue.micro_batch].ops[issue.position].label}/{issue.micro_batch}"
 
 
 def _parse_step(

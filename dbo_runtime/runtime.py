@@ -11,7 +11,7 @@ from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device
 from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Enter, Executor, Inputs, Outputs
+from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.policies import find_policy
 from dbo_runtime.program import Program
@@ -77,11 +77,9 @@ class MicroBatchRuntime:
         executor, name = self._find_executor(len(slices))
         return Plan(slices, executor, name)
 
-    def run(
-        self, plan: Plan, inputs: Inputs, enter: Enter | None = None, instrument: Instrument | None = None
-    ) -> Outputs:
+    def run(self, plan: Plan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
         """Run a plan; see `Executor.run`."""
-        outputs = plan.executor.run(inputs, *(() if enter is None else (enter,)), instrument=instrument)
+        outputs = plan.executor.run(inputs, enter, instrument)
         self.statistics.split += 1
         self.statistics.micro_batches += len(plan.slices)
         return outputs
@@ -93,7 +91,8 @@ class MicroBatchRuntime:
         self.statistics.declined[decline.reason] += 1
 
     def close(self) -> None:
-        """End the device's threads."""
+        """End the device's threads. Plans made so far cannot be run any more."""
+        self._executors.clear()
         self.device.close()
 
     def _find_executor(self, micro_batches: int) -> tuple[Executor, str]:

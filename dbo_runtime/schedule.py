@@ -131,7 +131,7 @@ def _check_order(programs: tuple[Program, ...], order: tuple[Issue, ...]) -> Non
     for micro_batch, program in enumerate(programs):
         if done[micro_batch] != len(program.ops):
             raise ScheduleError(
-                f"the order stops micro-batch {micro_batch} after {done[micro_batch]} of {len(program.ops)} ops."
+                f"the order issues {done[micro_batch]} ops of micro-batch {micro_batch}; there are {len(program.ops)}."
             )
 
 

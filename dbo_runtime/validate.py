@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.program import COMPUTE, Value
-from dbo_runtime.render import render
+from dbo_runtime.render import name_issue, render
 from dbo_runtime.schedule import Issue, Schedule, Slot, Step
 
 _SHOWN = 12  # steps shown on either side of a fault
@@ -56,11 +56,14 @@ class _Replay:
 
     def run(self) -> None:
         self.clocks = {lane: {} for lane in self.schedule.lanes}
-        for lane in {COMPUTE, *self.schedule.forks}:
+        for lane in (COMPUTE, *self.schedule.forks):
+            if lane not in self.clocks:
+                self._fail(7, f"lane {lane!r} is forked, but no program has a lane {lane!r}")
             self.clocks[lane] = {COMPUTE: 1}
         self.homes = [program.find_homes() for program in self.schedule.programs]
         self.ordered_labels = [{op.label for op in program.ops if op.ordered} for program in self.schedule.programs]
-        for self.number, step in enumerate(self.schedule.steps):
+        for number, step in enumerate(self.schedule.steps):
+            self.number = number
             self._check_program_order(step)
             self._follow_waits(step)
             self._check_frees(step)
@@ -102,7 +105,8 @@ class _Replay:
 
     def _wait(self, lane: str, issue: Issue, waiter: str) -> None:
         if issue not in self.recorded:
-            self._fail(3, f"{waiter} waits for {self._name(issue)}, which has recorded no event by then")
+            awaited = name_issue(self.schedule.programs, issue)
+            self._fail(3, f"{waiter} waits for {awaited}, which has recorded no event by then")
         clock = self.clocks[lane]
         for other, count in self.done[issue].clock.items():
             clock[other] = max(clock.get(other, 0), count)
@@ -133,8 +137,10 @@ class _Replay:
     def _check_frees(self, step: Step) -> None:
         for slot in step.frees:
             mb, value = slot
-            program = self.schedule.programs[mb]
             name = f"{value} of micro-batch {mb}"
+            if not 0 <= mb < len(self.schedule.programs):
+                self._fail(4, f"{name} is freed, but there is no micro-batch {mb}")
+            program = self.schedule.programs[mb]
             if slot in self.freed:
                 self._fail(4, f"{name} is freed twice, first at step {self.freed[slot]}")
             if value in program.outputs or value in program.inputs:
@@ -187,12 +193,6 @@ class _Replay:
         for lane, clock in self.clocks.items():
             if self.clocks[COMPUTE].get(lane, 0) < clock.get(lane, 0):
                 self._fail(7, f"lane {lane!r} never returns to {COMPUTE!r}: the end is not ordered after its last op")
-
-    def _name(self, issue: Issue) -> str:
-        mb, position = issue
-        programs = self.schedule.programs
-        known = 0 <= mb < len(programs) and 0 <= position < len(programs[mb].ops)
-        return f"{programs[mb].ops[position].label}/{mb}" if known else str(issue)
 
     def _fail(self, rule: int, what: str) -> NoReturn:
         steps = self.schedule.steps

@@ -65,7 +65,9 @@ class TwoHosts:
             raise
         return first, second
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._remove()
 
     def set_rate(self, rate: str | None) -> None:

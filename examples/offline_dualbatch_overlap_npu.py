@@ -70,7 +70,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one prompt a line (default: tasks the tiny model has learnt)"
     )
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="longest answer in tokens (default: 16)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=16, metavar="N", help="longest answer in tokens (default: 16)"
+    )
     parser.add_argument(
         "--mode",
         choices=("auto", "always", "off"),
@@ -103,7 +105,7 @@ def run(arguments: argparse.Namespace, result: Path, settings: dict[str, str]) -
 
 
 def share_cores(ranks: int) -> str:
-    """Return cores for each rank in vLLM's notation, such as "0,1|2,3": unbound, the ranks would get in each other's way."""
+    """Return each rank's cores in vLLM's notation, such as "0,1|2,3": unbound, ranks get in each other's way."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // ranks)
     shares = [[cores[(rank * each + n) % len(cores)] for n in range(each)] for rank in range(ranks)]
@@ -156,13 +158,14 @@ def read_prompts(file: Path | None) -> list[str]:
 
 def report(arguments: argparse.Namespace, without: dict[str, Any], overlapped: dict[str, Any]) -> int:
     """Print the comparison; return 1 if any answer differs."""
-    different = [n for n, pair in enumerate(zip(without["tokens"], overlapped["tokens"], strict=True)) if len(set(map(tuple, pair))) > 1]  # fmt: skip
-    print(f"\n{'prompt':<28}answer")
-    for prompt, answer in list(zip(overlapped["prompts"], overlapped["answers"], strict=True))[:SHOWN]:
-        print(f"{textwrap.shorten(prompt, 26):<28}{textwrap.shorten(answer, 60)}")
     total = len(overlapped["prompts"])
-    if total > SHOWN:
-        print(f"... and {total - SHOWN} more")
+    different = [n for n in range(total) if without["tokens"][n] != overlapped["tokens"][n]]
+    print(f"\n{'prompt':<28}answer")
+    shown = range(0, total, -(-total // SHOWN))  # some of each kind
+    for n in shown:
+        print(f"{textwrap.shorten(overlapped['prompts'][n], 26):<28}{textwrap.shorten(overlapped['answers'][n], 60)}")
+    if total > len(shown):
+        print(f"... and {total - len(shown)} more")
     print(f"\nidentical token by token: {total - len(different)} of {total} answers")
     for n in different[:SHOWN]:
         print(f"  differs: {overlapped['prompts'][n]!r}: {without['answers'][n]!r} -> {overlapped['answers'][n]!r}")

@@ -63,7 +63,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def describe_rotary_embedding() -> dict[str, Any]:
     """Describe YaRN (arXiv:2309.00071) with factor 1, which rotates exactly as the plain rotary embedding.
 
-    Only its name matters: vLLM's CPU kernel for the plain one misreads the strided queries of latent attention.
+    Only its name matters: vLLM's CPU kernel for the plain one misreads latent attention's 3-D queries.
     """
     return {
         "rope_type": "yarn",

@@ -108,7 +108,9 @@ def measure(arguments: argparse.Namespace) -> int:
         "kv_cache_memory_bytes": 1 << 28,
     }
     if arguments.node == 1:
-        words = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
+        words = [
+            f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()
+        ]
         vllm = str(Path(sys.executable).with_name("vllm"))
         os.execv(vllm, [vllm, "serve", arguments.model, "--headless", *words])
     from vllm import LLM
@@ -129,7 +131,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def time_ways(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[str, list[float]], bool]:
-    """Time each way *repeat* times in turn, after one round to warm up; return the seconds, and whether tokens agree."""
+    """Time each way *repeat* times in turn after a round to warm up; return seconds, and whether tokens agree."""
     from vllm import SamplingParams
 
     given = make_prompts(prompts, tokens)

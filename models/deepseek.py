@@ -33,34 +33,35 @@ class DeepseekAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        residual = None
+        stream: tuple[Value, ...] = (x,)
         for index, layer in enumerate(model.model.layers):
             with p.layer(index):
-                x, residual = record_layer(p, layer, collectives, x, residual, positions)
-        return p.compute("final_norm", partial(_final_norm, model.model.norm), x, residual, overwrites=(x, residual))
+                stream = record_layer(p, layer, collectives, stream, positions)
+        hidden: Value = p.compute("final_norm", partial(_final_norm, model.model.norm), *stream, overwrites=stream)
+        return hidden
 
 
 def record_layer(
-    p: ProgramBuilder, layer: Any, collectives: Collectives, x: Value, residual: Value | None, positions: Value
+    p: ProgramBuilder, layer: Any, collectives: Collectives, stream: tuple[Value, ...], positions: Value
 ) -> tuple[Value, Value]:
-    """Declare one layer. Norms add in place on some platforms, and reduces do: both overwrite what they read."""
-    if residual is None:
-        x, residual = p.compute("attn_norm", partial(_first_norm, layer), x, overwrites=(x,), outputs=2)
-    else:
-        inputs = x, residual
-        x, residual = p.compute("attn_norm", layer.input_layernorm, *inputs, overwrites=inputs, outputs=2)
+    """Declare one layer: (x,) for the first, (x, residual) after it -> (x, residual).
+
+    Norms add in place on some platforms, and reduces do everywhere: both overwrite what they read.
+    """
+    norm = layer.input_layernorm if len(stream) == 2 else partial(_first_norm, layer.input_layernorm)
+    x, residual = p.compute("attn_norm", norm, *stream, overwrites=stream, outputs=2)
     attention = collectives.without_reduce(partial(_attend, layer.self_attn))
-    x = p.compute("attention", attention, positions, x, ordered=True)  # the KV cache is shared by a cut request
+    x = p.compute("attention", attention, positions, x, ordered=True)  # a cut request reads the KV its head wrote
     x = p.comm("attn_reduce", collectives.all_reduce, x, overwrites=(x,))
-    inputs = x, residual
-    x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *inputs, overwrites=inputs, outputs=2)
+    stream = x, residual
+    x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
     x = p.compute("mlp", collectives.without_reduce(layer.mlp), x)
     x = p.comm("mlp_reduce", collectives.all_reduce, x, overwrites=(x,))
     return x, residual
 
 
-def _first_norm(layer: Any, x: Any) -> tuple[Any, Any]:
-    return layer.input_layernorm(x), x
+def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:
+    return norm(x), x  # the residual is x itself, which is why x counts as overwritten
 
 
 def _attend(attention: Any, positions: Any, x: Any) -> Any:

@@ -21,14 +21,16 @@ class Event(Protocol):
 class Task(Protocol):
     """An op bound to the slots it reads and writes."""
 
-    def __call__(self, values: Values, /) -> None: ...
+    def __call__(self, values: Values, /) -> None:
+        """Read, run, and write the values [slots] of one run."""
 
 
 class Lane(Protocol):
     """An in-order queue of a device: a stream, or a thread."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The lane's name in programs."""
 
     def launch(self, task: Task, values: Values) -> None:
         """Run `task(values)` after all that was launched here or waited for."""
@@ -48,7 +50,8 @@ class Device(Protocol):
     """Something that runs lanes side by side."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What `open_device` calls it."""
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
         """Return the lanes of these names, `compute` first, making those that are new."""

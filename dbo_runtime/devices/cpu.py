@@ -61,12 +61,15 @@ class WorkerLane:
         self._jobs: SimpleQueue[tuple[Task, Values] | None] = SimpleQueue()
         self._launched = 0
         self._done = 0
+        self._closed = False
         self._progress = threading.Condition()
         self._thread = threading.Thread(target=self._work, name=f"dbo-{name}", daemon=True)
         self._thread.start()
 
     def launch(self, task: Task, values: Values) -> None:
         """Queue the task."""
+        if self._closed:
+            raise DeviceError(f"lane {self.name!r} is closed; open the device's lanes anew.")
         self._launched += 1
         self._jobs.put((task, values))
 
@@ -92,6 +95,7 @@ class WorkerLane:
 
     def close(self) -> None:
         """End the thread after what is queued."""
+        self._closed = True
         self._jobs.put(None)
         self._thread.join()
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from dbo_runtime.devices import Lane, Task, Values
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.program import COMPUTE
 from dbo_runtime.schedule import Schedule, Step
 
 Cost = Callable[[Step], float]
@@ -100,5 +99,4 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         spans.append(Span(lane, step.op.label, step.issue.micro_batch, start, ready[lane]))
         if step.records:
             recorded[step.issue] = ready[lane]
-    ready[COMPUTE] = max([ready[COMPUTE], *(recorded[issue] for issue in schedule.joins)])
     return Timeline(tuple(spans))

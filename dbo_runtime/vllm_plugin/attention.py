@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,8 +26,13 @@ _ORIGIN = "_dbo_origin"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a piece of attention metadata was built from."""
+    """What a piece of attention metadata was built from.
 
+    *metadata* is that piece. vLLM makes some layers' metadata as a copy of others' with a block table of its own
+    (`update_block_table`): the copy carries this origin, too, but it is not the copy's.
+    """
+
+    metadata: weakref.ref[Any]
     layer_names: list[str]
     builder: Any
     common: Any
@@ -69,9 +75,10 @@ def _build_and_note(
     names = ("fast_build",)[: len(args)]
     arguments = {**dict(zip(names, args, strict=True)), **kwargs}
     try:
-        origin = Origin(layer_names, builder, common_attn_metadata, arguments, common_prefix_len)
+        piece = weakref.ref(metadata)
+        origin = Origin(piece, layer_names, builder, common_attn_metadata, arguments, common_prefix_len)
         setattr(metadata, _ORIGIN, origin)
-    except AttributeError:
+    except (AttributeError, TypeError):
         pass  # frozen or slotted: without an origin the step declines, naming the type
     return metadata
 
@@ -96,7 +103,7 @@ class ContextSplitter:
             return hazard
         for metadata in context.attn_metadata.values():
             origin = getattr(metadata, _ORIGIN, None)
-            if origin is None:
+            if origin is None or origin.metadata() is not metadata:
                 return Decline("attention metadata of unknown origin", type(metadata).__name__)
             decline = _find_common_hazard(origin, tokens)
             if decline is not None:
@@ -181,24 +188,28 @@ def _find_common_hazard(origin: Origin, tokens: int) -> Decline | None:
     if not (tokens == common.num_actual_tokens == int(common.query_start_loc_cpu[-1])):
         return Decline("padded batch", f"{tokens} tokens, {common.num_actual_tokens} in the attention metadata")
     for name in compat.UNSUPPORTED:
-        value = getattr(common, name, None)
-        if value is not None and value != {} and value != 0:
+        if _is_in_use(getattr(common, name, None)):
             return Decline("attention metadata field not supported yet", name)
     if common.seq_lens_cpu_upper_bound is None:
         return Decline("attention metadata without sequence lengths on the host")
     known = {*compat.SPLIT_BY_VLLM, *compat.PER_REQUEST, *compat.PER_TOKEN, *compat.RECOMPUTED}
     counts = {common.num_reqs, common.num_reqs + 1, tokens}
     for field in fields(common):
-        if field.name not in known and _count_rows(getattr(common, field.name)) in counts:
+        if field.name not in known and not counts.isdisjoint(_find_extents(getattr(common, field.name))):
             return Decline("unknown per-request or per-token attention metadata", field.name)
     return None
 
 
-def _count_rows(value: Any) -> int | None:
-    """Return the first dimension of an array, or the length of a list; None for anything else."""
+def _is_in_use(value: Any) -> bool:
+    """Return whether a field is set: 0 and {} are not, a tensor of whatever content is."""
+    return bool(value) if isinstance(value, int | dict) else value is not None
+
+
+def _find_extents(value: Any) -> set[int]:
+    """Return the dimensions of an array, or the length of a list: those by which it could need to be sliced."""
     if isinstance(value, torch.Tensor | np.ndarray):
-        return value.shape[0] if value.ndim else None
-    return len(value) if isinstance(value, list | tuple) else None
+        return set(value.shape)
+    return {len(value)} if isinstance(value, list | tuple) else set()
 
 
 def _slice_common(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
@@ -208,7 +219,7 @@ def _slice_common(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
         changed = {name: getattr(part, name) for name in compat.SPLIT_BY_VLLM}
         changed["max_seq_len"] = int(part.seq_lens_cpu_upper_bound.max())
         for name in compat.PER_REQUEST:
-            if _count_rows(getattr(common, name, None)) is not None:
+            if _find_extents(getattr(common, name, None)):
                 changed[name] = getattr(common, name)[piece.requests]
         for name in compat.PER_TOKEN:
             if getattr(common, name, None) is not None:

@@ -58,8 +58,8 @@ class TensorParallel:
         if len(held) != 1 or not _is_same_memory(result, held[0]):
             raise ProgramError(
                 f"{_name(module)} must end in one all-reduce to be run without it; it made {len(held)}"
-                f"{' and returned something else' if held else ''}. Declare it as one op that includes its reduce, or "
-                "let the adapter decline this model."
+                f"{' and returned something else' if len(held) == 1 else ''}. Declare it as one op that includes its "
+                "reduce, or let the adapter decline this model."
             )
         return result
 

@@ -49,7 +49,7 @@ def find_platform() -> tuple[str, bool]:
 
 
 def slice_common_metadata(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
-    """Return, for each slice, the ten fields that vLLM's own splitter gets right, the inside of a request included."""
+    """Return vLLM's own split of the common metadata: SPLIT_BY_VLLM are right, other fields are dropped."""
     from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
     return list(split_attn_metadata([UBatchSlice(piece.requests, piece.tokens) for piece in slices], common))
@@ -66,7 +66,7 @@ SPLIT_BY_VLLM = (
     "slot_mapping",
     "seq_lens_cpu_upper_bound",
 )
-"""What `slice_common_metadata` fills in. The tenth, max_seq_len, it leaves at the whole batch's; we tighten it."""
+"""What vLLM splits right, the inside of a request included. It leaves max_seq_len at the whole batch's."""
 
 PER_REQUEST = ("is_prefilling", "causal", "req_idx", "rswa_prefix_lens", "replayssm_decode_base_cpu")
 PER_TOKEN = ("positions",)

@@ -27,10 +27,10 @@ class WorkerExtension:
         return None if forward is None else forward.runtime.statistics.as_dict()
 
     def dbo_request_timeline(self) -> None:
-        """Keep the timeline of the next step that is split."""
+        """Keep the timeline of the next step that is split, and forget the last one."""
         forward = self._dbo_forward()
         if forward is not None:
-            forward.wants_timeline = True
+            forward.timeline, forward.wants_timeline = None, True
 
     def dbo_timeline(self) -> list[tuple[str, str, int, float, float]] | None:
         """Return the spans of the timeline that was asked for, or None if no step was split since."""

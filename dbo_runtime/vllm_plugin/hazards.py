@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,10 @@ def find_config_hazard(vllm_config: Any) -> str | None:
         (vllm_config.kv_transfer_config is not None, "a KV connector"),
         (vllm_config.speculative_config is not None, "speculative decoding"),
         (vllm_config.lora_config is not None, "LoRA"),
-        (model.is_hybrid or model.is_attention_free, "state-space layers"),
-        (model.is_encoder_decoder, "encoder-decoder models"),
+        (model.is_hybrid or model.is_attention_free, "a state-space model"),
+        (model.is_encoder_decoder, "an encoder-decoder model"),
     )
-    return next((f"{what} is not supported yet" for found, what in hazards if found), None)
+    return next((f"not supported yet: {what}" for found, what in hazards if found), None)
 
 
 def find_context_hazard(context: Any, tokens: int) -> Decline | None:
@@ -41,7 +42,7 @@ def find_context_hazard(context: Any, tokens: int) -> Decline | None:
     if context.cudagraph_runtime_mode.name == "FULL":
         return Decline("full-graph step")
     if context.dp_metadata is not None:
-        return Decline("data parallel is not supported yet")
+        return Decline("not supported yet: data parallel")
     if context.is_padding is not None and context.is_padding.shape[0] != tokens:
         return Decline("padded batch")
     return None
@@ -89,9 +90,9 @@ def _find_blocks_written_after(
 ) -> np.ndarray[Any, Any]:
     """Return the KV blocks that the tokens from *token* on are written to."""
     blocks = []
-    for request, (start, end) in enumerate(zip(query_starts[:-1], query_starts[1:], strict=True)):
+    for request, (start, end) in enumerate(pairwise(query_starts.tolist())):
         if end > token:
             length = int(seq_lens[request])
-            first = length - int(end - max(start, token))
+            first = length - (end - max(start, token))
             blocks.append(block_table[request, first // block_size : -(-length // block_size)])
     return np.concatenate(blocks) if blocks else np.empty(0, dtype=block_table.dtype)

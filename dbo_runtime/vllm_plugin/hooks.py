@@ -22,7 +22,6 @@ _INSTALLED = "_dbo_installed"
 
 def install(config: RuntimeConfig) -> None:
     """Wrap the worker's start-up. Safe to call any number of times."""
-    compat.announce_variable()
     unknown = compat.find_unknown_version()
     if unknown is not None:
         open_log().warning("every step runs whole", reason=unknown)
@@ -43,9 +42,6 @@ def install(config: RuntimeConfig) -> None:
 
 
 def _wrap_load_model(runner: Any, config: RuntimeConfig) -> None:
-    from dbo_runtime.vllm_plugin.attention import trace_builders
-
-    trace_builders()
     load_model = runner.load_model
 
     @functools.wraps(load_model)
@@ -77,7 +73,7 @@ def attach(model: Any, vllm_config: Any, config: RuntimeConfig) -> None:
         "dual-batch overlap is active",
         model=architecture,
         adapter=name_adapter(adapter),
-        device="cpu",
+        device=compat.find_platform()[0],
         ranks=group.world_size,
         transport=compat.find_transport(group),
         mode=config.mode,
@@ -100,11 +96,12 @@ def _find_hazard(adapter: ModelAdapter, model: Any, vllm_config: Any) -> str | N
 def _make_forward(
     adapter: ModelAdapter, model: Any, vllm_config: Any, config: RuntimeConfig, group: Any, log: Any
 ) -> Any:
-    from dbo_runtime.vllm_plugin.attention import ContextSplitter
+    from dbo_runtime.vllm_plugin.attention import ContextSplitter, trace_builders
     from dbo_runtime.vllm_plugin.collectives import TensorParallel
     from dbo_runtime.vllm_plugin.forward import SplitForward
     from dbo_runtime.vllm_plugin.thread_state import capture_thread_state
 
+    trace_builders()  # in time: builders are made after the model
     process_group = group.make_sibling_device_group("dbo") if group.world_size > 1 else None
     program = record_program(adapter, model, TensorParallel(group, process_group))
     runtime = MicroBatchRuntime(program, open_device("cpu", capture_state=capture_thread_state), config, log)

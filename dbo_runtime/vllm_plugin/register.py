@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 
-from dbo_runtime.config import is_enabled, read_environment
+from dbo_runtime.config import ENABLE, is_enabled, read_environment
 
 
 def register() -> None:
-    """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1`; otherwise do nothing, and import nothing to do it.
+    """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1`; otherwise do nothing, and import nothing heavy to do it.
 
     Raises:
         ConfigError: for a setting that is not allowed. It stops vLLM's start, which is what the user needs to see.
     """
+    if ENABLE not in os.environ:
+        return
+    from dbo_runtime.vllm_plugin.compat import announce_variable
+
+    announce_variable()
     if not is_enabled(os.environ):
         return
     config = read_environment(os.environ)

@@ -1,0 +1,82 @@
+"""The examples run as their README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(EXAMPLES / name), *arguments]
+    return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_demo_shows_identical_answers_split_steps_and_a_timeline() -> None:
+    done = run_example("offline_dualbatch_overlap_npu.py", "--max-tokens", "6")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "identical token by token: 32 of 32 answers" in done.stdout
+    assert int(re.findall(r"steps split: (\d+)", done.stdout)[0]) > 5
+    assert re.search(r"compute \|[01.]+\|", done.stdout)
+    assert re.search(r"comm \|[01.]+\|", done.stdout)
+    assert "Splitting was forced" in done.stdout
+
+
+def test_the_demo_explains_all_its_options() -> None:
+    done = run_example("offline_dualbatch_overlap_npu.py", "--help")
+    assert done.returncode == 0
+    for option in ("--device", "--model", "--tp", "--prompts", "--max-tokens", "--mode", "--micro-batches", "--dtype"):
+        assert option in done.stdout
+
+
+def test_the_demo_on_npu_says_what_is_missing() -> None:
+    done = run_example("offline_dualbatch_overlap_npu.py", "--device", "npu")
+    assert done.returncode == 2
+    assert "vllm-ascend" in done.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.root
+def test_two_hosts_give_the_same_tokens_and_leave_nothing_behind() -> None:
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("network namespaces need root and iproute2")
+    before = list_namespaces()
+    done = run_example("two_hosts.py", "--repeat", "1", "--prefills", "2x150", "--hidden", "128", "--layers", "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    row = next(line for line in done.stdout.splitlines() if line.startswith("2x150"))
+    assert row.endswith("yes")
+    assert re.search(r"\d+% of the communication ran beside computation", done.stdout)
+    assert list_namespaces() == before
+
+
+def list_namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_two_hosts_without_root_says_so() -> None:
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        pytest.skip("needs a way to give up root")
+    words = ["setpriv", "--reuid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
+    script = "from network_hosts import *\ntry: check_requirements()\nexcept NetworkError as e: print(e)"
+    done = subprocess.run(
+        [*words, "/usr/bin/env", "python3", "-c", script], cwd=EXAMPLES, capture_output=True, text=True
+    )
+    assert "need root" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_training_script_makes_a_model_that_loads(tmp_path: Path) -> None:
+    done = run_example("train_tiny_deepseek.py", "--steps", "2", "--per-kind", "4", "--out", str(tmp_path / "tiny"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "tiny").iterdir()}

@@ -1,0 +1,51 @@
+"""Programs that several tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dbo_models.toy import ToyAdapter, ToyCollectives, ToyModel
+from dbo_runtime.adapter import record_program
+from dbo_runtime.policies import Policy, alternate
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.schedule import Schedule, lower
+
+
+def record_toy(layers: int = 2, collectives: Any = None) -> Program:
+    """Return the program of a toy model of its own, with empty caches."""
+    return record_program(ToyAdapter(), ToyModel(layers), collectives or ToyCollectives())
+
+
+def lower_toy(layers: int = 2, micro_batches: int = 2, policy: Policy = alternate) -> Schedule:
+    programs = (record_toy(layers),) * micro_batches
+    return lower(programs, policy(programs))
+
+
+def record_three_lanes(layers: int) -> Program:
+    """Return layers that use a third lane and change a value in place; each reads what all lanes wrote."""
+    p = ProgramBuilder()
+    x = p.input("x")
+    for index in range(layers):
+        with p.layer(index):
+            x = p.compute("norm", lambda x: [x[0] * 3 + 1], x)
+            sent = p.comm("dispatch", lambda x: [x[0] * 2], x, exclusive="a2a")
+            shared = p.op("shared", lambda x: [x[0] + 7], x, lane="aux", ordered=True)
+            routed = p.compute("experts", lambda x: [x[0] * 5 - 2], sent)
+            routed = p.comm("combine", double_in_place, routed, exclusive="a2a", overwrites=(routed,))
+            x = p.compute("merge", lambda *parts: [sum(part[0] for part in parts)], x, shared, routed)
+    return p.build(x)
+
+
+def double_in_place(cell: list[int]) -> list[int]:
+    cell[0] *= 2
+    return cell
+
+
+def record_chain(send: Callable[[Any], Any], receive: Callable[[Any], Any]) -> Program:
+    """Return the smallest program with an overlap point: a comm op between two compute ops."""
+    p = ProgramBuilder()
+    x = p.input("x")
+    x = p.compute("make", lambda x: x, x)
+    x = p.comm("send", send, x)
+    return p.build(p.compute("receive", receive, x))

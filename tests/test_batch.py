@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, find_cuts, slice_batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.errors import SplitError
+from tests.strategies import batches
+
+ALWAYS = RuntimeConfig(mode="always")
+AUTO = RuntimeConfig(mode="auto", min_tokens=256, min_prefill_tokens=64)
+
+
+def prefills(*query_lens: int, **fields: int) -> Batch:
+    return Batch(query_lens, sum(query_lens), **fields)
+
+
+def sizes(batch: Batch, config: RuntimeConfig) -> list[int]:
+    slices = decide(batch, config)
+    assert not isinstance(slices, Decline), slices
+    return [piece.size for piece in slices]
+
+
+def test_off_declines_everything() -> None:
+    assert decide(prefills(4096), RuntimeConfig(mode="off")) == Decline("DBO_MODE is off")
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [(255, False), (256, True), (257, True)])
+def test_auto_splits_from_so_many_tokens(tokens: int, splits: bool) -> None:
+    decision = decide(prefills(tokens), AUTO)
+    assert isinstance(decision, Decline) != splits
+    if not splits:
+        assert decision == Decline("fewer tokens than DBO_MIN_TOKENS", "255 < 256")
+
+
+@pytest.mark.parametrize(("prefill_tokens", "splits"), [(63, False), (64, True)])
+def test_auto_splits_from_so_many_prefill_tokens(prefill_tokens: int, splits: bool) -> None:
+    decision = decide(Batch((prefill_tokens, *[1] * 300), prefill_tokens), AUTO)
+    assert isinstance(decision, Decline) != splits
+    if not splits:
+        assert decision == Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", "63 < 64")
+
+
+def test_auto_splits_pure_decode_if_no_prefill_is_asked_for() -> None:
+    decode = Batch((1,) * 300, prefill_tokens=0)
+    assert isinstance(decide(decode, AUTO), Decline)
+    assert sizes(decode, RuntimeConfig(min_prefill_tokens=0)) == [150, 150]
+
+
+def test_always_ignores_the_thresholds() -> None:
+    assert sizes(Batch((1, 1), prefill_tokens=0), ALWAYS) == [1, 1]
+
+
+def test_auto_declines_where_one_part_would_be_tiny_and_always_does_not() -> None:
+    lopsided = prefills(1000, 20, cuttable=False)
+    decision = decide(lopsided, AUTO)
+    assert decision == Decline("no balanced cut", "the smallest micro-batch would have 20 of 1020 tokens")
+    assert sizes(lopsided, ALWAYS) == [1000, 20]
+
+
+@pytest.mark.parametrize("batch", [prefills(1), prefills(3), prefills(500, cuttable=False)])
+@pytest.mark.parametrize("micro_batches", [2, 3, 4])
+def test_a_batch_with_nowhere_to_cut_is_declined(batch: Batch, micro_batches: int) -> None:
+    decision = decide(batch, RuntimeConfig(mode="always", micro_batches=micro_batches))
+    assert decision == Decline("nowhere to cut", f"1 requests, {batch.tokens} tokens")
+
+
+def test_a_decline_reads_as_reason_and_figures() -> None:
+    assert str(Decline("nowhere to cut", "1 requests")) == "nowhere to cut (1 requests)"
+    assert str(Decline("DBO_MODE is off")) == "DBO_MODE is off"
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "expected"), [(2, [500, 500]), (3, [333, 334, 333]), (4, [250, 250, 250, 250])]
+)
+def test_one_long_prompt_is_cut_inside_evenly(micro_batches: int, expected: list[int]) -> None:
+    assert sizes(prefills(1000), RuntimeConfig(micro_batches=micro_batches)) == expected
+
+
+def test_the_nearest_request_boundary_is_taken_within_a_tenth_of_a_part() -> None:
+    assert find_cuts(prefills(460, 540), 2) == (460,)  # 40 tokens from the even cut
+    assert find_cuts(prefills(440, 560), 2) == (500,)  # 60 tokens: cut inside instead
+    assert find_cuts(prefills(470, 40, 490), 2) == (510,)  # 470 lies within the tolerance, too, but farther off
+
+
+def test_without_cuts_inside_the_nearest_boundary_is_taken_however_far() -> None:
+    assert find_cuts(prefills(900, 50, 50, cuttable=False), 2) == (900,)
+
+
+def test_fewer_parts_than_asked_for_where_boundaries_run_out() -> None:
+    assert find_cuts(prefills(500, 500, cuttable=False), 4) == (500,)
+
+
+@pytest.mark.parametrize(("decode_len", "cut"), [(1, 20), (4, 22)])
+def test_a_cut_inside_keeps_away_from_the_requests_ends(decode_len: int, cut: int) -> None:
+    assert find_cuts(prefills(17, 23, decode_len=decode_len), 2) == (cut,)
+
+
+def test_two_cuts_inside_one_request_keep_away_from_each_other() -> None:
+    assert sizes(prefills(6), RuntimeConfig(mode="always", micro_batches=3)) == [2, 2, 2]
+    assert sizes(prefills(5), RuntimeConfig(mode="always", micro_batches=3)) == [2, 3]
+
+
+def test_a_cut_at_a_boundary_shares_out_the_requests() -> None:
+    assert slice_batch(prefills(10, 20, 30), [30]) == (BatchSlice(0, 2, 0, 30), BatchSlice(2, 3, 30, 60))
+
+
+def test_a_request_that_is_cut_inside_is_in_both_slices() -> None:
+    first, second = slice_batch(prefills(10, 20, 30), [15])
+    assert (first.requests, first.tokens, first.size) == (slice(0, 2), slice(0, 15), 15)
+    assert (second.requests, second.tokens, second.size) == (slice(1, 3), slice(15, 60), 45)
+
+
+def test_a_request_can_be_cut_twice() -> None:
+    slices = slice_batch(prefills(4, 90), [30, 60])
+    assert [piece.requests for piece in slices] == [slice(0, 2), slice(1, 2), slice(1, 2)]
+
+
+@pytest.mark.parametrize("cuts", [[0], [60], [-5], [61], [30, 30], [40, 20]])
+def test_cuts_that_do_not_increase_inside_the_batch_are_refused(cuts: list[int]) -> None:
+    with pytest.raises(SplitError, match="must increase and lie inside the batch of 60 tokens"):
+        slice_batch(prefills(10, 20, 30), cuts)
+
+
+def test_a_cut_inside_is_refused_where_the_backend_cannot_take_it() -> None:
+    batch = prefills(10, 20, 30, cuttable=False)
+    assert len(slice_batch(batch, [10, 30])) == 3
+    with pytest.raises(SplitError, match="cut 15 is inside request 1, which this attention backend cannot take"):
+        slice_batch(batch, [15])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "cut", "piece"), [([11], 11, 1), ([12], 12, 2), ([28], 28, 2), ([29], 29, 1), ([15, 17], 15, 2)]
+)
+def test_a_cut_that_leaves_a_piece_as_short_as_a_decode_is_refused(cuts: list[int], cut: int, piece: int) -> None:
+    with pytest.raises(SplitError, match=rf"cut {cut} leaves request 1 a piece of {piece} tokens; .* more than 2"):
+        slice_batch(prefills(10, 20, 30, decode_len=2), cuts)
+
+
+@given(batches(), st.integers(2, 4), st.sampled_from(["auto", "always"]))
+def test_slices_cover_the_batch_and_its_requests(batch: Batch, micro_batches: int, mode: str) -> None:
+    slices = decide(batch, RuntimeConfig(mode=mode, micro_batches=micro_batches, min_tokens=1, min_prefill_tokens=0))
+    assume(not isinstance(slices, Decline))
+    assert 2 <= len(slices) <= micro_batches
+    assert [n for piece in slices for n in range(batch.tokens)[piece.tokens]] == list(range(batch.tokens))
+    owner = [request for request, length in enumerate(batch.query_lens) for _ in range(length)]
+    for piece in slices:
+        assert list(range(len(batch.query_lens))[piece.requests]) == sorted(set(owner[piece.tokens]))
+
+
+@given(batches(), st.integers(2, 4))
+def test_no_piece_of_a_cut_request_is_a_decode(batch: Batch, micro_batches: int) -> None:
+    slices = decide(batch, RuntimeConfig(mode="always", micro_batches=micro_batches))
+    assume(not isinstance(slices, Decline))
+    owner = [request for request, length in enumerate(batch.query_lens) for _ in range(length)]
+    for piece in slices:
+        for request in range(len(batch.query_lens))[piece.requests]:
+            tokens = owner[piece.tokens].count(request)
+            assert tokens == batch.query_lens[request] or (batch.cuttable and tokens > batch.decode_len)
+
+
+@given(batches(), st.integers(2, 4))
+def test_always_splits_whatever_has_a_boundary_or_room_for_a_cut(batch: Batch, micro_batches: int) -> None:
+    has_room = batch.cuttable and max(batch.query_lens) > 2 * batch.decode_len + 1
+    decision = decide(batch, RuntimeConfig(mode="always", micro_batches=micro_batches))
+    assert isinstance(decision, Decline) == (len(batch.query_lens) == 1 and not has_room)
+
+
+@given(batches(), st.integers(2, 4))
+def test_cuts_that_were_found_are_accepted_when_given(batch: Batch, micro_batches: int) -> None:
+    cuts = find_cuts(batch, micro_batches)
+    slices = slice_batch(batch, cuts)
+    assert tuple(left.last_token for left, _ in pairwise(slices)) == cuts

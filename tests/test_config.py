@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from dbo_runtime.config import RuntimeConfig, describe_settings, read_environment
+from dbo_runtime.errors import ConfigError
+
+GOOD = [
+    ("VLLM_ASCEND_ENABLE_DBO", "1", "enabled", True),
+    ("VLLM_ASCEND_ENABLE_DBO", "0", "enabled", False),
+    ("DBO_MODE", "auto", "mode", "auto"),
+    ("DBO_MODE", "always", "mode", "always"),
+    ("DBO_MODE", "off", "mode", "off"),
+    ("DBO_MICRO_BATCHES", "2", "micro_batches", 2),
+    ("DBO_MICRO_BATCHES", "3", "micro_batches", 3),
+    ("DBO_MIN_TOKENS", "1", "min_tokens", 1),
+    ("DBO_MIN_TOKENS", " 512 ", "min_tokens", 512),
+    ("DBO_MIN_PREFILL_TOKENS", "0", "min_prefill_tokens", 0),
+    ("DBO_POLICY", "sequential", "policy", ("sequential", 0)),
+    ("DBO_POLICY", "alternate", "policy", ("alternate", 0)),
+    ("DBO_POLICY", "staggered", "policy", ("staggered", 1)),
+    ("DBO_POLICY", "staggered:0", "policy", ("staggered", 0)),
+    ("DBO_POLICY", "staggered:3", "policy", ("staggered", 3)),
+    ("DBO_CHECK", "1", "check", True),
+]
+
+BAD = [
+    ("VLLM_ASCEND_ENABLE_DBO", "true", "0 or 1"),
+    ("VLLM_ASCEND_ENABLE_DBO", "", "0 or 1"),
+    ("DBO_MODE", "on", "auto, always or off"),
+    ("DBO_MODE", "AUTO", "auto, always or off"),
+    ("DBO_MICRO_BATCHES", "1", "a whole number, at least 2"),
+    ("DBO_MICRO_BATCHES", "two", "a whole number, at least 2"),
+    ("DBO_MICRO_BATCHES", "2.0", "a whole number, at least 2"),
+    ("DBO_MIN_TOKENS", "0", "a whole number, at least 1"),
+    ("DBO_MIN_TOKENS", "-1", "a whole number, at least 1"),
+    ("DBO_MIN_PREFILL_TOKENS", "-1", "a whole number, at least 0"),
+    ("DBO_MIN_PREFILL_TOKENS", "", "a whole number, at least 0"),
+    ("DBO_POLICY", "optimal", "sequential, alternate, staggered or staggered:LEAD"),
+    ("DBO_POLICY", "alternate:1", "sequential, alternate, staggered or staggered:LEAD"),
+    ("DBO_POLICY", "alternate:", "sequential, alternate, staggered or staggered:LEAD"),
+    ("DBO_POLICY", "staggered:", "sequential, alternate, staggered or staggered:LEAD"),
+    ("DBO_POLICY", "staggered:-1", "sequential, alternate, staggered or staggered:LEAD"),
+    ("DBO_POLICY", "staggered:one", "sequential, alternate, staggered or staggered:LEAD"),
+    ("DBO_CHECK", "yes", "0 or 1"),
+]
+
+
+@pytest.mark.parametrize(("variable", "text", "name", "value"), GOOD)
+def test_a_variable_sets_its_field_and_no_other(variable: str, text: str, name: str, value: object) -> None:
+    config = read_environment({variable: text})
+    for setting in fields(RuntimeConfig):
+        assert getattr(config, setting.name) == (value if setting.name == name else setting.default)
+
+
+@pytest.mark.parametrize(("variable", "text", "allowed"), BAD)
+def test_a_bad_value_is_refused_with_variable_value_and_what_is_allowed(variable: str, text: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_environment({variable: text})
+    assert str(raised.value).startswith(f"{variable}={text!r} is not allowed; it takes {allowed}.")
+
+
+def test_every_variable_has_good_and_bad_values_above() -> None:
+    variables = {setting.metadata["variable"] for setting in fields(RuntimeConfig)}
+    assert {row[0] for row in GOOD} == variables
+    assert {row[0] for row in BAD} == variables
+
+
+def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"DBO_MINTOKENS is not a setting.*did you mean DBO_MIN_TOKENS\?"):
+        read_environment({"DBO_MINTOKENS": "100"})
+
+
+def test_an_unlike_variable_is_refused_with_all_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"DBO_UNHEARD_OF is not a setting.*known are .*DBO_MODE.*DBO_POLICY"):
+        read_environment({"DBO_UNHEARD_OF": "1"})
+
+
+def test_other_programs_variables_are_left_alone() -> None:
+    assert read_environment({"HOME": "/root", "VLLM_USE_V1": "1", "MY_DBO_MODE": "odd"}) == RuntimeConfig()
+
+
+def test_overlap_is_off_by_default() -> None:
+    assert not RuntimeConfig().enabled
+
+
+def test_settings_cannot_be_changed_once_read() -> None:
+    with pytest.raises(FrozenInstanceError):
+        RuntimeConfig().mode = "off"  # type: ignore[misc]
+
+
+def test_the_table_of_settings_has_each_setting_with_a_default_that_is_allowed() -> None:
+    rows = describe_settings()
+    assert [row[0] for row in rows] == [setting.metadata["variable"] for setting in fields(RuntimeConfig)]
+    assert all(meaning and allowed for _, allowed, _, meaning in rows)
+    assert read_environment({variable: default for variable, _, default, _ in rows}) == RuntimeConfig()

@@ -1,0 +1,38 @@
+"""What the documents say is what the code does."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dbo_runtime.config import describe_settings
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/settings.md"])
+def test_the_table_of_settings_is_what_the_code_reads(document: str) -> None:
+    text = (ROOT / document).read_text()
+    table = re.search(r"<!-- settings -->\n(.*?)<!-- /settings -->", text, re.DOTALL)
+    assert table is not None
+    rows = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table[1].splitlines()[2:]]
+    assert rows == describe_settings()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+        assert target.startswith("http") or (document.parent / target).exists(), target
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_the_wheel_has_every_package() -> None:
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in ROOT.glob("dbo_runtime/**/__init__.py")}
+    assert set(settings["packages"]) == folders | {"dbo_models"}

@@ -1,0 +1,75 @@
+"""The core needs neither torch nor vLLM: shown in fresh processes in which they cannot be imported."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dbo_runtime
+import dbo_runtime.program
+
+ROOT = Path(dbo_runtime.__file__).parent
+FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "numpy")
+CORE = [
+    "dbo_runtime",
+    *(f"dbo_runtime.{path.stem}" for path in sorted(ROOT.glob("*.py")) if path.stem != "__init__"),
+    "dbo_runtime.devices",
+    "dbo_runtime.devices.cpu",
+    "dbo_runtime.devices.virtual",
+    "dbo_runtime.observe",
+    *(f"dbo_runtime.observe.{path.stem}" for path in sorted(ROOT.glob("observe/*.py")) if path.stem != "__init__"),
+    "dbo_models.toy",
+]
+
+
+def run_fresh(code: str) -> str:
+    """Run code in a process of its own and return what it prints."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT.parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_module_of_the_core_imports_where_nothing_foreign_can_be() -> None:
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in FOREIGN)
+    assert {"dbo_runtime.schedule", "dbo_runtime.runtime", "dbo_runtime.observe.timeline"} <= set(CORE)
+    run_fresh(f"import sys; {blocked}import {', '.join(CORE)}")
+
+
+def test_importing_dbo_runtime_pulls_in_nothing_foreign() -> None:
+    printed = run_fresh(f"import sys, dbo_runtime; print([name for name in {FOREIGN} if name in sys.modules])")
+    assert printed == "[]"
+
+
+def test_planning_and_running_on_threads_works_where_nothing_foreign_can_be_imported() -> None:
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in FOREIGN)
+    code = f"""
+import sys; {blocked}
+from dbo_models.toy import ToyAdapter, ToyCollectives, ToyModel
+from dbo_runtime.adapter import record_program
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices import open_device
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.runtime import MicroBatchRuntime
+
+program = record_program(ToyAdapter(), ToyModel(2), ToyCollectives())
+runtime = MicroBatchRuntime(program, open_device("cpu"), RuntimeConfig(), open_log())
+print(len(runtime.run(runtime.plan(Batch((512,), 512)), [(1, 0), (2, 1)])))
+runtime.close()
+"""
+    assert run_fresh(code) == "2"
+
+
+def test_every_public_name_is_there() -> None:
+    assert dbo_runtime.__all__ == sorted(dbo_runtime.__all__)
+    assert all(hasattr(dbo_runtime, name) for name in dbo_runtime.__all__)
+
+
+def test_the_examples_in_the_programs_docstrings_hold() -> None:
+    failed, attempted = doctest.testmod(dbo_runtime.program)
+    assert attempted > 0
+    assert failed == 0

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.policies import Order, Policy, alternate, find_policy, sequential, staggered
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.schedule import Issue, lower
+from dbo_runtime.validate import validate
+from tests.programs import record_toy
+from tests.strategies import programs
+
+
+def record(shape: str) -> Program:
+    """Return a program with an op for each letter: `c` on the compute lane, `m` on the comm lane."""
+    p = ProgramBuilder()
+    x = p.input("x")
+    for number, letter in enumerate(shape):
+        x = (p.compute if letter == "c" else p.comm)(f"op{number}", lambda x: x, x)
+    return p.build(x)
+
+
+def show(order: Order) -> str:
+    """Return an order such as `0.0 0.1 1.0`: micro-batch, position."""
+    return " ".join(f"{mb}.{position}" for mb, position in order)
+
+
+def test_sequential_runs_one_micro_batch_after_the_other() -> None:
+    assert show(sequential([record("cm"), record("cmc")])) == "0.0 0.1 1.0 1.1 1.2"
+
+
+def test_alternate_takes_turns_after_each_overlap_point() -> None:
+    two = [record("ccmcmc")] * 2
+    assert show(alternate(two)) == "0.0 0.1 0.2 1.0 1.1 1.2 0.3 0.4 1.3 1.4 0.5 1.5"
+
+
+def test_staggered_lets_each_micro_batch_lead_the_next_by_so_many_overlap_points() -> None:
+    two = [record("cmcmc")] * 2
+    assert show(staggered(two, 1)) == "0.0 0.1 0.2 0.3 1.0 1.1 0.4 1.2 1.3 1.4"
+    assert show(staggered(two, 2)) == "0.0 0.1 0.2 0.3 0.4 1.0 1.1 1.2 1.3 1.4"
+
+
+def test_three_micro_batches_take_turns() -> None:
+    three = [record("cmc")] * 3
+    assert show(alternate(three)) == "0.0 0.1 1.0 1.1 2.0 2.1 0.2 1.2 2.2"
+    assert show(staggered(three, 1)) == "0.0 0.1 0.2 1.0 1.1 1.2 2.0 2.1 2.2"
+
+
+def test_a_shorter_program_drops_out_and_the_other_goes_on() -> None:
+    assert show(alternate([record("c"), record("cmcmc")])) == "0.0 1.0 1.1 1.2 1.3 1.4"
+
+
+def test_a_lead_beyond_the_end_is_sequential() -> None:
+    two = [record_toy()] * 2
+    assert staggered(two, lead=100) == sequential(two)
+
+
+def test_alternate_is_staggered_without_a_lead() -> None:
+    two = [record_toy()] * 2
+    assert alternate(two) == staggered(two, lead=0)
+
+
+@pytest.mark.parametrize(("setting", "policy"), [("sequential", sequential), ("alternate", alternate)])
+def test_a_setting_names_its_policy(setting: str, policy: Policy) -> None:
+    assert find_policy(setting, lead=0) is policy
+
+
+def test_the_setting_staggered_carries_its_lead() -> None:
+    two = [record_toy()] * 2
+    assert find_policy("staggered", lead=2)(two) == staggered(two, lead=2)
+
+
+def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="no policy 'optimal'; known are sequential, alternate, staggered"):
+        find_policy("optimal", lead=0)
+
+
+@settings(max_examples=100)
+@given(st.lists(programs(), min_size=1, max_size=4), st.integers(0, 4))
+def test_every_order_issues_each_op_once_and_in_program_order(chosen: Sequence[Program], lead: int) -> None:
+    for order in (sequential(chosen), alternate(chosen), staggered(chosen, lead)):
+        for mb, program in enumerate(chosen):
+            issued = [issue for issue in order if issue.micro_batch == mb]
+            assert issued == [Issue(mb, position) for position in range(len(program.ops))]
+        assert len(order) == sum(len(program.ops) for program in chosen)
+
+
+@settings(max_examples=100)
+@given(programs(), st.integers(1, 4), st.integers(0, 4))
+def test_every_policy_may_order_micro_batches_that_run_the_same_program(program: Program, n: int, lead: int) -> None:
+    for name in ("sequential", "alternate", "staggered"):
+        same = [program] * n
+        validate(lower(same, find_policy(name, lead)(same)))

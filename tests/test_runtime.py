@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dbo_runtime.batch import Batch, BatchSlice, Decline
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.errors import ConfigError, DeviceError, SplitError
+from dbo_runtime.executor import run_sequential
+from dbo_runtime.observe.timeline import Recorder
+from dbo_runtime.program import Program
+from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from tests.programs import record_three_lanes, record_toy
+
+BATCH = Batch((512, 512), prefill_tokens=1024)
+
+
+class Log:
+    """Keeps the lines that are logged."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def info(self, event: str, **fields: Any) -> None:
+        self.lines.append({"event": event, **fields})
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def runtime(log: Log) -> Iterator[MicroBatchRuntime]:
+    runtime = MicroBatchRuntime(record_toy(), CpuDevice(), RuntimeConfig(enabled=True), log)
+    yield runtime
+    runtime.close()
+
+
+def plan(runtime: MicroBatchRuntime, batch: Batch = BATCH, cuts: list[int] | None = None) -> Plan:
+    plan = runtime.plan(batch, cuts)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def test_a_plan_has_the_slices_that_the_settings_ask_for(runtime: MicroBatchRuntime) -> None:
+    assert plan(runtime).slices == (BatchSlice(0, 1, 0, 512), BatchSlice(1, 2, 512, 1024))
+
+
+def test_explicit_cuts_overrule_the_settings(runtime: MicroBatchRuntime) -> None:
+    small = Batch((3, 4), prefill_tokens=0)
+    assert isinstance(runtime.plan(small), Decline)
+    assert plan(runtime, small, cuts=[3]).slices == (BatchSlice(0, 1, 0, 3), BatchSlice(1, 2, 3, 7))
+    assert len(plan(runtime, BATCH, cuts=[100, 200, 300]).slices) == 4
+
+
+def test_impossible_explicit_cuts_are_refused(runtime: MicroBatchRuntime) -> None:
+    with pytest.raises(SplitError, match="must increase and lie inside"):
+        runtime.plan(BATCH, cuts=[2000])
+
+
+def test_no_explicit_cuts_at_all_are_a_decline(runtime: MicroBatchRuntime) -> None:
+    assert runtime.plan(BATCH, cuts=[]) == Decline("nowhere to cut", "no cuts were given")
+
+
+def test_plans_of_one_shape_share_executor_and_digest(runtime: MicroBatchRuntime) -> None:
+    first, second = plan(runtime), plan(runtime, Batch((300, 600), prefill_tokens=900))
+    assert first.executor is second.executor
+    assert first.digest == second.digest
+    assert first.slices != second.slices
+    assert plan(runtime, cuts=[100, 200]).executor is not first.executor
+
+
+def test_each_new_plan_is_logged_once(runtime: MicroBatchRuntime, log: Log) -> None:
+    for _ in range(3):
+        two, three = plan(runtime), plan(runtime, cuts=[100, 200])
+    assert [(line["event"], line["micro_batches"], line["steps"]) for line in log.lines] == [
+        ("new plan", 2, 26),
+        ("new plan", 3, 39),
+    ]
+    assert [line["digest"] for line in log.lines] == [two.digest, three.digest]
+    assert all(line["policy"] == "alternate" and line["waits"] > 0 for line in log.lines)
+
+
+def test_the_first_decline_of_each_reason_is_logged_and_all_are_counted(runtime: MicroBatchRuntime, log: Log) -> None:
+    for tokens in (10, 20, 30):
+        decline = runtime.plan(Batch((tokens,), prefill_tokens=tokens))
+        assert isinstance(decline, Decline)
+        runtime.decline(decline)
+    runtime.decline(Decline("nowhere to cut"))
+    assert log.lines == [
+        {"event": "step not split, runs whole", "reason": "fewer tokens than DBO_MIN_TOKENS", "detail": "10 < 256"},
+        {"event": "step not split, runs whole", "reason": "nowhere to cut", "detail": None},
+    ]
+    declined = {"fewer tokens than DBO_MIN_TOKENS": 3, "nowhere to cut": 1}
+    assert runtime.statistics.as_dict() == {"split": 0, "micro_batches": 0, "declined": declined}
+
+
+def test_planning_a_decline_counts_nothing(runtime: MicroBatchRuntime, log: Log) -> None:
+    runtime.plan(Batch((1,), prefill_tokens=0))
+    assert runtime.statistics.as_dict() == {"split": 0, "micro_batches": 0, "declined": {}}
+    assert log.lines == []
+
+
+def test_running_computes_what_the_sequential_loop_does_and_counts(runtime: MicroBatchRuntime) -> None:
+    inputs = [(1, 0), (2, 1)]
+    assert runtime.run(plan(runtime), inputs) == run_sequential([record_toy()] * 2, inputs)
+    runtime.run(plan(runtime, cuts=[100, 200]), [(1, 0), (2, 1), (3, 2)])
+    assert runtime.statistics.as_dict() == {"split": 2, "micro_batches": 5, "declined": {}}
+
+
+def test_a_run_that_fails_is_not_counted(runtime: MicroBatchRuntime) -> None:
+    with pytest.raises(TypeError):
+        runtime.run(plan(runtime), [("x", 0), ("y", 1)])
+    assert runtime.statistics.split == 0
+
+
+def test_running_enters_micro_batches_and_tells_the_instrument(runtime: MicroBatchRuntime) -> None:
+    entered: list[int] = []
+    recorder = Recorder()
+    runtime.run(plan(runtime), [(1, 0), (2, 1)], entered.append, recorder)
+    assert set(entered) == {0, 1}
+    assert len(recorder.timeline().spans) == 26
+
+
+@pytest.mark.parametrize("program", [record_toy(), record_three_lanes(2)])
+def test_each_configured_policy_gives_its_own_schedule(program: Program, log: Log) -> None:
+    digests = set()
+    for policy in (("sequential", 0), ("alternate", 0), ("staggered", 1)):
+        runtime = MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(policy=policy), log)
+        digests.add(plan(runtime).digest)
+        runtime.close()
+    assert len(digests) == 3
+
+
+def test_a_changed_policy_takes_effect_on_the_next_plan(runtime: MicroBatchRuntime) -> None:
+    alternate = plan(runtime)
+    runtime.config = replace(runtime.config, policy=("sequential", 0))
+    assert plan(runtime).digest != alternate.digest
+
+
+def test_an_unknown_policy_is_refused(log: Log) -> None:
+    runtime = MicroBatchRuntime(record_toy(), CpuDevice(), RuntimeConfig(policy=("optimal", 0)), log)
+    with pytest.raises(ConfigError, match="no policy 'optimal'"):
+        runtime.plan(BATCH)
+
+
+def test_after_close_old_plans_are_refused_and_new_ones_run(log: Log) -> None:
+    runtime = MicroBatchRuntime(record_toy(), CpuDevice(), RuntimeConfig(), log)
+    inputs = [(1, 0), (2, 1)]
+    old = plan(runtime)
+    runtime.close()
+    with pytest.raises(DeviceError, match="is closed"):
+        runtime.run(old, inputs)
+    runtime.run(plan(runtime), inputs)
+    runtime.close()

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from dbo_runtime.observe.timeline import Recorder, Span, Timeline
+from tests.programs import lower_toy
+
+
+def make_timeline(*spans: tuple[str, str, int, float, float]) -> Timeline:
+    return Timeline(tuple(Span(*span) for span in spans))
+
+
+OVERLAPPING = make_timeline(
+    ("compute", "attention", 0, 10.0, 14.0),
+    ("comm", "reduce", 0, 14.0, 18.0),
+    ("compute", "attention", 1, 15.0, 17.0),
+    ("compute", "mlp", 0, 18.0, 20.0),
+)
+
+
+def test_lanes_come_in_order_of_first_use() -> None:
+    assert OVERLAPPING.lanes == ("compute", "comm")
+
+
+def test_the_duration_is_from_first_start_to_last_end() -> None:
+    assert OVERLAPPING.duration == 10
+
+
+def test_busy_time_is_counted_once_where_spans_overlap_or_touch() -> None:
+    assert OVERLAPPING.busy("compute") == 8
+    assert OVERLAPPING.busy("comm") == 4
+    assert make_timeline(("a", "x", 0, 0, 4), ("a", "y", 0, 1, 2), ("a", "z", 0, 4, 5)).busy("a") == 5
+
+
+def test_overlap_is_when_both_lanes_are_busy() -> None:
+    assert OVERLAPPING.overlap("compute", "comm") == OVERLAPPING.overlap("comm", "compute") == 2
+    assert OVERLAPPING.overlap("compute", "compute") == 8
+
+
+def test_lanes_that_only_touch_do_not_overlap() -> None:
+    assert make_timeline(("a", "x", 0, 0, 1), ("b", "y", 0, 1, 2)).overlap("a", "b") == 0
+
+
+def test_a_lane_that_is_not_there_is_never_busy() -> None:
+    assert OVERLAPPING.busy("aux") == OVERLAPPING.overlap("aux", "comm") == 0
+
+
+def test_the_drawing_has_a_row_for_each_lane_and_a_digit_for_each_micro_batch() -> None:
+    assert OVERLAPPING.draw(width=10).splitlines() == [
+        " compute |0000.11.00|",
+        "    comm |....0000..|",
+    ]
+
+
+def test_an_op_too_short_for_the_drawing_is_drawn_all_the_same() -> None:
+    row = make_timeline(("a", "x", 0, 0, 100), ("b", "y", 1, 99.999, 100)).draw(width=10).splitlines()[1]
+    assert row == "       b |.........1|"
+
+
+def test_a_drawing_of_something_that_took_no_time_keeps_its_width() -> None:
+    assert make_timeline(("a", "x", 3, 5, 5)).draw(width=4) == "       a |3...|"
+
+
+def test_nothing_is_drawn_as_such() -> None:
+    empty = Timeline(())
+    assert empty.draw() == "(nothing ran)"
+    assert empty.duration == 0
+
+
+def test_the_table_lists_the_first_spans_in_milliseconds() -> None:
+    rows = OVERLAPPING.table(most=2).splitlines()
+    assert rows[1].split() == ["0.00", "4000.00", "attention/0"]
+    assert rows[2].split() == ["4000.00", "4000.00", "reduce/0"]
+    assert rows[2].index("reduce/0") == rows[0].index("comm")
+    assert rows[3] == "... and 2 more"
+
+
+@pytest.mark.parametrize("most", [4, 5])
+def test_a_table_that_shows_all_says_nothing_of_more(most: int) -> None:
+    assert len(OVERLAPPING.table(most).splitlines()) == 5
+
+
+def test_a_recorder_keeps_spans_by_start() -> None:
+    recorder = Recorder()
+    first, second = lower_toy().steps[1:3]
+    recorder.note(second, 2.0, 3.0)
+    recorder.note(first, 1.0, 2.0)
+    assert recorder.timeline() == make_timeline(
+        ("compute", "L0.attention", 0, 1.0, 2.0), ("comm", "L0.attn_reduce", 0, 2.0, 3.0)
+    )

@@ -1,0 +1,331 @@
+"""The forward that stands in for a model's own: when it steps aside, and what its checks say. No engine needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from vllm.forward_context import (
+    ForwardContext,
+    get_forward_context,
+    is_forward_context_available,
+    override_forward_context,
+)
+
+from dbo_runtime.batch import Batch, BatchSlice, Decline
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices.virtual import VirtualDevice
+from dbo_runtime.errors import ScheduleError, SplitError
+from dbo_runtime.program import ProgramBuilder
+from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.extension import WorkerExtension
+from dbo_runtime.vllm_plugin.forward import SplitForward
+
+BATCH = Batch((4, 4), prefill_tokens=8)
+IDS = torch.arange(8)
+POSITIONS = torch.arange(100, 108)
+ONE_RANK = SimpleNamespace(world_size=1)
+
+
+class Model:
+    """A model of one op; its own forward does the same as the program that is recorded for it."""
+
+    def __init__(self) -> None:
+        self.seen: list[ForwardContext] = []
+        self.whole: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+        self.slip = 0.0
+        self.in_place = False
+
+    def embed_input_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids[:, None] * 0.5
+
+    def compute(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.seen.append(get_forward_context())
+        if self.error is not None:
+            raise self.error
+        added = positions.reshape(-1, x.shape[0]).sum(0)[:, None]
+        return x.add_(added) if self.in_place else x + added
+
+    def forward(self, ids: Any, positions: Any, intermediate: Any = None, embeds: Any = None, **kwargs: Any) -> Any:
+        self.whole.append((ids, positions, intermediate, embeds, kwargs))
+        x = self.embed_input_ids(ids) if embeds is None else embeds
+        return x + positions.reshape(-1, x.shape[0]).sum(0)[:, None] + self.slip
+
+
+class Splitter:
+    """Gives each micro-batch a context of its own."""
+
+    def __init__(self, batch: Batch | Decline = BATCH, contexts: Decline | None = None) -> None:
+        self.batch = batch
+        self.contexts: Any = contexts
+
+    def read_batch(self, context: Any, tokens: int) -> Batch | Decline:
+        return self.batch
+
+    def split(self, context: Any, slices: Sequence[BatchSlice]) -> list[Any] | Decline:
+        if self.contexts is None:
+            self.contexts = [make_context() for _ in slices]
+        found: list[Any] | Decline = self.contexts
+        return found
+
+
+class Lines:
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def info(self, event: str, **_: Any) -> None:
+        self.events.append(event)
+
+
+def make_context() -> ForwardContext:
+    return ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
+
+
+def make_forward(
+    model: Model, splitter: Any = None, group: Any = ONE_RANK, mode: str = "always", check: bool = False
+) -> SplitForward:
+    p = ProgramBuilder()
+    x, positions = p.input("x"), p.input("positions")
+    x = p.compute("compute", model.compute, x, positions)
+    program = p.build(p.comm("reduce", lambda x: x, x, overwrites=(x,)))
+    config = RuntimeConfig(mode=mode, check=check, min_tokens=1, min_prefill_tokens=0)
+    runtime = MicroBatchRuntime(program, VirtualDevice(lambda step: 1.0), config, Lines())
+    return SplitForward(model, model.forward, runtime, splitter or Splitter(), group)
+
+
+def run(forward: SplitForward, **kwargs: Any) -> torch.Tensor:
+    """Run a step as vLLM's runner does."""
+    with override_forward_context(make_context()):
+        hidden: torch.Tensor = forward(**{"input_ids": IDS, "positions": POSITIONS, **kwargs})
+    return hidden
+
+
+EXPECTED = Model().forward(IDS, POSITIONS)
+
+
+def test_a_step_runs_in_micro_batches_each_in_its_own_context() -> None:
+    model, splitter = Model(), Splitter()
+    forward = make_forward(model, splitter)
+    assert torch.equal(run(forward), EXPECTED)
+    assert forward.runtime.statistics.as_dict() == {"split": 1, "micro_batches": 2, "declined": {}}
+    assert [id(context) for context in model.seen] == [id(context) for context in splitter.contexts]
+    assert model.whole == []
+
+
+def test_the_steps_own_context_is_current_again_afterwards() -> None:
+    context = make_context()
+    with override_forward_context(context):
+        make_forward(Model())(IDS, POSITIONS)
+        assert get_forward_context() is context
+
+
+def test_the_steps_own_context_is_current_again_after_an_error() -> None:
+    model, context = Model(), make_context()
+    model.error = MemoryError("no memory")
+    with override_forward_context(context):
+        with pytest.raises(MemoryError, match="no memory"):
+            make_forward(model)(IDS, POSITIONS)
+        assert get_forward_context() is context
+
+
+def test_embeddings_that_are_given_are_taken() -> None:
+    embeds = torch.arange(16.0).reshape(8, 2)
+    expected = Model().forward(None, POSITIONS, embeds=embeds)
+    assert torch.equal(run(make_forward(Model()), input_ids=None, inputs_embeds=embeds), expected)
+
+
+def test_the_check_gives_the_whole_step_the_embeddings_as_they_came() -> None:
+    """Ops may overwrite their inputs; the runner's own buffer must not be what they overwrite."""
+    embeds = torch.arange(16.0).reshape(8, 2)
+    expected = Model().forward(None, POSITIONS, embeds=embeds)
+    model = Model()
+    model.in_place = True
+    assert torch.equal(run(make_forward(model, check=True), input_ids=None, inputs_embeds=embeds.clone()), expected)
+
+
+def test_positions_of_three_dimensions_are_split_by_token() -> None:
+    positions = torch.arange(24).reshape(3, 8)
+    assert torch.equal(run(make_forward(Model()), positions=positions), Model().forward(IDS, positions))
+
+
+def test_cuts_can_be_chosen_from_outside() -> None:
+    model = Model()
+    forward = make_forward(model)
+    forward.choose_cuts = lambda batch: [2, 6]
+    assert torch.equal(run(forward), EXPECTED)
+    assert forward.runtime.statistics.micro_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("splitter", "kwargs", "reason"),
+    [
+        (Splitter(Decline("padded batch", "8 of 9")), {}, "padded batch"),
+        (Splitter(contexts=Decline("a hazard")), {}, "a hazard"),
+        (Splitter(Batch((1,), 0)), {}, "nowhere to cut"),
+        (Splitter(), {"intermediate_tensors": {"x": 1}}, "not supported yet: pipeline parallel"),
+        (Splitter(), {"spec_step_idx": 1}, "unknown arguments of forward()"),
+    ],
+    ids=["batch", "contexts", "cuts", "pipeline", "arguments"],
+)
+def test_a_declined_step_runs_whole_with_the_arguments_as_they_are(
+    splitter: Splitter, kwargs: dict[str, Any], reason: str
+) -> None:
+    model = Model()
+    forward = make_forward(model, splitter)
+    assert torch.equal(run(forward, **kwargs), EXPECTED)
+    intermediate = kwargs.pop("intermediate_tensors", None)
+    assert model.whole == [(IDS, POSITIONS, intermediate, None, kwargs)]
+    assert model.seen == []
+    assert forward.runtime.statistics.as_dict() == {"split": 0, "micro_batches": 0, "declined": {reason: 1}}
+
+
+def test_without_a_forward_context_a_step_runs_whole() -> None:
+    forward = make_forward(Model())
+    assert not is_forward_context_available()
+    assert torch.equal(forward(IDS, POSITIONS), EXPECTED)
+    assert forward.runtime.statistics.declined == {"no forward context": 1}
+
+
+class _CPUSHMDistributed:
+    """Goes by the name of what vLLM's CPU build reduces with on one host."""
+
+
+def make_group(dist_module: Any) -> SimpleNamespace:
+    return SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(dist_module=dist_module))
+
+
+@pytest.mark.parametrize(
+    ("group", "detail"),
+    [
+        (ONE_RANK, "there is one rank"),
+        (
+            make_group(_CPUSHMDistributed()),
+            "all ranks are on one host, where a reduce costs less than splitting",
+        ),
+    ],
+    ids=["one rank", "one host"],
+)
+def test_auto_declines_where_there_is_nothing_to_hide(group: Any, detail: str) -> None:
+    forward = make_forward(Model(), group=group, mode="auto")
+    plan, _ = forward._plan(POSITIONS, None, {})
+    assert plan == Decline("no communication to hide", detail)
+
+
+def test_auto_splits_where_ranks_talk_over_a_network() -> None:
+    forward = make_forward(Model(), group=make_group(dist), mode="auto")
+    assert torch.equal(run(forward), EXPECTED)
+    assert forward.runtime.statistics.split == 1
+
+
+class OtherRank:
+    """Stands for the second of two ranks: decides as we do, unless *decision* is set."""
+
+    def __init__(self) -> None:
+        self.decision: str | None = None
+        self.gathered: list[str] = []
+
+    def gather(self, decisions: list[Any], own: str, group: Any) -> None:
+        assert group == "cpu"
+        self.gathered.append(own)
+        decisions[:] = [own, self.decision or own]
+
+
+@pytest.fixture
+def other_rank(monkeypatch: pytest.MonkeyPatch) -> OtherRank:
+    rank = OtherRank()
+    monkeypatch.setattr(dist, "all_gather_object", rank.gather)
+    return rank
+
+
+PAIR = SimpleNamespace(**vars(make_group(dist)), cpu_group="cpu")
+
+
+def test_ranks_compare_what_they_are_about_to_do(other_rank: OtherRank) -> None:
+    forward = make_forward(Model(), group=PAIR, check=True)
+    run(forward)
+    forward._splitter.batch = Decline("padded batch", "8 of 9")
+    run(forward)
+    assert re.fullmatch(r"schedule [0-9a-f]{16}, cuts \[4\]", other_rank.gathered[0])
+    assert other_rank.gathered[1:] == ["padded batch (8 of 9)"]
+
+
+@pytest.mark.parametrize("splitter", [Splitter(), Splitter(Decline("a hazard"))], ids=["splits", "declines"])
+def test_ranks_that_decide_differently_stop_before_anything_runs(other_rank: OtherRank, splitter: Splitter) -> None:
+    other_rank.decision = "schedule 0123456789abcdef, cuts [6]"
+    model = Model()
+    with pytest.raises(ScheduleError, match=r"differently .*0123456789abcdef, cuts \[6\].*Give all the same settings"):
+        run(make_forward(model, splitter, PAIR, check=True))
+    assert model.seen == model.whole == []
+
+
+def test_ranks_compare_nothing_unless_asked_to(other_rank: OtherRank) -> None:
+    run(make_forward(Model(), group=PAIR))
+    assert other_rank.gathered == []
+
+
+@pytest.mark.parametrize("slip", [0.1, float("nan"), float("inf")])
+def test_the_check_finds_any_difference_that_is_not_rounding(slip: float) -> None:
+    model = Model()
+    model.slip = slip
+    with pytest.raises(SplitError, match=r"with cuts at \[4\], schedule"):
+        run(make_forward(model, check=True))
+
+
+@pytest.mark.parametrize("slip", [0.0, 1e-3])
+def test_the_check_allows_rounding_relative_to_the_largest_value(slip: float) -> None:
+    """Values are about 100 here, and fp32 is allowed 1e-4 of that."""
+    model = Model()
+    model.slip = slip
+    assert torch.equal(run(make_forward(model, check=True)), EXPECTED)
+
+
+def make_extension(forward: Any) -> WorkerExtension:
+    extension = WorkerExtension()
+    extension.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(forward=forward))
+    return extension
+
+
+def test_a_timeline_is_kept_of_the_one_step_it_was_asked_for() -> None:
+    forward = make_forward(Model())
+    extension = make_extension(forward)
+    run(forward)
+    assert extension.dbo_timeline() is None
+    extension.dbo_request_timeline()
+    run(forward)
+    first = extension.dbo_timeline()
+    run(forward)
+    assert extension.dbo_timeline() == first
+    assert first is not None
+    assert sorted(span[:3] for span in first) == [
+        ("comm", "reduce", 0),
+        ("comm", "reduce", 1),
+        ("compute", "compute", 0),
+        ("compute", "compute", 1),
+    ]
+
+
+def test_a_worker_whose_model_is_not_split_has_nothing_to_tell() -> None:
+    extension = make_extension(lambda: None)
+    extension.dbo_request_timeline()
+    extension.dbo_cut_at([5])
+    extension.dbo_configure({"DBO_MODE": "off"})
+    assert extension.dbo_statistics() is None
+    assert extension.dbo_timeline() is None
+
+
+def test_cuts_that_cannot_be_made_are_left_out() -> None:
+    forward = make_forward(Model())
+    extension = make_extension(forward)
+    extension.dbo_cut_at([1, 4, 6, 7, 8, 99])  # 1 and 7 leave a piece of one token, 8 and 99 are no offsets inside
+    assert forward.choose_cuts is not None
+    assert forward.choose_cuts(BATCH) == [4, 6]
+    extension.dbo_cut_at(None)
+    assert forward.choose_cuts is None

@@ -1,0 +1,96 @@
+"""`vllm serve`, as a user starts it: with overlap it answers as without, and what cannot be split is served whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_tasks import held_out
+from tests.vllm.conftest import TINY, share_cores
+from tests.vllm.server import serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TASKS = held_out(10)
+PROMPTS = [task.prompt for task in TASKS]
+ANSWERS = [task.answer for task in TASKS]
+ON = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_MODE": "always"}
+
+
+def test_two_ranks_served_with_overlap_answer_as_without(tmp_path: Path) -> None:
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": share_cores()}
+    with serve(TINY, tmp_path / "log", "--tensor-parallel-size=2", **ON, **cores) as server:
+        assert server.complete(PROMPTS) == ANSWERS
+        log = server.log.read_text()
+    assert log.count("dual-batch overlap is active") == 1
+    assert "adapter=dbo_models.deepseek.DeepseekAdapter" in log
+    assert "transport=shared memory" in log
+    assert log.count("new plan") == 1
+
+
+def test_expert_parallel_is_served_whole_and_the_log_says_why(tmp_path: Path) -> None:
+    with serve(TINY, tmp_path / "log", "--enable-expert-parallel", **ON, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
+        assert server.complete(PROMPTS) == ANSWERS
+        log = server.log.read_text()
+    assert "every step runs whole  reason=not supported yet: expert parallel" in log
+    assert "new plan" not in log
+
+
+def test_vllm_plugins_without_us_serves_as_if_we_were_not_installed(tmp_path: Path) -> None:
+    settings = {**ON, "VLLM_PLUGINS": "lora_filesystem_resolver", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with serve(TINY, tmp_path / "log", **settings) as server:
+        assert server.complete(PROMPTS) == ANSWERS
+        assert "[dbo_runtime]" not in server.log.read_text()
+
+
+def test_a_model_without_an_adapter_is_served_whole_and_the_log_says_so(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "llama")
+    script = (
+        "from vllm import LLM, SamplingParams\n"
+        f"llm = LLM({str(model)!r}, dtype='float32', enforce_eager=True, max_model_len=256,"
+        f" kv_cache_memory_bytes={1 << 26}, skip_tokenizer_init=True)\n"
+        "sampling = SamplingParams(max_tokens=2, detokenize=False)\n"
+        "answers = llm.generate([{'prompt_token_ids': [1, 2, 3, 4]}] * 4, sampling, use_tqdm=False)\n"
+        "assert len(answers) == 4 and all(len(a.outputs[0].token_ids) == 2 for a in answers)\n"
+    )
+    done = run_python(script, VLLM_ENABLE_V1_MULTIPROCESSING="0", **ON)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "every step runs whole  reason=no adapter is registered for LlamaForCausalLM" in done.stderr
+
+
+def test_a_setting_that_is_not_allowed_stops_the_start(tmp_path: Path) -> None:
+    script = f"from vllm import LLM\nLLM({str(TINY)!r})\n"
+    done = run_python(script, VLLM_ASCEND_ENABLE_DBO="1", DBO_MODE="sometimes")
+    assert done.returncode != 0
+    assert "ConfigError: DBO_MODE='sometimes' is not allowed; it takes auto, always or off" in done.stderr
+
+
+def make_llama(directory: Path) -> Path:
+    """Write a Llama of next to no size with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    text = json.loads((directory / "config.json").read_text())
+    assert text["architectures"] == ["LlamaForCausalLM"]
+    return directory
+
+
+def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment}
+    return subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=300)
