@@ -69,9 +69,9 @@ class ToyAdapter:
             with p.layer(index):
                 x, residual = p.compute("attn_norm", layer.add_norm, x, residual, outputs=2)
                 x = p.compute("attention", layer.attention, positions, x, ordered=True)
-                x = p.comm("attn_reduce", collectives.all_reduce, x)
+                x = p.comm("attn_reduce", collectives.all_reduce, x, overwrites=(x,))
                 x, residual = p.compute("mlp_norm", layer.add_norm, x, residual, outputs=2)
                 x = p.compute("mlp", layer.mlp, x)
-                x = p.comm("mlp_reduce", collectives.all_reduce, x)
+                x = p.comm("mlp_reduce", collectives.all_reduce, x, overwrites=(x,))
         x, _ = p.compute("final_norm", lambda x, residual: (x + residual, residual), x, residual, outputs=2)
         return x
