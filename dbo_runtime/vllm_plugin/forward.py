@@ -137,7 +137,7 @@ class SplitForward:
         if not apart <= allowed < math.inf:
             raise SplitError(
                 f"split and unsplit hidden states are {apart:.3g} apart (allowed {allowed:.3g}) with cuts at "
-                f"{_find_cuts(plan)}, schedule {plan.digest}. Please report this; DBO_MODE=off serves unsplit meanwhile."
+                f"{_find_cuts(plan)}, schedule {plan.digest}. Please report it; DBO_MODE=off serves unsplit meanwhile."
             )
 
 
