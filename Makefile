@@ -25,7 +25,7 @@ test: setup ## run the tests
 	$(BIN)/python -m pytest
 
 bench: setup ## run the benchmarks
-	$(BIN)/python -m pytest tests/benchmarks -q -s
+	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' -q -s
 
 lint: setup ## check style, types and who imports whom
 	$(BIN)/ruff check .

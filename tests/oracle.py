@@ -41,6 +41,8 @@ def find_disorder(schedule: Schedule) -> list[str]:
         faults += [f"step {number} waits for {issue} in vain" for issue in step.waits if issue not in recorded]
         if step.records:
             recorded.add(step.issue)
+    lanes = {"compute", *(op.lane for program in schedule.programs for op in program.ops)}
+    faults += [f"{lane} is forked, but nothing runs there" for lane in schedule.forks if lane not in lanes]
     return faults + [f"the join waits for {issue} in vain" for issue in schedule.joins if issue not in recorded]
 
 
