@@ -116,15 +116,19 @@ def measure(arguments: argparse.Namespace) -> int:
     from vllm import LLM
 
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
-    print(f"link {arguments.rate}, TP=2 over two hosts, hidden {arguments.hidden}, {arguments.layers} layers, fp32")
-    print(f"{arguments.micro_batches} micro-batches; medians of {arguments.repeat} interleaved runs\n")
-    print(f"{'prefill':<10}" + "".join(f"{way:>22}" for way in WAYS) + f"{'gain':>8}{'same tokens':>14}")
+    rows = []
     for prefill in arguments.prefills:
+        print(f"timing {prefill} ...", file=sys.stderr, flush=True)
         prompts, tokens = map(int, prefill.split("x"))
         times, same = time_ways(llm, prompts, tokens, arguments.repeat)
-        row = "".join(f"{f'{statistics.median(times[way]):.3f} s':>22}" for way in WAYS)
-        gain = statistics.median(times["unsplit"]) / statistics.median(times["dual-batch overlap"])
-        print(f"{prefill:<10}{row}{gain:>7.2f}x{'yes' if same else 'NO':>14}", flush=True)
+        medians = {way: statistics.median(seconds) for way, seconds in times.items()}
+        gain = medians["unsplit"] / medians["dual-batch overlap"]
+        cells = "".join(f"{f'{medians[way]:.3f} s':>22}" for way in WAYS)
+        rows.append(f"{prefill:<10}{cells}{gain:>7.2f}x{'yes' if same else 'NO':>14}")
+    print(f"\nlink {arguments.rate}, TP=2 over two hosts, hidden {arguments.hidden}, {arguments.layers} layers, fp32")
+    print(f"{arguments.micro_batches} micro-batches; medians of {arguments.repeat} interleaved runs\n")
+    print(f"{'prefill':<10}" + "".join(f"{way:>22}" for way in WAYS) + f"{'gain':>8}{'same tokens':>14}")
+    print("\n".join(rows))
     print("\nsteps of each rank:", *llm.collective_rpc("dbo_statistics"))
     draw_timeline(llm)
     return 0

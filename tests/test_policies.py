@@ -16,11 +16,11 @@ from tests.strategies import programs
 
 
 def record(shape: str) -> Program:
-    """Return a program with an op for each letter: `c` on the compute lane, `m` on the comm lane."""
+    """Return a program with an op for each letter: `c` on the compute lane, `m` on comm, `a` on a third lane."""
     p = ProgramBuilder()
     x = p.input("x")
     for number, letter in enumerate(shape):
-        x = (p.compute if letter == "c" else p.comm)(f"op{number}", lambda x: x, x)
+        x = p.op(f"op{number}", lambda x: x, x, lane={"c": "compute", "m": "comm", "a": "aux"}[letter])
     return p.build(x)
 
 
@@ -36,6 +36,10 @@ def test_sequential_runs_one_micro_batch_after_the_other() -> None:
 def test_alternate_takes_turns_after_each_overlap_point() -> None:
     two = [record("ccmcmc")] * 2
     assert show(alternate(two)) == "0.0 0.1 0.2 1.0 1.1 1.2 0.3 0.4 1.3 1.4 0.5 1.5"
+
+
+def test_any_lane_but_compute_makes_an_overlap_point() -> None:
+    assert show(alternate([record("cac")] * 2)) == "0.0 0.1 1.0 1.1 0.2 1.2"
 
 
 def test_staggered_lets_each_micro_batch_lead_the_next_by_so_many_overlap_points() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dbo_runtime.devices import Lane
+from dbo_runtime.devices import Lane, Task, Values
 from dbo_runtime.devices.cpu import CpuDevice, ThreadState
 from dbo_runtime.errors import DeviceError
 from tests.latch import Latch
@@ -108,7 +108,7 @@ def test_a_workers_failure_is_raised_where_compute_waits(device: CpuDevice, lane
     failure = KeyError("lost")
     event = device.make_event()
     device.begin()
-    lanes[1].launch(_raise(failure), [])
+    lanes[1].launch(fail_with(failure), [])
     lanes[1].record(event)
     with pytest.raises(KeyError) as raised:
         lanes[0].wait(event)
@@ -116,25 +116,28 @@ def test_a_workers_failure_is_raised_where_compute_waits(device: CpuDevice, lane
     device.abort()
 
 
-def test_a_failure_that_nobody_waited_for_is_raised_at_the_end(device: CpuDevice, lanes: list[Lane]) -> None:
-    done = Latch()
+def test_a_failure_that_nobody_waited_for_is_raised_at_the_end(
+    device: CpuDevice, lanes: list[Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = release_on_failure(device, monkeypatch)
     device.begin()
-    lanes[1].launch(_raise(KeyError("lost"), before=done), [])
-    lanes[2].launch(lambda _: None, [])
-    done.pass_when_released()
+    lanes[1].launch(fail_with(KeyError("lost")), [])
+    failed.pass_when_released()
     with pytest.raises(KeyError, match="lost"):
-        finish(device, lanes)
+        device.finish()
     device.abort()
 
 
-def test_the_first_of_several_failures_is_the_one_raised(device: CpuDevice, lanes: list[Lane]) -> None:
-    first, event = device.make_event(), device.make_event()
+def test_the_first_of_several_failures_is_the_one_raised(
+    device: CpuDevice, lanes: list[Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, started = release_on_failure(device, monkeypatch), Latch()
+    event = device.make_event()
     device.begin()
-    lanes[1].launch(_raise(KeyError("first")), [])
-    lanes[1].record(first)
-    lanes[2].wait(first)
-    lanes[2].launch(_raise(ValueError("second")), [])
-    lanes[2].record(event)
+    lanes[1].launch(lambda _: (started.release(), failed.pass_when_released(), fail_with(ValueError("second"))(_)), [])
+    lanes[1].record(event)
+    started.pass_when_released()
+    lanes[2].launch(fail_with(KeyError("first")), [])
     with pytest.raises(KeyError, match="first"):
         lanes[0].wait(event)
     device.abort()
@@ -144,7 +147,7 @@ def test_what_is_queued_behind_a_failure_is_not_run(device: CpuDevice, lanes: li
     ran: list[str] = []
     event = device.make_event()
     device.begin()
-    lanes[1].launch(_raise(KeyError("lost")), [])
+    lanes[1].launch(fail_with(KeyError("lost")), [])
     lanes[1].launch(lambda _: ran.append("same lane"), [])
     lanes[1].record(event)
     lanes[2].wait(event)
@@ -156,12 +159,10 @@ def test_what_is_queued_behind_a_failure_is_not_run(device: CpuDevice, lanes: li
 def test_abort_returns_when_no_task_runs_and_drops_what_is_queued(
     device: CpuDevice, lanes: list[Lane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    latch, started = Latch(), Latch()
+    aborted, started = release_on_failure(device, monkeypatch), Latch()
     ran: list[str] = []
-    fail = device.fail
-    monkeypatch.setattr(device, "fail", lambda error: (fail(error), latch.release()))
     device.begin()
-    lanes[1].launch(lambda _: (started.release(), latch.pass_when_released(), ran.append("running")), [])
+    lanes[1].launch(lambda _: (started.release(), aborted.pass_when_released(), ran.append("running")), [])
     lanes[1].launch(lambda _: ran.append("queued"), [])
     started.pass_when_released()
     device.abort()
@@ -170,7 +171,7 @@ def test_abort_returns_when_no_task_runs_and_drops_what_is_queued(
 
 def test_a_failure_does_not_outlive_its_run(device: CpuDevice, lanes: list[Lane]) -> None:
     device.begin()
-    lanes[1].launch(_raise(KeyError("lost")), [])
+    lanes[1].launch(fail_with(KeyError("lost")), [])
     device.abort()
     assert not device.has_failed
     device.begin()
@@ -261,7 +262,7 @@ def test_the_thread_state_is_left_when_a_task_fails() -> None:
     device = CpuDevice(lambda: enter)
     lanes = device.open_lanes(["compute", "comm"])
     device.begin()
-    lanes[1].launch(_raise(KeyError("lost")), [])
+    lanes[1].launch(fail_with(KeyError("lost")), [])
     left.pass_when_released()
     with pytest.raises(KeyError):
         finish(device, lanes)
@@ -269,10 +270,15 @@ def test_the_thread_state_is_left_when_a_task_fails() -> None:
     device.close()
 
 
-def _raise(error: BaseException, before: Latch | None = None) -> Any:
-    def task(_: Any) -> None:
-        if before is not None:
-            before.release()
+def fail_with(error: BaseException) -> Task:
+    def task(_: Values) -> None:
         raise error
 
     return task
+
+
+def release_on_failure(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> Latch:
+    """Return a latch that is released once the device knows of a failure."""
+    latch, fail = Latch(), device.fail
+    monkeypatch.setattr(device, "fail", lambda error: (fail(error), latch.release()))
+    return latch
