@@ -57,6 +57,8 @@ def attach(model: Any, vllm_config: Any, config: RuntimeConfig) -> None:
     """Replace the forward of a loaded model, unless nobody wrote an adapter for it."""
     from vllm.distributed.parallel_state import get_tp_group
 
+    if _INSTALLED in model.__dict__:
+        return  # loaded again into the same instance
     group = get_tp_group()
     architecture = type(model).__name__
     log = open_log(quiet=group.rank_in_group > 0)  # all ranks come to the same; one tells
@@ -69,6 +71,7 @@ def attach(model: Any, vllm_config: Any, config: RuntimeConfig) -> None:
         log.warning("every step runs whole", reason=hazard, model=architecture)
         return
     model.forward = _make_forward(adapter, model, vllm_config, config, group, log)
+    setattr(model, _INSTALLED, True)
     log.info(
         "dual-batch overlap is active",
         model=architecture,
