@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from network_hosts import Host, NetworkError, TwoHosts
+from process_group import end_group
 
 WAYS = {
     "unsplit": {"DBO_MODE": "off"},
@@ -87,7 +87,7 @@ def run_nodes(hosts: tuple[Host, Host], model: Path, arguments: argparse.Namespa
             environment = {**first.environment(cores[0]), **settings}
             return subprocess.run(first.command(*this, "--node", "0"), env=environment).returncode
         finally:
-            _end_group(follower)
+            end_group(follower)
 
 
 def measure(arguments: argparse.Namespace) -> int:
@@ -181,16 +181,6 @@ def _find_free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started: vLLM's engine and workers outlive a parent that is only killed."""
-    for kind, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, kind)
-            process.wait(patience)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
 
 
 if __name__ == "__main__":

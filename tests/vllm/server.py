@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from examples.process_group import end_group
 
 STARTS_WITHIN = 240.0  # seconds
 OPTIONS = (
@@ -69,7 +70,7 @@ def serve(model: Path, log: Path, *options: str, **environment: str) -> Iterator
             _wait_until_healthy(port, process, log)
             yield Server(port, model, log)
         finally:
-            _end_group(process)
+            end_group(process)
 
 
 def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -83,12 +84,3 @@ def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) 
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
     raise RuntimeError(f"the server did not answer within {STARTS_WITHIN:.0f} s:\n{log.read_text()[-4000:]}")
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    for kind, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(process.pid, kind)
-            process.wait(patience)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
