@@ -172,7 +172,7 @@ class ProgramBuilder:
         """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
 
         An op's results may share memory with an input only if that input is named in *overwrites*; a fused add-norm
-        and an in-place reduce do that.
+        and an in-place reduce do that. Results of one op never share memory with each other.
 
         Raises:
             ProgramError: with the `file:line` of the declaration.
