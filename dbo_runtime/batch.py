@@ -81,22 +81,29 @@ class Decline:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
+def decline_early(tokens: int, config: RuntimeConfig) -> Decline | None:
+    """Return why a step of *tokens* tokens runs whole whatever is in it, so that nobody need look at what is."""
+    if config.mode == "off":
+        return Decline("DBO_MODE is off")
+    if config.mode == "auto" and tokens < config.min_tokens:
+        return Decline("fewer tokens than DBO_MIN_TOKENS", f"{tokens} < {config.min_tokens}")
+    return None
+
+
 def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decline:
     """Decide whether to split, and where.
 
     The thresholds are those of vllm-ascend #941: at least 256 tokens in the step and 64 of them prefill, by default.
     `always` ignores them. The result may have fewer micro-batches than configured where there is nowhere to cut.
     """
-    if config.mode == "off":
-        return Decline("DBO_MODE is off")
-    if config.mode == "auto":
-        if batch.tokens < config.min_tokens:
-            return Decline("fewer tokens than DBO_MIN_TOKENS", f"{batch.tokens} < {config.min_tokens}")
-        if batch.prefill_tokens < config.min_prefill_tokens:
-            return Decline(
-                "fewer prefill tokens than DBO_MIN_PREFILL_TOKENS",
-                f"{batch.prefill_tokens} < {config.min_prefill_tokens}",
-            )
+    early = decline_early(batch.tokens, config)
+    if early is not None:
+        return early
+    if config.mode == "auto" and batch.prefill_tokens < config.min_prefill_tokens:
+        return Decline(
+            "fewer prefill tokens than DBO_MIN_PREFILL_TOKENS",
+            f"{batch.prefill_tokens} < {config.min_prefill_tokens}",
+        )
     cuts = find_cuts(batch, config.micro_batches)
     if not cuts:
         return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")

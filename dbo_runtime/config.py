@@ -40,6 +40,11 @@ def _parse_policy(text: str) -> tuple[str, int]:
     raise ValueError(text)
 
 
+def name_policy(name: str, lead: int) -> str:
+    """Return the text that a policy is set by, such as `staggered:1`."""
+    return f"{name}:{lead}" if name == "staggered" else name
+
+
 def _setting(variable: str, default: Any, parse: Callable[[str], Any], allowed: str, meaning: str) -> Any:
     metadata = {"variable": variable, "parse": parse, "allowed": allowed, "meaning": meaning}
     return field(default=default, metadata=metadata)

@@ -34,3 +34,8 @@ def add_context(error: BaseException, context: str) -> None:
     written out because Python 3.10, which lacks the method, is supported.
     """
     error.__notes__ = [*getattr(error, "__notes__", ()), context]  # type: ignore[attr-defined]
+
+
+def get_context(error: BaseException) -> str:
+    """Return what was attached to an error."""
+    return "; ".join(getattr(error, "__notes__", ()))

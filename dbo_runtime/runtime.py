@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, slice_batch
-from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.config import RuntimeConfig, name_policy
 from dbo_runtime.devices import Device
+from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.observe.instrument import Instrument
@@ -79,7 +80,12 @@ class MicroBatchRuntime:
 
     def run(self, plan: Plan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
         """Run a plan; see `Executor.run`."""
-        outputs = plan.executor.run(inputs, enter, instrument)
+        try:
+            outputs = plan.executor.run(inputs, enter, instrument)
+        except Exception as error:
+            # Hosts pass errors on by their text alone, without notes: where it happened is told here.
+            self._log.error("a split step failed", error=repr(error), where=get_context(error))
+            raise
         self.statistics.split += 1
         self.statistics.micro_batches += len(plan.slices)
         return outputs
@@ -108,7 +114,7 @@ class MicroBatchRuntime:
             self._log.info(
                 "new plan",
                 micro_batches=micro_batches,
-                policy=policy[0],
+                policy=name_policy(*policy),
                 steps=len(schedule.steps),
                 waits=waits,
                 digest=name,

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+TINY = str(Path(__file__).resolve().parent / "tiny-deepseek")
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 SHOWN = 12
 
@@ -39,6 +39,14 @@ def main() -> int:
         return generate(arguments)
     if arguments.device == "npu" and importlib.util.find_spec("vllm_ascend") is None:
         print("error: --device npu needs vllm-ascend in this environment; see docs/ascend.md.", file=sys.stderr)
+        return 2
+    try:
+        prompts = read_prompts(arguments.prompts)
+    except OSError as error:
+        print(f"error: the prompts cannot be read: {error}", file=sys.stderr)
+        return 2
+    if not prompts:
+        print(f"error: {arguments.prompts} has no prompt in it; write one a line.", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as directory:
         without = run(arguments, Path(directory, "without.json"), {"VLLM_ASCEND_ENABLE_DBO": "0"})
@@ -62,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="where vLLM runs (default: cpu)")
     parser.add_argument(
         "--model",
-        default=str(HERE / "tiny-deepseek"),
+        default=TINY,
         metavar="DIR",
         help="a DeepSeek V2, V3 or R1 checkpoint (default: the tiny trained one beside this file)",
     )
@@ -118,6 +126,8 @@ def generate(arguments: argparse.Namespace) -> int:
 
     on_cpu = arguments.device == "cpu"
     options: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28} if on_cpu else {}
+    if on_cpu and arguments.model == TINY:
+        options["attention_backend"] = "CPU_MLA"  # the one for AMX, where there is AMX, takes no fp32
     llm = LLM(
         arguments.model,
         tensor_parallel_size=arguments.tp,

@@ -19,15 +19,16 @@ class DeepseekAdapter:
     def decline(self, model: Any) -> str | None:
         """Return why this model cannot be split, or None."""
         config, layers = model.config, model.model.layers
-        if layers[0].use_mha:
+        if not hasattr(layers[0].self_attn, "mla_attn"):
             return "DeepSeek with plain attention instead of MLA is not supported"
         if hasattr(config, "index_topk"):
             return "sparse attention (DeepSeek V3.2) shares index buffers between micro-batches"
         if getattr(config, "llama_4_scaling", None) is not None:
             return "attention scaling by position is not supported"
-        if str(model.lm_head.weight.dtype) == "torch.float16":
+        if str(layers[0].input_layernorm.weight.dtype) == "torch.float16":
             return "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"
-        if any(getattr(layer.mlp, "experts", None) and layer.mlp.experts._fused_output_is_reduced for layer in layers):
+        experts = (layer.mlp.experts for layer in layers if hasattr(layer.mlp, "experts"))
+        if any(getattr(moe, "_fused_output_is_reduced", True) for moe in experts):
             return "the MoE kernel reduces its own output"
         return None
 

@@ -28,6 +28,8 @@ class Log:
     def info(self, event: str, **fields: Any) -> None:
         self.lines.append({"event": event, **fields})
 
+    error = info
+
 
 @pytest.fixture
 def log() -> Log:
@@ -113,10 +115,15 @@ def test_running_computes_what_the_sequential_loop_does_and_counts(runtime: Micr
     assert runtime.statistics.as_dict() == {"split": 2, "micro_batches": 5, "declined": {}}
 
 
-def test_a_run_that_fails_is_not_counted(runtime: MicroBatchRuntime) -> None:
+def test_a_run_that_fails_is_not_counted_and_the_log_says_where(runtime: MicroBatchRuntime, log: Log) -> None:
     with pytest.raises(TypeError):
         runtime.run(plan(runtime), [("x", 0), ("y", 1)])
     assert runtime.statistics.split == 0
+    line = log.lines[-1]
+    assert line["event"] == "a split step failed"
+    assert line["error"].startswith("TypeError")
+    assert "micro-batch 0" in line["where"]
+    assert "declared at" in line["where"]
 
 
 def test_running_enters_micro_batches_and_tells_the_instrument(runtime: MicroBatchRuntime) -> None:

@@ -88,27 +88,26 @@ class ContextSplitter:
 
     Args:
         vllm_config: of the engine.
-        cuttable: whether a request may be cut inside, as far as the platform goes.
     """
 
-    def __init__(self, vllm_config: VllmConfig, cuttable: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
-        self._cuttable = cuttable
         self._builders: dict[int, tuple[Any, list[Any]]] = {}
 
     def read_batch(self, context: Any, tokens: int) -> Batch | Decline:
         """Return the integers to decide by, or why this step cannot be split."""
-        hazard = find_context_hazard(context, tokens)
+        hazard = find_context_hazard(context, tokens) or _find_unknown_data(context, tokens)
         if hazard is not None:
             return hazard
-        for metadata in context.attn_metadata.values():
+        pieces = {id(metadata): metadata for metadata in context.attn_metadata.values()}  # layers share them
+        for metadata in pieces.values():
             origin = getattr(metadata, _ORIGIN, None)
             if origin is None or origin.metadata() is not metadata:
                 return Decline("attention metadata of unknown origin", type(metadata).__name__)
             decline = _find_common_hazard(origin, tokens)
             if decline is not None:
                 return decline
-        return self._describe([getattr(m, _ORIGIN) for m in context.attn_metadata.values()])
+        return self._describe([getattr(metadata, _ORIGIN) for metadata in pieces.values()])
 
     def split(self, context: Any, slices: Sequence[BatchSlice]) -> list[Any] | Decline:
         """Return a forward context for each slice; the one given stays as it is."""
@@ -137,7 +136,7 @@ class ContextSplitter:
         query_lens = tuple(np.diff(common.query_start_loc_cpu.numpy()).tolist())
         decode_len = max(origin.builder.reorder_batch_threshold or 1 for origin in origins)
         prefill = sum(length for length in query_lens if length > decode_len)
-        cuttable = self._cuttable and all(origin.common.causal is True for origin in origins)
+        cuttable = all(origin.common.causal is True for origin in origins)
         return Batch(query_lens, prefill, cuttable, decode_len)
 
     def _rebuild(self, origin: Origin, slices: Sequence[BatchSlice]) -> list[Any] | Decline:
@@ -179,6 +178,16 @@ class ContextSplitter:
         if getattr(builder, "kernel_block_size", None) is not None:
             made.set_kernel_block_size(builder.kernel_block_size)
         return made
+
+
+def _find_unknown_data(context: Any, tokens: int) -> Decline | None:
+    """Decline if the context, or what a platform put into it, has data for each token that we would not slice."""
+    data = {**vars(context), **context.additional_kwargs}
+    for name, value in data.items():
+        is_array = isinstance(value, torch.Tensor | np.ndarray)
+        if is_array and name not in compat.SLICED_OF_CONTEXT and tokens in _find_extents(value):
+            return Decline("unknown per-token data in the forward context", name)
+    return None
 
 
 def _find_common_hazard(origin: Origin, tokens: int) -> Decline | None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dbo_runtime.batch import BatchSlice
-from dbo_runtime.config import ENABLE
+from dbo_runtime.config import ENABLE, PREFIX
 
 KNOWN_VERSIONS = ("0.30.",)
+RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 def find_unknown_version() -> str | None:
@@ -29,6 +30,13 @@ def announce_variable() -> None:
     envs.environment_variables.setdefault(ENABLE, lambda: os.environ.get(ENABLE, "0"))
 
 
+def pass_settings_on() -> None:
+    """Let Ray hand our settings to its workers: vLLM has it copy only variables with prefixes it knows."""
+    prefixes = [part for part in os.environ.get(RAY_PREFIXES, "").split(",") if part]
+    if PREFIX not in prefixes:
+        os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])
+
+
 def find_transport(group: Any) -> str:
     """Return how a tensor parallel group communicates: `none`, `shared memory` or `network`.
 
@@ -41,11 +49,11 @@ def find_transport(group: Any) -> str:
     return "shared memory" if type(module).__name__ == "_CPUSHMDistributed" else "network"
 
 
-def find_platform() -> tuple[str, bool]:
-    """Return vLLM's device type and whether the platform is out of tree (vllm-ascend is)."""
-    from vllm.platforms import PlatformEnum, current_platform
+def find_platform() -> str:
+    """Return vLLM's device type, such as `cpu`, `cuda` or `npu`."""
+    from vllm.platforms import current_platform
 
-    return current_platform.device_type, current_platform._enum == PlatformEnum.OOT
+    return str(current_platform.device_type)
 
 
 def slice_common_metadata(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
@@ -67,6 +75,9 @@ SPLIT_BY_VLLM = (
     "seq_lens_cpu_upper_bound",
 )
 """What vLLM splits right, the inside of a request included. It leaves max_seq_len at the whole batch's."""
+
+SLICED_OF_CONTEXT = ("is_padding",)
+"""Tensors of the forward context that are sliced by token; its dictionaries by layer are sliced, too."""
 
 PER_REQUEST = ("is_prefilling", "causal", "req_idx", "rswa_prefix_lens", "replayssm_decode_base_cpu")
 PER_TOKEN = ("positions",)

@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from vllm import forward_context
 
-from dbo_runtime.batch import Batch, Decline
+from dbo_runtime.batch import Batch, Decline, decline_early
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.observe.timeline import Recorder, Timeline
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
 from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin.agreement import find_disagreement
 from dbo_runtime.vllm_plugin.attention import ContextSplitter
 
 # How far split and unsplit results may be apart under DBO_CHECK, relative to the largest value: what rounding in other
 # shapes gives, by type.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 NOTHING_TO_HIDE = {
@@ -85,8 +85,13 @@ class SplitForward:
     def _plan(
         self, positions: torch.Tensor, intermediate_tensors: Any, kwargs: dict[str, Any]
     ) -> tuple[Plan | Decline, list[Any]]:
-        if self.choose_cuts is None and self.runtime.config.mode == "auto" and self._transport != "network":
-            return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport]), []
+        tokens = positions.shape[-1]
+        if self.choose_cuts is None:
+            if self.runtime.config.mode == "auto" and self._transport != "network":
+                return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport]), []
+            early = decline_early(tokens, self.runtime.config)
+            if early is not None:
+                return early, []
         if not forward_context.is_forward_context_available():
             return Decline("no forward context"), []
         if intermediate_tensors is not None:
@@ -94,7 +99,6 @@ class SplitForward:
         if kwargs:
             return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs))), []
         context = forward_context.get_forward_context()
-        tokens = positions.shape[-1]
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch, []
@@ -123,13 +127,10 @@ class SplitForward:
 
     def _check_agreement(self, plan: Plan | Decline) -> None:
         """Compare what this rank is about to do with the others: collectives in another order would hang."""
-        if self._group.world_size == 1:
-            return
         own = str(plan) if isinstance(plan, Decline) else f"schedule {plan.digest}, cuts {_find_cuts(plan)}"
-        decisions: list[Any] = [None] * self._group.world_size
-        dist.all_gather_object(decisions, own, group=self._group.cpu_group)
-        if len(set(decisions)) > 1:
-            raise ScheduleError(f"ranks decided differently for one step: {decisions}. Give all the same settings.")
+        disagreement = find_disagreement(self._group, own)
+        if disagreement is not None:
+            raise ScheduleError(f"ranks decided differently for one step; please report this. {disagreement}")
 
     def _check_result(self, split: torch.Tensor, whole: torch.Tensor, plan: Plan) -> None:
         apart = (split - whole).abs().max().item()

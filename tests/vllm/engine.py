@@ -31,6 +31,7 @@ class Engine:
             str(model),
             tensor_parallel_size=ranks,
             dtype="float32",
+            attention_backend="CPU_MLA",
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 27,
             max_model_len=1024,

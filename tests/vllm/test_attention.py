@@ -352,8 +352,8 @@ def build(group: AttentionGroup, common: Any = None, *args: Any, **kwargs: Any) 
     return dict.fromkeys(group.layer_names, metadata)
 
 
-def make_splitter(cuttable: bool = True) -> ContextSplitter:
-    return ContextSplitter(CONFIG, cuttable)
+def make_splitter() -> ContextSplitter:
+    return ContextSplitter(CONFIG)
 
 
 @pytest.mark.usefixtures("_traced")
@@ -431,10 +431,15 @@ def test_requests_are_not_cut_inside_unless_all_attention_is_causal(causal: Any)
 
 
 @pytest.mark.usefixtures("_traced")
-def test_requests_are_not_cut_inside_where_the_platform_cannot() -> None:
-    found = make_splitter(cuttable=False).read_batch(make_context(build(make_group())), TOKENS)
-    assert isinstance(found, Batch)
-    assert not found.cuttable
+def test_unknown_data_for_each_token_in_the_context_declines_by_name() -> None:
+    for name, put in (("mask", "additional_kwargs"), ("mc2_mask", "context")):
+        context = make_context(build(make_group()))
+        if put == "context":
+            setattr(context, name, torch.zeros(3, TOKENS))
+        else:
+            context.additional_kwargs = {name: torch.zeros(TOKENS)}
+        found = make_splitter().read_batch(context, TOKENS)
+        assert found == Decline("unknown per-token data in the forward context", name)
 
 
 @pytest.mark.usefixtures("_traced")

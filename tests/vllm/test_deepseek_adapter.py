@@ -53,8 +53,12 @@ def test_it_imports_neither_torch_nor_vllm() -> None:
     assert "import vllm" not in source
 
 
-def make_layer(use_mha: bool = False, **mlp: Any) -> SimpleNamespace:
-    return SimpleNamespace(use_mha=use_mha, mlp=SimpleNamespace(**mlp))
+def make_layer(dtype: str = "torch.bfloat16", latent: bool = True, **mlp: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        self_attn=SimpleNamespace(mla_attn=None) if latent else SimpleNamespace(),
+        input_layernorm=SimpleNamespace(weight=SimpleNamespace(dtype=dtype)),
+        mlp=SimpleNamespace(**mlp),
+    )
 
 
 def make_model(dtype: str = "torch.bfloat16", layers: Any = (), **config: Any) -> SimpleNamespace:
@@ -62,8 +66,7 @@ def make_model(dtype: str = "torch.bfloat16", layers: Any = (), **config: Any) -
     experts = SimpleNamespace(_fused_output_is_reduced=False)
     return SimpleNamespace(
         config=SimpleNamespace(**config),
-        model=SimpleNamespace(layers=list(layers) or [make_layer(), make_layer(experts=experts)]),
-        lm_head=SimpleNamespace(weight=SimpleNamespace(dtype=dtype)),
+        model=SimpleNamespace(layers=list(layers) or [make_layer(dtype), make_layer(dtype, experts=experts)]),
     )
 
 
@@ -73,7 +76,7 @@ REDUCED = SimpleNamespace(_fused_output_is_reduced=True)
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (make_model(layers=[make_layer(use_mha=True)]), "plain attention instead of MLA"),
+        (make_model(layers=[make_layer(latent=False)]), "plain attention instead of MLA"),
         (make_model(index_topk=2048), "sparse attention (DeepSeek V3.2)"),
         (make_model(llama_4_scaling={"beta": 0.1}), "attention scaling by position"),
         (make_model("torch.float16"), "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"),

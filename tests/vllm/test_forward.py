@@ -84,6 +84,8 @@ class Lines:
     def info(self, event: str, **_: Any) -> None:
         self.events.append(event)
 
+    error = info
+
 
 def make_context() -> ForwardContext:
     return ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
@@ -261,7 +263,9 @@ def test_ranks_compare_what_they_are_about_to_do(other_rank: OtherRank) -> None:
 def test_ranks_that_decide_differently_stop_before_anything_runs(other_rank: OtherRank, splitter: Splitter) -> None:
     other_rank.decision = "schedule 0123456789abcdef, cuts [6]"
     model = Model()
-    with pytest.raises(ScheduleError, match=r"differently .*0123456789abcdef, cuts \[6\].*Give all the same settings"):
+    with pytest.raises(
+        ScheduleError, match=r"differently .*please report.*rank 1: schedule 0123456789abcdef, cuts \[6\]"
+    ):
         run(make_forward(model, splitter, PAIR, check=True))
     assert model.seen == model.whole == []
 
