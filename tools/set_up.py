@@ -59,7 +59,7 @@ def check_python() -> None:
 
 
 def digest() -> str:
-    """Name all that decides about the outcome: when it changes, the environment is made anew."""
+    """Name all that decides about the outcome: when it changes, set-up runs again."""
     parts = [str(ROOT).encode(), sys.version.encode()]
     parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
