@@ -1,7 +1,8 @@
 """From an issue order to a schedule: waits, records and frees are derived, never declared.
 
 Orders are tracked with vector clocks (Mattern 1989): a lane's clock says, for every lane, how many of its ops are
-certain to have finished before whatever the lane runs next.
+certain to have finished before whatever the lane runs next. Clocks, dependencies and frees stand in one module, because
+lowering is all three in one pass.
 """
 
 from __future__ import annotations

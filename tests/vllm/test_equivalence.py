@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -16,19 +17,27 @@ BOUNDARIES = list(accumulate(LENGTHS))[:-1]
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
-def run_whole(engine: Engine, *args: object, **kwargs: object) -> list[Answer]:
+def run_whole(
+    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 1, arrive: Sequence[int] = ()
+) -> list[Answer]:
     engine.configure(DBO_MODE="off")
     try:
-        return engine.generate(*args, **kwargs)  # type: ignore[arg-type]
+        return engine.generate(prompts, tokens, arrive)
     finally:
         engine.configure(DBO_MODE="always")
 
 
-def run_cut(engine: Engine, cuts: tuple[int, ...], *args: object, **kwargs: object) -> list[Answer]:
+def run_cut(
+    engine: Engine,
+    cuts: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    tokens: int = 1,
+    arrive: Sequence[int] = (),
+) -> list[Answer]:
     before = engine.count_split()
     engine.cut_at(*cuts)
     try:
-        answers = engine.generate(*args, **kwargs)  # type: ignore[arg-type]
+        answers = engine.generate(prompts, tokens, arrive)
     finally:
         engine.cut_by_settings()
     assert engine.count_split() > before, "nothing was split, so nothing was compared"
