@@ -33,7 +33,7 @@ def add_context(error: BaseException, context: str) -> None:
     The original type must survive: vLLM and users catch it (out of memory, for one). This is PEP 678's `add_note`,
     written out because Python 3.10, which lacks the method, is supported.
     """
-    error.__notes__ = [*getattr(error, "__notes__", ()), context]  # type: ignore[attr-defined] - new in 3.11
+    error.__notes__ = [*getattr(error, "__notes__", ()), context]  # type: ignore[attr-defined]  # new in 3.11
 
 
 def get_context(error: BaseException) -> str:

@@ -214,7 +214,7 @@ def compute_gradients(model: DeepseekV3ForCausalLM, batch: list[tuple[Tensor, Te
             answered = targets != IGNORED
             logits = model.lm_head(hidden[answered])  # only where there is a loss, [answer tokens, vocabulary]
         loss = nn.functional.cross_entropy(logits.float(), targets[answered], reduction="sum") / answer_tokens
-        loss.backward()  # type: ignore[no-untyped-call] - torch leaves it untyped
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         total += loss.item()
     return total
 

@@ -88,7 +88,7 @@ def test_overlap_is_off_by_default() -> None:
 
 def test_settings_cannot_be_changed_once_read() -> None:
     with pytest.raises(FrozenInstanceError):
-        RuntimeConfig().mode = "off"  # type: ignore[misc] - it is frozen
+        RuntimeConfig().mode = "off"  # type: ignore[misc]  # it is frozen
 
 
 def test_the_table_of_settings_has_each_setting_with_a_default_that_is_allowed() -> None:

@@ -169,7 +169,7 @@ def test_an_ops_failure_keeps_its_type_and_says_where(device: Device, declare: C
     x = p.comm("fetch", lambda x: x, x)
     with p.layer(7):
         x = declare(p, "norm", fault, x)
-        line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr] - CPython has frames
+        line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]  # CPython has frames
     x = p.comm("send", lambda x: x, x)
     executor = prepare(device, p.build(p.compute("last", lambda x: x, x)))
 

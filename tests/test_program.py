@@ -121,7 +121,7 @@ def test_a_lane_that_is_no_plain_word_is_refused(p: ProgramBuilder) -> None:
 
 def test_something_that_cannot_be_called_is_refused(p: ProgramBuilder) -> None:
     with pytest.raises(ProgramError) as raised:
-        p.compute("a", "fn")  # type: ignore[arg-type] - wrong on purpose
+        p.compute("a", "fn")  # type: ignore[arg-type]  # wrong on purpose
     assert "op 'a' needs a function to call, not 'fn'" in str(raised.value)
     assert find_line(up=2) in str(raised.value)
 
@@ -137,7 +137,7 @@ def test_a_name_taken_twice_is_refused_with_both_lines(p: ProgramBuilder) -> Non
 
 def test_reading_what_is_no_value_is_refused(p: ProgramBuilder) -> None:
     with pytest.raises(ProgramError) as raised:
-        p.compute("a", same, 3.5)  # type: ignore[arg-type] - wrong on purpose
+        p.compute("a", same, 3.5)  # type: ignore[arg-type]  # wrong on purpose
     assert "op 'a' reads 3.5, which is no value of the program" in str(raised.value)
     assert find_line(up=2) in str(raised.value)
 
@@ -180,7 +180,7 @@ def test_returning_an_overwritten_value_is_refused(p: ProgramBuilder) -> None:
 def test_returning_what_is_no_value_is_refused(p: ProgramBuilder) -> None:
     x = p.compute("a", same)
     with pytest.raises(ProgramError, match="the program's result reads None, which is no value"):
-        p.build(x, None)  # type: ignore[arg-type] - wrong on purpose
+        p.build(x, None)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_a_program_without_ops_is_refused(p: ProgramBuilder) -> None:
