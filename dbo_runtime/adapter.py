@@ -13,8 +13,55 @@ from dbo_runtime.program import Program, ProgramBuilder, Value
 GROUP = "dbo_runtime.adapters"
 
 
+class ExpertParallel(Protocol):
+    """A mixture of experts, taken apart where its tokens travel between ranks. Each method is the function of one op.
+
+    What lies between dispatch and combine is in the values handed on, so micro-batches share no state.
+    """
+
+    @property
+    def exchanges_sizes(self) -> bool:
+        """Whether ranks tell each other first how much they send: `exchange_sizes`. `dispatch` then syncs the host."""
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether there are experts that every token passes."""
+
+    def gate(self, x: Any) -> Any:
+        """Choose the experts of each token of *x* [tokens, hidden] -> routing."""
+
+    def exchange_sizes(self, routing: Any) -> Any:
+        """Exchange how many tokens go where -> routing. For the comm lane."""
+
+    def dispatch(self, x: Any, routing: Any) -> Any:
+        """Send tokens to their experts' ranks -> what arrived here; may keep parts of *routing*. For the comm lane."""
+
+    def shared_experts(self, x: Any) -> Any:
+        """Run the experts that every token passes [tokens, hidden] -> [tokens, hidden]."""
+
+    def experts(self, sent: Any) -> Any:
+        """Run this rank's experts on what arrived -> [received, hidden]."""
+
+    def combine(self, routed: Any, sent: Any) -> Any:
+        """Send results back and add them up -> [tokens, hidden]. For the comm lane."""
+
+    def merge(self, routed: Any, *shared: Any) -> Any:
+        """Scale *routed* in place and add what the shared experts gave, if there are any -> [tokens, hidden]."""
+
+
 class Collectives(Protocol):
     """How an adapter reaches a layer's communication without naming the framework that does it."""
+
+    @property
+    def reduces(self) -> bool:
+        """Whether modules leave a sum over ranks to be made. Without one, declare no op for it."""
+
+    def take_apart(self, experts: Any) -> ExpertParallel | None:
+        """Return the parts of a mixture of experts, or None if its tokens stay where they are: then it is one op.
+
+        Raises:
+            UnsupportedError: if tokens travel in a way that cannot be taken apart. The model then runs unsplit.
+        """
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* with the all-reduce at its end left out: it gives this rank's part of the sum.

@@ -114,6 +114,24 @@ def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decl
     return slices
 
 
+def decide_together(tokens: Sequence[int], config: RuntimeConfig) -> tuple[tuple[int, ...], ...] | Decline:
+    """Decide for all data parallel ranks at once: the tokens of every rank in each micro-batch [micro-batches][ranks].
+
+    A pure function of the one thing that ranks know of each other, *tokens* of each [ranks], so that each of them knows
+    the cuts of all. They communicate in every micro-batch, so either all split or none does, into equally many parts,
+    each as even as can be. `auto` asks for DBO_MIN_TOKENS on every rank; of the others' prefills nobody knows.
+    """
+    least = min(tokens)
+    early = decline_early(least, config)
+    if early is not None:
+        return Decline(early.reason, f"{early.detail} on rank {tokens.index(least)}") if early.detail else early
+    parts = config.micro_batches
+    if least < parts:
+        return Decline("nowhere to cut", f"rank {tokens.index(least)} has {least} tokens for {parts} micro-batches")
+    edges = [[count * part // parts for part in range(parts + 1)] for count in tokens]
+    return tuple(tuple(edge[part + 1] - edge[part] for edge in edges) for part in range(parts))
+
+
 def find_cuts(batch: Batch, micro_batches: int) -> tuple[int, ...]:
     """Return the token offsets at which to cut: as even as can be, a near request boundary preferred.
 
@@ -133,8 +151,11 @@ def find_cuts(batch: Batch, micro_batches: int) -> tuple[int, ...]:
     return tuple(sorted(set(cuts)))
 
 
-def slice_batch(batch: Batch, cuts: Sequence[int]) -> tuple[BatchSlice, ...]:
+def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tuple[BatchSlice, ...]:
     """Turn token offsets into slices.
+
+    *agreed* cuts are those that other ranks count on: they may leave a piece so short that the backend takes it for a
+    decode. It does that with any prompt that short; only the rounding is another.
 
     Raises:
         SplitError: if the cuts are not increasing offsets inside the batch, or cut inside a request where the backend
@@ -151,7 +172,7 @@ def slice_batch(batch: Batch, cuts: Sequence[int]) -> tuple[BatchSlice, ...]:
         if not batch.cuttable:
             raise SplitError(f"cut {cut} is inside request {request}, which this attention backend cannot take.")
         head, tail = cut - max(before, starts[request]), min(after, starts[request + 1]) - cut
-        if min(head, tail) <= batch.decode_len:
+        if not agreed and min(head, tail) <= batch.decode_len:
             raise SplitError(
                 f"cut {cut} leaves request {request} a piece of {min(head, tail)} tokens; pieces need more than "
                 f"{batch.decode_len}, or prefill would turn into decode."

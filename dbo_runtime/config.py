@@ -21,6 +21,10 @@ def _parse_mode(text: str) -> str:
     return {"auto": "auto", "always": "always", "off": "off"}[text]
 
 
+def _parse_dispatch(text: str) -> str:
+    return {"all_gather": "all_gather", "all_to_all": "all_to_all"}[text]
+
+
 def _parse_count(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -83,6 +87,14 @@ class RuntimeConfig:
         "sequential, alternate, staggered or staggered:LEAD",
         "The issue order: how the micro-batches' ops are interleaved. LEAD is by how many overlap points the first "
         "micro-batch runs ahead (1 if left out).",
+    )
+    dispatch: str = _setting(
+        "DBO_DISPATCH",
+        "all_gather",
+        _parse_dispatch,
+        "all_gather or all_to_all",
+        "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
+        "default does; `all_to_all` sends each only where its experts are, and exchanges sizes first. Read at start.",
     )
     check: bool = _setting(
         "DBO_CHECK",

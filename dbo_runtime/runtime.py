@@ -62,15 +62,17 @@ class MicroBatchRuntime:
         self._events = EventTable(device)
         self._executors: dict[tuple[tuple[str, int], int], tuple[Executor, str]] = {}
 
-    def plan(self, batch: Batch, cuts: Sequence[int] | None = None) -> Plan | Decline:
+    def plan(self, batch: Batch, cuts: Sequence[int] | None = None, agreed: bool = False) -> Plan | Decline:
         """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
+
+        *agreed* cuts are those that other ranks count on; see `slice_batch`.
 
         A decline is only returned; whoever acts on it reports it with `decline`.
 
         Raises:
             SplitError: if *cuts* are given and impossible.
         """
-        slices = decide(batch, self.config) if cuts is None else slice_batch(batch, cuts)
+        slices = decide(batch, self.config) if cuts is None else slice_batch(batch, cuts, agreed)
         if isinstance(slices, Decline):
             return slices
         if len(slices) < 2:

@@ -1,7 +1,13 @@
 """DeepSeek V2, V3 and R1: MLA, then a dense MLP or a mixture of experts.
 
-The lanes under tensor parallelism: `comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next
-micro-batch's attention (or MLP). Dense first layers overlap like the others.
+What overlaps what:
+
+- Tensor parallel, with or without expert parallel: tokens stay where they are and each layer ends in one all-reduce.
+  `comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next one's attention (or MLP).
+- Data parallel: tokens travel to their experts. While one micro-batch is on its way there, `compute` has the next
+  one's attention and its own shared experts; on its way back, the next one's experts.
+
+Dense first layers overlap like the others under tensor parallel, and communicate nothing under data parallel.
 """
 
 from __future__ import annotations
@@ -9,12 +15,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from dbo_runtime.adapter import Collectives
+from dbo_runtime.adapter import Collectives, ExpertParallel
 from dbo_runtime.program import ProgramBuilder, Value
 
 
 class DeepseekAdapter:
-    """Takes vLLM's decoder layer apart at its two all-reduces."""
+    """Takes vLLM's decoder layer apart at its communication."""
 
     def decline(self, model: Any) -> str | None:
         """Return why this model cannot be split, or None."""
@@ -53,12 +59,39 @@ def record_layer(
     x, residual = p.compute("attn_norm", norm, *stream, overwrites=stream, outputs=2)
     attention = collectives.without_reduce(partial(_attend, layer.self_attn))
     x = p.compute("attention", attention, positions, x, ordered=True)  # a cut request reads the KV its head wrote
-    x = p.comm("attn_reduce", collectives.all_reduce, x, overwrites=(x,))
+    x = record_reduce(p, "attn_reduce", collectives, x)
     stream = x, residual
     x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
-    x = p.compute("mlp", collectives.without_reduce(layer.mlp), x)
-    x = p.comm("mlp_reduce", collectives.all_reduce, x, overwrites=(x,))
-    return x, residual
+    moe = collectives.take_apart(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
+    x = p.compute("mlp", collectives.without_reduce(layer.mlp), x) if moe is None else record_experts(p, moe, x)
+    return record_reduce(p, "mlp_reduce", collectives, x), residual
+
+
+def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
+    """Declare a mixture of experts whose tokens travel, [tokens, hidden] -> [tokens, hidden]."""
+    routing = p.compute("gate", moe.gate, x)
+    if moe.exchanges_sizes:
+        routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
+    sent = p.comm(
+        "dispatch",
+        moe.dispatch,
+        x,
+        routing,
+        overwrites=(routing,),  # what arrives keeps parts of it, for the way back
+        communicator="experts",
+        host_sync=moe.exchanges_sizes,
+    )
+    shared = [p.compute("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
+    routed = p.compute("experts", moe.experts, sent)
+    routed = p.comm("combine", moe.combine, routed, sent, communicator="experts")
+    merged: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
+    return merged
+
+
+def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Value) -> Value:
+    """Declare the all-reduce after a module run without it, where there is one."""
+    reduced: Value = p.comm(name, collectives.all_reduce, x, overwrites=(x,)) if collectives.reduces else x
+    return reduced
 
 
 def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:

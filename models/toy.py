@@ -43,8 +43,13 @@ class ToyModel:
 class ToyCollectives:
     """A group of *ranks* that all hold the same: the reduce multiplies."""
 
+    reduces = True
+
     def __init__(self, ranks: int = 2) -> None:
         self.ranks = ranks
+
+    def take_apart(self, experts: Any) -> None:
+        """The toy has no experts."""
 
     def without_reduce(self, module: Any) -> Any:
         """The toy's modules give their part of the sum as they are."""

@@ -84,19 +84,25 @@ class VirtualDevice:
         """Nothing to give back."""
 
 
-def simulate(schedule: Schedule, cost: Cost) -> Timeline:
+def simulate(schedule: Schedule, cost: Cost, issue: float = 0.0) -> Timeline:
     """Return when each op of *schedule* would run if ops cost *cost* seconds; no op is run.
 
-    Waits are honoured, frees cost nothing, and the host is taken to issue without delay.
+    Waits are honoured and frees cost nothing. The host issues one step after another and takes *issue* seconds for
+    each; it runs ahead of the lanes, but does not go on before a `host_sync` step begins: before its inputs are there
+    and its lane is free. `devices.rehearsal` simulates several ranks, with the strictest host.
     """
+    host = 0.0
     ready = dict.fromkeys(schedule.lanes, 0.0)
     recorded: dict[tuple[int, int], float] = {}
     spans = []
     for step in schedule.steps:
         lane = step.op.lane
-        start = max([ready[lane], *(recorded[issue] for issue in step.waits)])
+        host += issue
+        start = max([host, ready[lane], *(recorded[awaited] for awaited in step.waits)])
         ready[lane] = start + cost(step)
         spans.append(Span(lane, step.op.label, step.issue.micro_batch, start, ready[lane]))
         if step.records:
             recorded[step.issue] = ready[lane]
+        if step.op.host_sync:
+            host = start
     return Timeline(tuple(spans))

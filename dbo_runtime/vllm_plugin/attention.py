@@ -96,6 +96,10 @@ class ContextSplitter:
 
     def read_batch(self, context: Any, tokens: int) -> Batch | Decline:
         """Return the integers to decide by, or why this step cannot be split."""
+        if not context.attn_metadata:
+            if context.dp_metadata is None:
+                return Decline("no attention metadata (profiling or dummy run)")
+            return Batch((tokens,), 0)  # a dummy batch, which keeps an idle rank in step with the others
         hazard = find_context_hazard(context, tokens) or _find_unknown_data(context, tokens)
         if hazard is not None:
             return hazard
@@ -109,10 +113,16 @@ class ContextSplitter:
                 return decline
         return self._describe([getattr(metadata, _ORIGIN) for metadata in pieces.values()])
 
-    def split(self, context: Any, slices: Sequence[BatchSlice]) -> list[Any] | Decline:
-        """Return a forward context for each slice; the one given stays as it is."""
+    def split(
+        self, context: Any, slices: Sequence[BatchSlice], sizes: Sequence[Sequence[int]] = ()
+    ) -> list[Any] | Decline:
+        """Return a forward context for each slice; the one given stays as it is.
+
+        *sizes* are the tokens of every data parallel rank in each micro-batch [micro-batches][ranks].
+        """
         rebuilt: dict[int, list[Any]] = {}
-        for metadata in context.attn_metadata.values():
+        metadata_of = context.attn_metadata or {}
+        for metadata in metadata_of.values():
             if id(metadata) not in rebuilt:
                 parts = self._rebuild(getattr(metadata, _ORIGIN), slices)
                 if isinstance(parts, Decline):
@@ -121,7 +131,11 @@ class ContextSplitter:
         contexts = []
         for index, piece in enumerate(slices):
             part = copy.copy(context)  # keeps whatever a platform has added
-            part.attn_metadata = {layer: rebuilt[id(m)][index] for layer, m in context.attn_metadata.items()}
+            if metadata_of:
+                part.attn_metadata = {layer: rebuilt[id(m)][index] for layer, m in metadata_of.items()}
+            if sizes:
+                counts = torch.tensor(sizes[index], dtype=torch.int32)
+                part.dp_metadata = replace(context.dp_metadata, num_tokens_across_dp_cpu=counts, local_sizes=None)
             part.slot_mapping = {layer: slots[piece.tokens] for layer, slots in context.slot_mapping.items()}
             part.is_padding = None if context.is_padding is None else context.is_padding[piece.tokens]
             part.additional_kwargs = dict(context.additional_kwargs)

@@ -1,4 +1,4 @@
-"""How adapters reach tensor parallel communication in vLLM."""
+"""How adapters reach the communication of a model served by vLLM."""
 
 from __future__ import annotations
 
@@ -9,21 +9,64 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.errors import ProgramError
+from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher
+from dbo_runtime.errors import ProgramError, UnsupportedError
+from dbo_runtime.vllm_plugin.experts import SplitExperts, find_expert_hazard, travels
 
 
-class TensorParallel:
-    """The all-reduces of one tensor parallel group, taken out of the modules that end in one.
+class ModelCollectives:
+    """The communication of one model, taken out of the modules that make it.
+
+    Record a program first, then `connect`: whether a program can be recorded at all must be the same on every rank
+    before they make communicators together.
 
     Args:
-        group: vLLM's coordinator of the group.
-        process_group: the communicator that the comm lane uses. It must be its own: the one of *group* stays with
-            whatever runs on the compute lane.
+        tensor_parallel: vLLM's coordinator of the group that all-reduces.
+        data_parallel: of the group between which tokens travel to experts; None without data parallel.
+        dispatch: how they travel, `all_gather` or `all_to_all`.
     """
 
-    def __init__(self, group: Any, process_group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._process_group = process_group
+    def __init__(self, tensor_parallel: Any, data_parallel: Any = None, dispatch: str = "all_gather") -> None:
+        self._tensor_parallel = tensor_parallel
+        self._data_parallel = data_parallel
+        self._dispatch = dispatch
+        self._process_group: dist.ProcessGroup | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._expert_map: torch.Tensor | None = None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether modules leave a sum to be made.
+
+        One rank alone says yes, too: it runs the schedule of a group, with reduces that do nothing.
+        """
+        return self._tensor_parallel.world_size > 1 or self._data_parallel is None
+
+    def connect(self) -> None:
+        """Make the communicators of the comm lane. Collective over all ranks.
+
+        They must be its own: those of vLLM's groups stay with whatever runs on the compute lane.
+        """
+        if self._tensor_parallel.world_size > 1:
+            self._process_group = self._tensor_parallel.make_sibling_device_group("dbo")
+        if self._data_parallel is not None:
+            group = self._data_parallel.make_sibling_device_group("dbo_experts")
+            self._dispatcher = AllGather(group) if self._dispatch == "all_gather" else self._make_all_to_all(group)
+
+    def take_apart(self, experts: Any) -> SplitExperts | None:
+        """Return an MoE layer in parts, or None if its tokens stay on their rank and it is run as one op.
+
+        Raises:
+            UnsupportedError: if it cannot be taken apart.
+        """
+        if not travels(experts):
+            return None
+        hazard = find_expert_hazard(experts)
+        if hazard is not None:
+            raise UnsupportedError(hazard)
+        if self._dispatch == "all_to_all":
+            self._note_placement(experts)
+        return SplitExperts(experts, self._find_dispatcher, exchanges_sizes=self._dispatch == "all_to_all")
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* without the all-reduce at its end.
@@ -31,7 +74,7 @@ class TensorParallel:
         For the time of the call the group's `all_reduce` hands its argument back. That is right only if the module
         returns this very tensor (o_proj, down_proj and the late reduce of the MoE do), so that is checked each time.
         """
-        if self._group.world_size == 1:
+        if self._tensor_parallel.world_size == 1:
             return module
         return functools.partial(self._run_without_reduce, module)
 
@@ -43,6 +86,28 @@ class TensorParallel:
         dist.all_reduce(whole, group=self._process_group)
         return whole
 
+    def _find_dispatcher(self) -> Dispatcher:
+        assert self._dispatcher is not None, "connect() comes before the first step"
+        return self._dispatcher
+
+    def _note_placement(self, experts: Any) -> None:
+        """Remember which experts are here; one table serves all layers."""
+        placed = experts.routed_experts.expert_map
+        if placed is None or self._tensor_parallel.world_size > 1:
+            raise UnsupportedError(
+                "DBO_DISPATCH=all_to_all needs every expert on one rank: --enable-expert-parallel, no tensor parallel"
+            )
+        if self._expert_map is not None and not torch.equal(self._expert_map, placed):
+            raise UnsupportedError("DBO_DISPATCH=all_to_all needs all layers' experts on the same ranks")
+        self._expert_map = placed
+
+    def _make_all_to_all(self, group: dist.ProcessGroup) -> AllToAll:
+        assert self._expert_map is not None, "a program with experts is recorded first"
+        here = (self._expert_map >= 0).int()
+        everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everywhere, here, group=group)
+        return AllToAll(group, owners=torch.stack(everywhere).argmax(dim=0))
+
     def _run_without_reduce(self, module: Callable[..., Any], *args: Any) -> torch.Tensor:
         held: list[torch.Tensor] = []
 
@@ -50,11 +115,11 @@ class TensorParallel:
             held.append(partial)
             return partial
 
-        self._group.all_reduce = hold  # shadows the method on this one object, which unsplit steps use as it was
+        self._tensor_parallel.all_reduce = hold  # shadows the method on this object; unsplit steps use it as it was
         try:
             result: torch.Tensor = module(*args)
         finally:
-            del self._group.all_reduce
+            del self._tensor_parallel.all_reduce
         if len(held) != 1 or not _is_same_memory(result, held[0]):
             raise ProgramError(
                 f"{_name(module)} must end in one all-reduce to be run without it; it made {len(held)}"

@@ -37,16 +37,27 @@ def pass_settings_on() -> None:
         os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])
 
 
-def find_transport(group: Any) -> str:
-    """Return how a tensor parallel group communicates: `none`, `shared memory` or `network`.
+def find_transport(tensor_parallel: Any, hosts: int) -> str:
+    """Return how the ranks on *hosts* hosts communicate: `none`, `shared memory`, `one host` or `network`.
 
-    vLLM's CPU build reduces over shared memory if all ranks are on one host: that spins on the cores that compute, and
-    there is nothing to hide.
+    vLLM's CPU build reduces over shared memory if all ranks of a tensor parallel group are on one host: that spins on
+    the cores that compute, and there is nothing to hide.
     """
-    if group.world_size == 1:
+    from vllm.distributed.parallel_state import get_world_group
+
+    if get_world_group().world_size == 1:
         return "none"
-    module = getattr(group.device_communicator, "dist_module", None)
+    if tensor_parallel.world_size == 1:
+        return "one host" if hosts == 1 else "network"
+    module = getattr(tensor_parallel.device_communicator, "dist_module", None)
     return "shared memory" if type(module).__name__ == "_CPUSHMDistributed" else "network"
+
+
+def find_host() -> str:
+    """Return the address of this host, by which ranks see whether they share it."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
 
 
 def find_platform() -> str:
@@ -61,6 +72,17 @@ def slice_common_metadata(common: Any, slices: Sequence[BatchSlice]) -> list[Any
     from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
     return list(split_attn_metadata([UBatchSlice(piece.requests, piece.tokens) for piece in slices], common))
+
+
+def find_weight_and_reduce(kernel: Any) -> Any:
+    """Return what sums a token's experts on this rank; kernels that leave the choice open get vLLM's default."""
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceContiguous,
+        TopKWeightAndReduceDelegate,
+    )
+
+    reduce = kernel.fused_experts.finalize_weight_and_reduce_impl()
+    return TopKWeightAndReduceContiguous() if isinstance(reduce, TopKWeightAndReduceDelegate) else reduce
 
 
 SPLIT_BY_VLLM = (
@@ -86,3 +108,9 @@ RECOMPUTED = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 
 UNSUPPORTED = ("encoder_seq_lens", "num_logits_indices", "dcp_local_seq_lens", "mm_req_doc_ranges")
 """Fields of features that cannot be split yet: cross attention, fast prefill, context parallel, prefix-LM images."""
+
+GATHERING_DISPATCH = ("MoEPrepareAndFinalizeNaiveDPEPModular",)
+"""Kernels' prepare and finalize that gather tokens and scatter results, and do nothing else in between."""
+
+ROUTERS_WITH_OUTPUT = ("ZeroExpertRouter",)
+"""Routers that add to the layer's result themselves."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from dbo_runtime.batch import Batch, slice_batch
+from dbo_runtime.batch import Batch, Decline, slice_batch
 from dbo_runtime.config import read_environment
 from dbo_runtime.errors import SplitError
 
@@ -39,14 +39,21 @@ class WorkerExtension:
             return None
         return [tuple(span) for span in forward.timeline.spans]
 
-    def dbo_cut_at(self, cuts: list[int] | None) -> None:
+    def dbo_cut_at(self, cuts: list[Any] | None) -> None:
         """Cut every step at these token offsets (those that it can be cut at), whatever the settings say.
 
-        None returns to the settings. For tests and experiments.
+        Data parallel ranks take one list each, in rank order, and all of them are given all lists. None returns to the
+        settings. For tests and experiments.
         """
         forward = self._dbo_forward()
-        if forward is not None:
-            forward.choose_cuts = None if cuts is None else partial(_keep_possible, cuts)
+        if forward is None:
+            return
+        planner = forward.planner
+        planner.choose_cuts = planner.choose_sizes = None
+        if cuts and isinstance(cuts[0], list):
+            planner.choose_sizes = partial(_keep_common, cuts)
+        elif cuts is not None:
+            planner.choose_cuts = partial(_keep_possible, cuts)
 
     def dbo_configure(self, settings: dict[str, str]) -> None:
         """Read the settings again from the environment with these on top, such as {"DBO_MODE": "off"}.
@@ -71,3 +78,13 @@ def _keep_possible(cuts: list[int], batch: Batch) -> list[int]:
             slice_batch(batch, [*possible, cut])
             possible.append(cut)
     return possible
+
+
+def _keep_common(cuts: list[list[int]], tokens: list[int]) -> tuple[tuple[int, ...], ...] | Decline:
+    """Return the tokens of every rank in each micro-batch, as many as every rank has cuts for."""
+    kept = [[cut for cut in own if cut < count] for own, count in zip(cuts, tokens, strict=True)]
+    parts = 1 + min(map(len, kept))
+    if parts < 2:
+        return Decline("nowhere to cut", "a rank has fewer tokens than its first cut")
+    edges = [[0, *own[: parts - 1], count] for own, count in zip(kept, tokens, strict=True)]
+    return tuple(tuple(edge[part + 1] - edge[part] for edge in edges) for part in range(parts))

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from vllm import forward_context
 
-from dbo_runtime.batch import Batch, Decline, decline_early
-from dbo_runtime.errors import ScheduleError, SplitError
+from dbo_runtime.batch import Decline
+from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.timeline import Recorder, Timeline
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
-from dbo_runtime.vllm_plugin import compat
-from dbo_runtime.vllm_plugin.agreement import find_disagreement
-from dbo_runtime.vllm_plugin.attention import ContextSplitter
+from dbo_runtime.vllm_plugin.agreement import Agreement
+from dbo_runtime.vllm_plugin.step_planner import StepPlanner, find_cuts
 
 # How far split and unsplit results may be apart under DBO_CHECK, relative to the largest value: what rounding in other
 # shapes gives, by type.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-
-
-NOTHING_TO_HIDE = {
-    "none": "there is one rank",
-    "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
-}
 
 
 class SplitForward:
@@ -35,9 +28,9 @@ class SplitForward:
     Args:
         model: the top-level model.
         forward: its own forward, which unsplit steps run untouched.
-        runtime: plans and runs.
-        splitter: makes the micro-batches' forward contexts.
-        group: vLLM's coordinator of the tensor parallel group.
+        runtime: runs plans.
+        planner: plans steps.
+        agreement: of all ranks that communicate in a step.
     """
 
     def __init__(
@@ -45,18 +38,16 @@ class SplitForward:
         model: Any,
         forward: Callable[..., Any],
         runtime: MicroBatchRuntime,
-        splitter: ContextSplitter,
-        group: Any,
+        planner: StepPlanner,
+        agreement: Agreement,
     ) -> None:
         self.runtime = runtime
-        self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
+        self.planner = planner
         self.timeline: Timeline | None = None
         self.wants_timeline = False
         self._model = model
         self._forward = forward
-        self._splitter = splitter
-        self._group = group
-        self._transport = compat.find_transport(group)
+        self._agreement = agreement
 
     def __call__(
         self,
@@ -68,10 +59,10 @@ class SplitForward:
     ) -> Any:
         """Run one step: tokens [tokens], positions [tokens] -> hidden states [tokens, hidden]."""
         whole = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
-        plan, contexts = self._plan(positions, intermediate_tensors, kwargs)
+        plan, contexts, statement = self.planner.plan(positions.shape[-1], _find_obstacle(intermediate_tensors, kwargs))
         checks = self.runtime.config.check
         if checks:
-            self._check_agreement(plan)
+            self._agreement.compare(statement)
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
             return whole()
@@ -81,32 +72,6 @@ class SplitForward:
         if checks:
             self._check_result(hidden, whole(), plan)
         return hidden
-
-    def _plan(
-        self, positions: torch.Tensor, intermediate_tensors: Any, kwargs: dict[str, Any]
-    ) -> tuple[Plan | Decline, list[Any]]:
-        tokens = positions.shape[-1]
-        if self.choose_cuts is None:
-            if self.runtime.config.mode == "auto" and self._transport != "network":
-                return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport]), []
-            early = decline_early(tokens, self.runtime.config)
-            if early is not None:
-                return early, []
-        if not forward_context.is_forward_context_available():
-            return Decline("no forward context"), []
-        if intermediate_tensors is not None:
-            return Decline("not supported yet: pipeline parallel"), []
-        if kwargs:
-            return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs))), []
-        context = forward_context.get_forward_context()
-        batch = self._splitter.read_batch(context, tokens)
-        if isinstance(batch, Decline):
-            return batch, []
-        plan = self.runtime.plan(batch, self.choose_cuts(batch) if self.choose_cuts is not None else None)
-        if isinstance(plan, Decline):
-            return plan, []
-        contexts = self._splitter.split(context, plan.slices)
-        return (contexts, []) if isinstance(contexts, Decline) else (plan, contexts)
 
     def _run(
         self,
@@ -125,25 +90,22 @@ class SplitForward:
             self.timeline, self.wants_timeline = recorder.timeline(), False
         return torch.cat([hidden for (hidden,) in outputs])
 
-    def _check_agreement(self, plan: Plan | Decline) -> None:
-        """Compare what this rank is about to do with the others: collectives in another order would hang."""
-        own = str(plan) if isinstance(plan, Decline) else f"schedule {plan.digest}, cuts {_find_cuts(plan)}"
-        disagreement = find_disagreement(self._group, own)
-        if disagreement is not None:
-            raise ScheduleError(f"ranks decided differently for one step; please report this. {disagreement}")
-
     def _check_result(self, split: torch.Tensor, whole: torch.Tensor, plan: Plan) -> None:
         apart = (split - whole).abs().max().item()
         allowed = TOLERANCE.get(whole.dtype, 1e-4) * whole.abs().max().item()
         if not apart <= allowed < math.inf:
             raise SplitError(
                 f"split and unsplit hidden states are {apart:.3g} apart (allowed {allowed:.3g}) with cuts at "
-                f"{_find_cuts(plan)}, schedule {plan.digest}. Please report it; DBO_MODE=off serves unsplit meanwhile."
+                f"{find_cuts(plan)}, schedule {plan.digest}. Please report it; DBO_MODE=off serves unsplit meanwhile."
             )
 
 
-def _find_cuts(plan: Plan) -> list[int]:
-    return [piece.first_token for piece in plan.slices[1:]]
+def _find_obstacle(intermediate_tensors: Any, kwargs: dict[str, Any]) -> Decline | None:
+    if intermediate_tensors is not None:
+        return Decline("not supported yet: pipeline parallel")
+    if kwargs:
+        return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs)))
+    return None
 
 
 def _enter(contexts: list[Any], micro_batch: int) -> None:

@@ -17,12 +17,12 @@ def find_config_hazard(vllm_config: Any) -> str | None:
     model = vllm_config.model_config
     hazards = (
         (parallel.pipeline_parallel_size > 1, "pipeline parallel"),
-        (parallel.data_parallel_size > 1, "data parallel"),
-        (parallel.enable_expert_parallel, "expert parallel"),
+        (parallel.enable_elastic_ep, "elastic expert parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB)"),
         (parallel.use_sequence_parallel_moe, "sequence-parallel MoE"),
         (parallel.decode_context_parallel_size > 1, "decode context parallel"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
+        (model.enable_return_routed_experts, "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
         (vllm_config.kv_transfer_config is not None, "a KV connector"),
         (vllm_config.speculative_config is not None, "speculative decoding"),
@@ -35,16 +35,19 @@ def find_config_hazard(vllm_config: Any) -> str | None:
 
 def find_context_hazard(context: Any, tokens: int) -> Decline | None:
     """Return why a step with this forward context runs whole, or None."""
-    if not context.attn_metadata:
-        return Decline("no attention metadata (profiling or dummy run)")
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
     if context.cudagraph_runtime_mode.name == "FULL":
         return Decline("full-graph step")
-    if context.dp_metadata is not None:
-        return Decline("not supported yet: data parallel")
     if context.is_padding is not None and context.is_padding.shape[0] != tokens:
         return Decline("padded batch")
+    return None
+
+
+def find_agreed_hazard(context: Any) -> Decline | None:
+    """Return why a step runs whole on all data parallel ranks, from what vLLM has made equal on them."""
+    if context.cudagraph_runtime_mode.name != "NONE":
+        return Decline("padded to the size of a graph on all data parallel ranks")
     return None
 
 

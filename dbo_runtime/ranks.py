@@ -1,0 +1,231 @@
+"""Proves that the schedules of several ranks fit together: none hangs, none meets another in the wrong collective.
+
+`validate` proves each schedule by itself. Ranks meet in collectives, and they meet by order, not by name: the next
+collective that each member of a group runs on a communicator is taken for the same one, whatever it is. The rules go on
+from the eight of `validate`, numbered as in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain, zip_longest
+from typing import NoReturn
+
+from dbo_runtime.errors import ScheduleError
+from dbo_runtime.program import COMPUTE
+from dbo_runtime.render import render
+from dbo_runtime.schedule import Schedule, Step
+from dbo_runtime.validate import validate
+
+Groups = Mapping[str, Sequence[Sequence[int]]]
+"""For each communicator the groups of ranks that meet in it; one that is not named is joined by all ranks."""
+
+_Place = tuple[int, int]  # a step: its rank and its number
+_Node = tuple[_Place, ...]  # a step by itself, or the steps of all ranks that meet in one collective
+
+_SHOWN = 12  # steps shown on either side of a fault
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank is about to run.
+
+    Attributes:
+        schedule: the rank's own.
+        sizes: tokens of every rank in each micro-batch, as this rank believes them to be: [micro-batches][ranks].
+            Empty if they are not known; then they are not compared.
+    """
+
+    schedule: Schedule
+    sizes: tuple[tuple[int, ...], ...] = ()
+
+
+def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> None:
+    """Check the eight rules of each rank's schedule, and rules 9 to 12 between them. Linear time.
+
+    Raises:
+        ScheduleError: naming rank, rule, step, op and line of declaration, with the table of that rank around the
+            step, and what the rank that it was compared with does there.
+    """
+    for rank, plan in enumerate(plans):
+        try:
+            validate(plan.schedule)
+        except ScheduleError as error:
+            raise ScheduleError(f"rank {rank}, {error}") from None
+    comparison = _Comparison(plans, groups or {})
+    comparison.check_lane()
+    comparison.check_order()
+    comparison.check_sizes()
+    comparison.check_deadlock()
+
+
+def find_groups(groups: Groups, communicator: str, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the groups that meet in a communicator, of *ranks* ranks.
+
+    Raises:
+        ScheduleError: if a group names a rank that does not exist, or one that is named already.
+    """
+    if communicator not in groups:
+        return (tuple(range(ranks)),)
+    members = list(chain.from_iterable(groups[communicator]))
+    if len(set(members)) < len(members) or not set(members) <= set(range(ranks)):
+        raise ScheduleError(
+            f"communicator {communicator!r} has the groups {groups[communicator]}; they must name each of "
+            f"the ranks 0 to {ranks - 1} at most once."
+        )
+    return tuple(tuple(group) for group in groups[communicator] if group)
+
+
+def find_deadlock(schedules: Sequence[Schedule], groups: Groups | None = None) -> dict[int, int]:
+    """Return the step at which each rank that cannot reach its end stops; nothing if all can.
+
+    The steps of all ranks are the nodes of a graph, in which the steps that meet in a collective are one node; an edge
+    says "must end before the other can begin". What lies on a cycle, or behind one, never begins. Each schedule must
+    be valid and rule 10 hold; the collectives may be on several lanes.
+    """
+    node_of: dict[_Place, _Node] = {}
+    for communicator, numbers in _find_collectives(schedules).items():
+        for members in find_groups(groups or {}, communicator, len(schedules)):
+            for meeting in zip(*(numbers[rank] for rank in members), strict=True):
+                node = tuple(zip(members, meeting, strict=True))
+                node_of.update(dict.fromkeys(node, node))
+    graph: dict[_Node, set[_Node]] = {}
+    for rank, schedule in enumerate(schedules):
+        for number, earlier in enumerate(_find_earlier(schedule)):
+            node = node_of.setdefault((rank, number), ((rank, number),))
+            graph.setdefault(node, set()).update(node_of[rank, other] for other in earlier)
+    ended = _find_ended(graph)
+    stops: dict[int, int] = {}
+    for (rank, number), node in sorted(node_of.items()):
+        if node not in ended:
+            stops.setdefault(rank, number)
+    return stops
+
+
+def _find_collectives(schedules: Sequence[Schedule]) -> dict[str, list[list[int]]]:
+    """Return, for each communicator in use, the numbers of the steps that use it, in order, by rank."""
+    collectives: dict[str, list[list[int]]] = {}
+    for rank, schedule in enumerate(schedules):
+        for number, step in enumerate(schedule.steps):
+            if step.op.communicator is not None:
+                collectives.setdefault(step.op.communicator, [[] for _ in schedules])[rank].append(number)
+    return collectives
+
+
+def _find_earlier(schedule: Schedule) -> Iterator[set[int]]:
+    """Yield, for each step, the steps of the same rank that must end before it can begin.
+
+    Those are the step before it on its lane, what it waits for, and the last step that kept the host from issuing. On
+    the strictest device, the CPU, every step on `compute` does, for it runs on the issuing thread.
+    """
+    number_of = {step.issue: number for number, step in enumerate(schedule.steps)}
+    lane_end: dict[str, int] = {}
+    blocking: set[int] = set()
+    for number, step in enumerate(schedule.steps):
+        lane = step.op.lane
+        on_lane = {lane_end[lane]} if lane in lane_end else set()
+        yield on_lane | blocking | {number_of[issue] for issue in step.waits}
+        lane_end[lane] = number
+        if lane == COMPUTE or step.op.host_sync:
+            blocking = {number}
+
+
+def _find_ended(graph: dict[_Node, set[_Node]]) -> set[_Node]:
+    """Return the nodes that neither lie on a cycle nor behind one."""
+    sorter = TopologicalSorter(graph)
+    with suppress(CycleError):  # all that lies before the cycle is handed out all the same
+        sorter.prepare()
+    ended: set[_Node] = set()
+    while ready := sorter.get_ready():
+        sorter.done(*ready)
+        ended.update(ready)
+    return ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    plans: Sequence[RankPlan]
+    groups: Groups
+
+    def check_lane(self) -> None:
+        places = [
+            (rank, number)
+            for rank, plan in enumerate(self.plans)
+            for number, step in enumerate(plan.schedule.steps)
+            if step.op.communicator is not None
+        ]
+        for place in places:
+            lane, first = self._find_step(*place).op.lane, self._find_step(*places[0]).op.lane
+            if lane != first:
+                what = f"is a collective on lane {lane!r}, but {self._name(*places[0])} is one on lane {first!r}"
+                self._fail(9, *place, f"{what}; ranks could then disagree on the order of collectives")
+
+    def check_order(self) -> None:
+        for communicator, numbers in _find_collectives([plan.schedule for plan in self.plans]).items():
+            groups = find_groups(self.groups, communicator, len(self.plans))
+            members = set(chain.from_iterable(groups))
+            for rank, own in enumerate(numbers):
+                if own and rank not in members:
+                    self._fail(10, rank, own[0], f"uses communicator {communicator!r}, which has no rank {rank}")
+            for first, *others in groups:
+                for rank in others:
+                    self._compare_order(communicator, rank, numbers[rank], first, numbers[first])
+
+    def check_sizes(self) -> None:
+        known = [rank for rank, plan in enumerate(self.plans) if plan.sizes]
+        for rank in known:
+            sizes, said = self.plans[rank].sizes, self.plans[known[0]].sizes
+            micro_batches = len(self.plans[rank].schedule.programs)
+            if len(sizes) != micro_batches:
+                what = f"belongs to a schedule of {micro_batches} micro-batches, but sizes are given of {len(sizes)}"
+                self._fail(11, rank, 0, what)
+            if len(sizes) != len(said):
+                what = f"belongs to a schedule of {len(sizes)} micro-batches, but rank {known[0]} has {len(said)}"
+                self._fail(11, rank, 0, what)
+            for mb, (tokens, others) in enumerate(zip(sizes, said, strict=True)):
+                what = f"belongs to micro-batch {mb}, whose sizes are {tokens} here, but "
+                if len(tokens) != len(self.plans):
+                    self._fail(11, rank, self._find_first(rank, mb), f"{what}there are {len(self.plans)} ranks")
+                if tokens != others:
+                    there = f"{others} on rank {known[0]}, at {self._name(known[0], self._find_first(known[0], mb))}"
+                    self._fail(11, rank, self._find_first(rank, mb), what + there)
+
+    def check_deadlock(self) -> None:
+        stops = find_deadlock([plan.schedule for plan in self.plans], self.groups)
+        for place in stops.items():
+            stuck = ", ".join(self._name(*other) for other in stops.items())
+            self._fail(12, *place, f"never begins: the ranks wait for each other, stopped at {stuck}")
+
+    def _compare_order(self, communicator: str, rank: int, own: list[int], first: int, others: list[int]) -> None:
+        for count, (number, other) in enumerate(zip_longest(own, others), start=1):
+            if number is None:
+                last = own[-1] if own else len(self.plans[rank].schedule.steps) - 1
+                what = f"is followed by no other collective of communicator {communicator!r}"
+                self._fail(10, rank, last, f"{what}, but {self._name(first, other)} is number {count} there")
+            what = f"is collective number {count} of communicator {communicator!r}, but "
+            if other is None:
+                self._fail(10, rank, number, f"{what}rank {first} has only {len(others)}")
+            if self._find_step(rank, number).label != self._find_step(first, other).label:
+                self._fail(10, rank, number, f"{what}{self._name(first, other)} is that there")
+
+    def _find_first(self, rank: int, micro_batch: int) -> int:
+        """Return a micro-batch's first collective, or else its first step."""
+        steps = self.plans[rank].schedule.steps
+        own = [number for number, step in enumerate(steps) if step.issue.micro_batch == micro_batch]
+        return next((number for number in own if steps[number].op.communicator is not None), own[0])
+
+    def _find_step(self, rank: int, number: int) -> Step:
+        return self.plans[rank].schedule.steps[number]
+
+    def _name(self, rank: int, number: int) -> str:
+        return f"{self._find_step(rank, number).label} of rank {rank} (step {number})"
+
+    def _fail(self, rule: int, rank: int, number: int, what: str) -> NoReturn:
+        step = self._find_step(rank, number)
+        table = render(self.plans[rank].schedule, mark=number, around=_SHOWN)
+        raise ScheduleError(
+            f"rank {rank}, rule {rule}, step {number}: {step.label} {what}. ({step.op.declared_at})\n\n{table}"
+        )

@@ -1,0 +1,135 @@
+"""What a rank does in one step: its plan and the micro-batches' forward contexts, or the reason to run whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from vllm import forward_context
+
+from dbo_runtime.batch import Batch, Decline, decide_together, decline_early
+from dbo_runtime.errors import SplitError
+from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from dbo_runtime.vllm_plugin.agreement import Agreement
+from dbo_runtime.vllm_plugin.attention import ContextSplitter
+from dbo_runtime.vllm_plugin.hazards import find_agreed_hazard
+
+NOTHING_TO_HIDE = {
+    "none": "there is one rank",
+    "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
+    "one host": "all ranks are on one host, where communication takes the cores that compute",
+}
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]."""
+
+
+class StepPlan(NamedTuple):
+    """A plan with its contexts, or a decline without any. *statement* is what must be equal on all ranks."""
+
+    plan: Plan | Decline
+    contexts: list[Any]
+    statement: str
+
+
+class StepPlanner:
+    """Plans steps.
+
+    Args:
+        runtime: makes plans.
+        splitter: makes the micro-batches' forward contexts.
+        agreement: of all ranks that communicate in a step.
+        transport: how they do; see `compat.find_transport`.
+        rank: of this process among the data parallel ranks.
+    """
+
+    def __init__(
+        self, runtime: MicroBatchRuntime, splitter: ContextSplitter, agreement: Agreement, transport: str, rank: int = 0
+    ) -> None:
+        self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
+        self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
+        self._runtime = runtime
+        self._splitter = splitter
+        self._agreement = agreement
+        self._transport = transport
+        self._rank = rank
+
+    def plan(self, tokens: int, obstacle: Decline | None = None) -> StepPlan:
+        """Plan a step of *tokens* tokens on this rank; *obstacle* is what its caller has against splitting it."""
+        if not forward_context.is_forward_context_available():
+            return _whole(Decline("no forward context"))
+        context = forward_context.get_forward_context()
+        if context.dp_metadata is None:
+            return self._plan_alone(context, tokens, obstacle)
+        return self._plan_together(context, tokens, obstacle)
+
+    def _plan_alone(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
+        """Plan a step whose batch is the same on all ranks, so that all come to the same."""
+        if self.choose_cuts is None:
+            early = self._find_nothing_to_hide() or decline_early(tokens, self._runtime.config)
+            if early is not None:
+                return _whole(early)
+        batch = obstacle or self._splitter.read_batch(context, tokens)
+        if isinstance(batch, Decline):
+            return _whole(batch)
+        plan = self._runtime.plan(batch, self.choose_cuts(batch) if self.choose_cuts is not None else None)
+        if isinstance(plan, Decline):
+            return _whole(plan)
+        contexts = self._splitter.split(context, plan.slices)
+        if isinstance(contexts, Decline):
+            return _whole(contexts)
+        return self._settle(plan, contexts, len(plan.slices), f"cuts {find_cuts(plan)}")
+
+    def _plan_together(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
+        """Plan a step in which data parallel ranks have batches of their own.
+
+        What decides is equal on all of them. What only this rank can know comes after, and cannot stop it alone: the
+        others communicate as was decided.
+        """
+        sizes = find_agreed_hazard(context) or self._decide_together(context)
+        if isinstance(sizes, Decline):
+            return _whole(sizes)
+        plan = obstacle or self._cut(context, tokens, sizes)
+        contexts: list[Any] | Decline = []
+        if isinstance(plan, Plan):
+            contexts = self._splitter.split(context, plan.slices, sizes)
+        if isinstance(contexts, Decline):
+            plan, contexts = contexts, []
+        return self._settle(plan, contexts, len(sizes), f"tokens of all ranks {sizes}")
+
+    def _decide_together(self, context: Any) -> Sizes | Decline:
+        tokens = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+        if self.choose_sizes is not None:
+            return self.choose_sizes(tokens)
+        return self._find_nothing_to_hide() or decide_together(tokens, self._runtime.config)
+
+    def _cut(self, context: Any, tokens: int, sizes: Sizes) -> Plan | Decline:
+        """Cut this rank's batch where all ranks expect it."""
+        batch = self._splitter.read_batch(context, tokens)
+        if isinstance(batch, Decline):
+            return batch
+        cuts = list(accumulate(part[self._rank] for part in sizes))[:-1]
+        try:
+            return self._runtime.plan(batch, cuts, agreed=True)
+        except SplitError as error:
+            return Decline("cannot be cut where all ranks agreed to", str(error))
+
+    def _settle(self, own: Plan | Decline, contexts: list[Any], micro_batches: int, where: str) -> StepPlan:
+        statement = f"{own if isinstance(own, Decline) else 'schedule ' + own.digest}, {where}"
+        settled = self._agreement.settle(own, (micro_batches, self._runtime.config.policy), statement)
+        return _whole(settled) if isinstance(settled, Decline) else StepPlan(settled, contexts, statement)
+
+    def _find_nothing_to_hide(self) -> Decline | None:
+        if self._runtime.config.mode == "auto" and self._transport != "network":
+            return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport])
+        return None
+
+
+def find_cuts(plan: Plan) -> list[int]:
+    """Return the token offsets at which a plan cuts."""
+    return [piece.first_token for piece in plan.slices[1:]]
+
+
+def _whole(decline: Decline) -> StepPlan:
+    return StepPlan(decline, [], str(decline))
