@@ -1,8 +1,11 @@
-"""Dual-batch overlap where there is something to hide: two hosts, one slow link, tensor parallel over both.
+"""Dual-batch overlap where there is something to hide: two hosts, one slow link, one model over both.
 
 Makes two network namespaces on this machine (as root), joins them at --rate, serves a DeepSeek-V3 with random weights
 over both with an unmodified vLLM, and times prefills three ways in turn: unsplit, split without overlap, and split with
 overlap. All three give the same tokens; that is checked.
+
+The hosts share each layer and reduce what comes out (--parallel tensor), or each has prompts of its own and half of the
+experts, to which tokens travel (data-expert).
 """
 
 from __future__ import annotations
@@ -10,30 +13,35 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from compare_ways import compare_ways, draw_timeline, gather
 from network_hosts import Host, NetworkError, TwoHosts
 from process_group import end_group
 
-WAYS = {
-    "unsplit": {"DBO_MODE": "off"},
-    "split, no overlap": {"DBO_MODE": "always", "DBO_POLICY": "sequential"},
-    "dual-batch overlap": {"DBO_MODE": "always", "DBO_POLICY": "alternate"},
+OPTIONS = {
+    "distributed_executor_backend": "mp",
+    "worker_extension_cls": "dbo_runtime.vllm_plugin.extension.WorkerExtension",
+    "dtype": "float32",
+    "attention_backend": "CPU_MLA",  # the one for AMX, where there is AMX, takes no fp32 and caches prompts
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 28,
 }
-EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
+PARALLEL = {"tensor": "TP=2", "data-expert": "DP=2 with expert parallel"}
 
 
 def main() -> int:
     """Run the whole comparison, or, inside a host, one node of it."""
     arguments = parse_arguments()
     if arguments.node is not None:
-        return measure(arguments)
+        return run_node(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed then, too
     try:
         with tempfile.TemporaryDirectory() as directory, TwoHosts(arguments.rate) as hosts:
@@ -49,6 +57,9 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--parallel", choices=tuple(PARALLEL), default="tensor", help="how the hosts share the model (default: tensor)"
+    )
     parser.add_argument("--rate", default="200mbit", help="rate of the link, in the words of tc (default: 200mbit)")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each way, interleaved (default: 5)")
     parser.add_argument(
@@ -56,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         default=["1x1900", "4x500"],
         metavar="NxTOKENS",
-        help="workloads: prompts x tokens (default: 1x1900 4x500)",
+        help="workloads: prompts x tokens, with data-expert on either host (default: 1x1900 4x500)",
     )
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
@@ -87,7 +98,7 @@ def run_nodes(hosts: tuple[Host, Host], model: Path, arguments: argparse.Namespa
         for number, (host, core) in enumerate(((first, cores[0]), (second, cores[-1])))
     ]
     try:
-        while all(node.poll() is None for node in nodes):
+        while nodes[0].poll() is None and not nodes[1].poll():  # the second may be done first
             time.sleep(0.2)
         leader = nodes[0].poll()
         if leader is None:
@@ -98,99 +109,60 @@ def run_nodes(hosts: tuple[Host, Host], model: Path, arguments: argparse.Namespa
             end_group(node)
 
 
-def measure(arguments: argparse.Namespace) -> int:
-    """Be a node: the second follows, the first drives and prints."""
+def run_node(arguments: argparse.Namespace) -> int:
+    """Be a node: time all ways if this node drives an engine, and print if it is the first."""
+    options = join_tensor_parallel(arguments) if arguments.parallel == "tensor" else join_data_parallel(arguments)
+    from vllm import LLM
+
+    llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
+    leads = arguments.node == 0
+    table, same = compare_ways(llm, arguments.prefills, arguments.repeat, tell=leads)
+    steps = gather(llm, llm.collective_rpc("dbo_statistics"))
+    timeline = draw_timeline(llm)
+    if leads:
+        hosts = f"{PARALLEL[arguments.parallel]} over two hosts"
+        print(f"\nlink {arguments.rate}, {hosts}, hidden {arguments.hidden}, {arguments.layers} layers, fp32")
+        print(f"{arguments.micro_batches} micro-batches; medians of {arguments.repeat} interleaved runs")
+        print(f"\n{table}\n\nsteps of each rank:", *steps)
+        print(f"\n{timeline}")
+    return 0 if same else 1
+
+
+def join_tensor_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the first node's engine, which drives both; the second becomes a server that follows."""
     address, port = arguments.master.split(":")
     options = {
+        **OPTIONS,
         "tensor_parallel_size": 2,
         "nnodes": 2,
         "node_rank": arguments.node,
         "master_addr": address,
         "master_port": int(port),
-        "distributed_executor_backend": "mp",
-        "worker_extension_cls": EXTENSION,
-        "dtype": "float32",
-        "attention_backend": "CPU_MLA",  # the one for AMX, where there is AMX, takes no fp32 and caches prompts
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 2048,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 1 << 28,
     }
     if arguments.node == 1:
-        words = [
-            f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()
-        ]
-        vllm = str(Path(sys.executable).with_name("vllm"))
-        os.execv(vllm, [vllm, "serve", arguments.model, "--headless", *words])
-    from vllm import LLM
+        follow(arguments.model, options)
+    return options
 
-    llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
-    rows = []
-    different = False
-    for prefill in arguments.prefills:
-        print(f"timing {prefill} ...", file=sys.stderr, flush=True)
-        prompts, tokens = map(int, prefill.split("x"))
-        times, same = time_ways(llm, prompts, tokens, arguments.repeat)
-        medians = {way: statistics.median(seconds) for way, seconds in times.items()}
-        gain, overlap = (medians[way] / medians["dual-batch overlap"] for way in ("unsplit", "split, no overlap"))
-        cells = "".join(f"{f'{medians[way]:.3f} s':>22}" for way in WAYS)
-        rows.append(f"{prefill:<10}{cells}{gain:>7.2f}x{overlap:>11.2f}x{'yes' if same else 'NO':>14}")
-        different |= not same
-    print(f"\nlink {arguments.rate}, TP=2 over two hosts, hidden {arguments.hidden}, {arguments.layers} layers, fp32")
-    print(f"{arguments.micro_batches} micro-batches; medians of {arguments.repeat} interleaved runs\n")
-    print(
-        f"{'prefill':<10}" + "".join(f"{way:>22}" for way in WAYS) + f"{'gain':>8}{'by overlap':>12}{'same tokens':>14}"
+
+def follow(model: str, options: dict[str, Any]) -> NoReturn:
+    """Become a server without a head."""
+    words = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    os.execv(vllm, [vllm, "serve", model, "--headless", *words])
+
+
+def join_data_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of this node's engine; each drives its own, and all do the same in the same order."""
+    address, port = arguments.master.split(":")
+    os.environ.update(
+        VLLM_DP_SIZE="2",
+        VLLM_DP_RANK=str(arguments.node),
+        VLLM_DP_RANK_LOCAL="0",
+        VLLM_DP_MASTER_IP=address,
+        VLLM_DP_MASTER_PORT=port,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
-    print("\n".join(rows))
-    print("\nsteps of each rank:", *llm.collective_rpc("dbo_statistics"))
-    draw_timeline(llm)
-    return 1 if different else 0
-
-
-def time_ways(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[str, list[float]], bool]:
-    """Time each way *repeat* times in turn after a round to warm up; return seconds, and whether tokens agree."""
-    from vllm import SamplingParams
-
-    given = make_prompts(prompts, tokens)
-    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    answers = set()
-    for turn in range(repeat + 1):
-        for way, settings in WAYS.items():
-            llm.collective_rpc("dbo_configure", args=(settings,))
-            start = time.perf_counter()
-            outputs = llm.generate(given, sampling, use_tqdm=False)
-            if turn:
-                times[way].append(time.perf_counter() - start)
-            answers.add(tuple(tuple(output.outputs[0].token_ids) for output in outputs))
-    return times, len(answers) == 1
-
-
-def draw_timeline(llm: Any, tokens: int = 1900) -> None:
-    """Print the lanes of one more prefill with overlap."""
-    from vllm import SamplingParams
-
-    from dbo_runtime.observe.timeline import Span, Timeline
-
-    llm.collective_rpc("dbo_configure", args=(WAYS["dual-batch overlap"],))
-    llm.collective_rpc("dbo_request_timeline")
-    llm.generate(make_prompts(1, tokens), SamplingParams(max_tokens=1), use_tqdm=False)
-    spans = llm.collective_rpc("dbo_timeline")[0]
-    if spans is None:
-        print("\nno step was split, so there is no timeline; the reason is in the log above")
-        return
-    timeline = Timeline(tuple(Span(*span) for span in spans))
-    hidden = timeline.overlap("compute", "comm") / timeline.busy("comm")
-    print(f"\none prefill of {tokens} tokens, {timeline.duration:.2f} s; digits are micro-batches, dots idle")
-    print(timeline.draw())
-    print(f"{hidden:.0%} of the communication ran beside computation")
-
-
-def make_prompts(prompts: int, tokens: int) -> list[dict[str, list[int]]]:
-    """Return prompts of some length that say nothing."""
-    return [
-        {"prompt_token_ids": [(i * 7 + j * (1 + i) + j * j) % 250 + 3 for j in range(tokens)]} for i in range(prompts)
-    ]
+    return {**OPTIONS, "enable_expert_parallel": True}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from dbo_runtime.adapter import Collectives, ExpertParallel
+from dbo_models.layers import record_experts, record_reduce
+from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
 
@@ -65,33 +66,6 @@ def record_layer(
     moe = collectives.take_apart(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
     x = p.compute("mlp", collectives.without_reduce(layer.mlp), x) if moe is None else record_experts(p, moe, x)
     return record_reduce(p, "mlp_reduce", collectives, x), residual
-
-
-def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
-    """Declare a mixture of experts whose tokens travel, [tokens, hidden] -> [tokens, hidden]."""
-    routing = p.compute("gate", moe.gate, x)
-    if moe.exchanges_sizes:
-        routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
-    sent = p.comm(
-        "dispatch",
-        moe.dispatch,
-        x,
-        routing,
-        overwrites=(routing,),  # what arrives keeps parts of it, for the way back
-        communicator="experts",
-        host_sync=moe.exchanges_sizes,
-    )
-    shared = [p.compute("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
-    routed = p.compute("experts", moe.experts, sent)
-    routed = p.comm("combine", moe.combine, routed, sent, communicator="experts")
-    merged: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
-    return merged
-
-
-def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Value) -> Value:
-    """Declare the all-reduce after a module run without it, where there is one."""
-    reduced: Value = p.comm(name, collectives.all_reduce, x, overwrites=(x,)) if collectives.reduces else x
-    return reduced
 
 
 def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:

@@ -23,6 +23,8 @@ GOOD = [
     ("DBO_POLICY", "staggered", "policy", ("staggered", 1)),
     ("DBO_POLICY", "staggered:0", "policy", ("staggered", 0)),
     ("DBO_POLICY", "staggered:3", "policy", ("staggered", 3)),
+    ("DBO_DISPATCH", "all_gather", "dispatch", "all_gather"),
+    ("DBO_DISPATCH", "all_to_all", "dispatch", "all_to_all"),
     ("DBO_CHECK", "1", "check", True),
 ]
 
@@ -44,6 +46,7 @@ BAD = [
     ("DBO_POLICY", "staggered:", "sequential, alternate, staggered or staggered:LEAD"),
     ("DBO_POLICY", "staggered:-1", "sequential, alternate, staggered or staggered:LEAD"),
     ("DBO_POLICY", "staggered:one", "sequential, alternate, staggered or staggered:LEAD"),
+    ("DBO_DISPATCH", "alltoall", "all_gather or all_to_all"),
     ("DBO_CHECK", "yes", "0 or 1"),
 ]
 

@@ -13,15 +13,18 @@ import dbo_runtime.program
 
 ROOT = Path(dbo_runtime.__file__).parent
 FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "numpy")
+NOT_CORE = ("__init__", "dispatch")  # dispatch speaks torch.distributed
 CORE = [
     "dbo_runtime",
-    *(f"dbo_runtime.{path.stem}" for path in sorted(ROOT.glob("*.py")) if path.stem != "__init__"),
+    *(f"dbo_runtime.{path.stem}" for path in sorted(ROOT.glob("*.py")) if path.stem not in NOT_CORE),
     "dbo_runtime.devices",
     "dbo_runtime.devices.cpu",
     "dbo_runtime.devices.virtual",
     "dbo_runtime.observe",
     *(f"dbo_runtime.observe.{path.stem}" for path in sorted(ROOT.glob("observe/*.py")) if path.stem != "__init__"),
     "dbo_models.toy",
+    "dbo_models.layers",
+    "dbo_models.deepseek",
 ]
 
 

@@ -45,6 +45,29 @@ def test_a_lane_that_is_not_there_is_never_busy() -> None:
     assert OVERLAPPING.busy("aux") == OVERLAPPING.overlap("aux", "comm") == 0
 
 
+def test_an_op_runs_beside_another_only_where_that_is_another_micro_batchs() -> None:
+    timeline = make_timeline(
+        ("comm", "L1.dispatch", 0, 0.0, 4.0),
+        ("compute", "L1.experts", 1, 1.0, 3.0),  # 2 s beside the first dispatch
+        ("comm", "L2.dispatch", 1, 4.0, 10.0),
+        ("compute", "L2.experts", 1, 4.0, 8.0),  # the same micro-batch's
+        ("compute", "L2.experts", 0, 9.0, 11.0),  # 1 s beside the second
+    )
+    assert timeline.share_beside("dispatch", "experts") == 3 / 10
+    assert timeline.share_beside("experts", "dispatch") == 3 / 8
+
+
+def test_time_beside_several_micro_batches_counts_once() -> None:
+    timeline = make_timeline(
+        ("comm", "dispatch", 0, 0.0, 4.0), ("compute", "experts", 1, 0.0, 2.0), ("compute", "experts", 2, 1.0, 3.0)
+    )
+    assert timeline.share_beside("dispatch", "experts") == 3 / 4
+
+
+def test_an_op_that_never_ran_is_beside_nothing() -> None:
+    assert OVERLAPPING.share_beside("dispatch", "mlp") == OVERLAPPING.share_beside("mlp", "dispatch") == 0
+
+
 def test_the_drawing_has_a_row_for_each_lane_and_a_digit_for_each_micro_batch() -> None:
     assert OVERLAPPING.draw(width=10).splitlines() == [
         " compute |0000.11.00|",

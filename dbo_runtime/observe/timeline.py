@@ -42,11 +42,20 @@ class Timeline:
 
     def overlap(self, first: str, second: str) -> float:
         """Seconds in which both lanes ran something."""
-        both = 0.0
-        others = _merge((s.start, s.end) for s in self.spans if s.lane == second)
-        for start, end in _merge((s.start, s.end) for s in self.spans if s.lane == first):
-            both += sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
-        return both
+        ours, theirs = (_merge((s.start, s.end) for s in self.spans if s.lane == lane) for lane in (first, second))
+        return sum(_measure_within(own, theirs) for own in ours)
+
+    def share_beside(self, op: str, other: str) -> float:
+        """Return in which part of its time *op* of one micro-batch ran beside *other* of another, in all layers.
+
+        Ops go by their names without the layer, such as `dispatch`. An op that never ran gives 0.
+        """
+        beside = total = 0.0
+        for span in self._spans_of(op):
+            others = _merge((s.start, s.end) for s in self._spans_of(other) if s.micro_batch != span.micro_batch)
+            beside += _measure_within((span.start, span.end), others)
+            total += span.end - span.start
+        return beside / total if total else 0.0
 
     def draw(self, width: int = 100) -> str:
         """Return the lanes as rows of *width* characters, a digit for the micro-batch that is running, `.` for idle."""
@@ -78,6 +87,9 @@ class Timeline:
             rows.append(f"... and {len(self.spans) - most} more")
         return "\n".join(rows)
 
+    def _spans_of(self, op: str) -> list[Span]:
+        return [span for span in self.spans if span.op.rpartition(".")[2] == op]
+
 
 class Recorder:
     """An instrument that keeps the spans of a run."""
@@ -92,6 +104,12 @@ class Recorder:
     def timeline(self) -> Timeline:
         """Return what was kept, by start."""
         return Timeline(tuple(sorted(self._spans, key=lambda span: span.start)))
+
+
+def _measure_within(interval: tuple[float, float], others: Iterable[tuple[float, float]]) -> float:
+    """Return how much of *interval* lies in *others*, which do not overlap each other."""
+    start, end = interval
+    return sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
 
 
 def _merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -37,15 +37,13 @@ def pass_settings_on() -> None:
         os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])
 
 
-def find_transport(tensor_parallel: Any, hosts: int) -> str:
-    """Return how the ranks on *hosts* hosts communicate: `none`, `shared memory`, `one host` or `network`.
+def find_transport(everyone: Any, tensor_parallel: Any, hosts: int) -> str:
+    """Return how the ranks of the group *everyone* communicate: `none`, `shared memory`, `one host` or `network`.
 
     vLLM's CPU build reduces over shared memory if all ranks of a tensor parallel group are on one host: that spins on
     the cores that compute, and there is nothing to hide.
     """
-    from vllm.distributed.parallel_state import get_world_group
-
-    if get_world_group().world_size == 1:
+    if everyone.world_size == 1:
         return "none"
     if tensor_parallel.world_size == 1:
         return "one host" if hosts == 1 else "network"

@@ -84,7 +84,7 @@ def attach(
         log.warning("every step runs whole", reason=program, model=architecture)
         return
     collectives.connect()
-    transport = compat.find_transport(get_tp_group(), hosts)
+    transport = compat.find_transport(everyone, get_tp_group(), hosts)
     model.forward = _make_forward(program, model, vllm_config, config, transport, log)
     setattr(model, _INSTALLED, True)
     log.info(

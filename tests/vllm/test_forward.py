@@ -23,8 +23,11 @@ from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from dbo_runtime.vllm_plugin.forward import SplitForward
+from dbo_runtime.vllm_plugin.step_planner import NOTHING_TO_HIDE, StepPlanner
 
 BATCH = Batch((4, 4), prefill_tokens=8)
 IDS = torch.arange(8)
@@ -68,7 +71,7 @@ class Splitter:
     def read_batch(self, context: Any, tokens: int) -> Batch | Decline:
         return self.batch
 
-    def split(self, context: Any, slices: Sequence[BatchSlice]) -> list[Any] | Decline:
+    def split(self, context: Any, slices: Sequence[BatchSlice], sizes: Any = ()) -> list[Any] | Decline:
         if self.contexts is None:
             self.contexts = [make_context() for _ in slices]
         found: list[Any] | Decline = self.contexts
@@ -92,7 +95,12 @@ def make_context() -> ForwardContext:
 
 
 def make_forward(
-    model: Model, splitter: Any = None, group: Any = ONE_RANK, mode: str = "always", check: bool = False
+    model: Model,
+    splitter: Any = None,
+    group: Any = ONE_RANK,
+    mode: str = "always",
+    check: bool = False,
+    transport: str = "network",
 ) -> SplitForward:
     p = ProgramBuilder()
     x, positions = p.input("x"), p.input("positions")
@@ -100,7 +108,9 @@ def make_forward(
     program = p.build(p.comm("reduce", lambda x: x, x, overwrites=(x,)))
     config = RuntimeConfig(mode=mode, check=check, min_tokens=1, min_prefill_tokens=0)
     runtime = MicroBatchRuntime(program, VirtualDevice(lambda step: 1.0), config, Lines())
-    return SplitForward(model, model.forward, runtime, splitter or Splitter(), group)
+    agreement = Agreement(group)
+    planner = StepPlanner(runtime, splitter or Splitter(), agreement, transport)
+    return SplitForward(model, model.forward, runtime, planner, agreement)
 
 
 def run(forward: SplitForward, **kwargs: Any) -> torch.Tensor:
@@ -161,7 +171,7 @@ def test_positions_of_three_dimensions_are_split_by_token() -> None:
 def test_cuts_can_be_chosen_from_outside() -> None:
     model = Model()
     forward = make_forward(model)
-    forward.choose_cuts = lambda batch: [2, 6]
+    forward.planner.choose_cuts = lambda batch: [2, 6]
     assert torch.equal(run(forward), EXPECTED)
     assert forward.runtime.statistics.micro_batches == 3
 
@@ -200,29 +210,34 @@ class _CPUSHMDistributed:
     """Goes by the name of what vLLM's CPU build reduces with on one host."""
 
 
-def make_group(dist_module: Any) -> SimpleNamespace:
-    return SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(dist_module=dist_module))
+def make_group(dist_module: Any = dist, world_size: int = 2) -> SimpleNamespace:
+    communicator = SimpleNamespace(dist_module=dist_module)
+    return SimpleNamespace(world_size=world_size, device_communicator=communicator, cpu_group="cpu")
 
 
 @pytest.mark.parametrize(
-    ("group", "detail"),
+    ("everyone", "tensor_parallel", "hosts", "transport"),
     [
-        (ONE_RANK, "there is one rank"),
-        (
-            make_group(_CPUSHMDistributed()),
-            "all ranks are on one host, where a reduce costs less than splitting",
-        ),
+        (ONE_RANK, ONE_RANK, 1, "none"),
+        (make_group(), make_group(_CPUSHMDistributed()), 1, "shared memory"),
+        (make_group(), make_group(), 2, "network"),
+        (make_group(), ONE_RANK, 1, "one host"),
+        (make_group(), ONE_RANK, 2, "network"),
     ],
-    ids=["one rank", "one host"],
 )
-def test_auto_declines_where_there_is_nothing_to_hide(group: Any, detail: str) -> None:
-    forward = make_forward(Model(), group=group, mode="auto")
-    plan, _ = forward._plan(POSITIONS, None, {})
-    assert plan == Decline("no communication to hide", detail)
+def test_the_transport_is_found(everyone: Any, tensor_parallel: Any, hosts: int, transport: str) -> None:
+    assert compat.find_transport(everyone, tensor_parallel, hosts) == transport
+
+
+@pytest.mark.parametrize("transport", NOTHING_TO_HIDE)
+def test_auto_declines_where_there_is_nothing_to_hide(transport: str) -> None:
+    forward = make_forward(Model(), mode="auto", transport=transport)
+    assert torch.equal(run(forward), EXPECTED)
+    assert forward.runtime.statistics.declined == {"no communication to hide": 1}
 
 
 def test_auto_splits_where_ranks_talk_over_a_network() -> None:
-    forward = make_forward(Model(), group=make_group(dist), mode="auto")
+    forward = make_forward(Model(), mode="auto")
     assert torch.equal(run(forward), EXPECTED)
     assert forward.runtime.statistics.split == 1
 
@@ -232,31 +247,36 @@ class OtherRank:
 
     def __init__(self) -> None:
         self.decision: str | None = None
-        self.gathered: list[str] = []
+        self.compared: list[str] = []
+        self.numbers = 0
 
-    def gather(self, decisions: list[Any], own: str, group: Any) -> None:
+    def gather(self, said: list[Any], own: str, group: Any) -> None:
         assert group == "cpu"
-        self.gathered.append(own)
-        decisions[:] = [own, self.decision or own]
+        self.compared.append(own)
+        said[:] = [own, self.decision or own]
+
+    def gather_number(self, said: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
+        assert group == "cpu"
+        self.numbers += 1
+        said[0].copy_(own)
+        said[1].copy_(own if self.decision is None else own + 1)
 
 
 @pytest.fixture
 def other_rank(monkeypatch: pytest.MonkeyPatch) -> OtherRank:
     rank = OtherRank()
     monkeypatch.setattr(dist, "all_gather_object", rank.gather)
+    monkeypatch.setattr(dist, "all_gather", rank.gather_number)
     return rank
 
 
-PAIR = SimpleNamespace(**vars(make_group(dist)), cpu_group="cpu")
-
-
-def test_ranks_compare_what_they_are_about_to_do(other_rank: OtherRank) -> None:
-    forward = make_forward(Model(), group=PAIR, check=True)
+def test_ranks_compare_what_they_are_about_to_do_when_checked(other_rank: OtherRank) -> None:
+    forward = make_forward(Model(), group=make_group(), check=True)
     run(forward)
-    forward._splitter.batch = Decline("padded batch", "8 of 9")
+    forward.planner._splitter.batch = Decline("padded batch", "8 of 9")
     run(forward)
-    assert re.fullmatch(r"schedule [0-9a-f]{16}, cuts \[4\]", other_rank.gathered[0])
-    assert other_rank.gathered[1:] == ["padded batch (8 of 9)"]
+    assert re.fullmatch(r"schedule [0-9a-f]{16}, cuts \[4\]", other_rank.compared[0])
+    assert other_rank.compared[1:] == ["padded batch (8 of 9)"]
 
 
 @pytest.mark.parametrize("splitter", [Splitter(), Splitter(Decline("a hazard"))], ids=["splits", "declines"])
@@ -266,13 +286,27 @@ def test_ranks_that_decide_differently_stop_before_anything_runs(other_rank: Oth
     with pytest.raises(
         ScheduleError, match=r"differently .*please report.*rank 1: schedule 0123456789abcdef, cuts \[6\]"
     ):
-        run(make_forward(model, splitter, PAIR, check=True))
+        run(make_forward(model, splitter, make_group(), check=True))
     assert model.seen == model.whole == []
 
 
-def test_ranks_compare_nothing_unless_asked_to(other_rank: OtherRank) -> None:
-    run(make_forward(Model(), group=PAIR))
-    assert other_rank.gathered == []
+def test_ranks_compare_a_plan_once_and_nothing_more_unless_asked_to(other_rank: OtherRank) -> None:
+    forward = make_forward(Model(), group=make_group())
+    for _ in range(3):
+        run(forward)
+    assert (other_rank.numbers, other_rank.compared) == (1, [])
+    forward.planner.choose_cuts = lambda batch: [2, 6]
+    forward.planner._splitter.contexts = None
+    run(forward)
+    assert other_rank.numbers == 2
+
+
+def test_a_new_plan_that_differs_stops_without_being_asked(other_rank: OtherRank) -> None:
+    other_rank.decision = "another"
+    model = Model()
+    with pytest.raises(ScheduleError, match=r"differently .*rank 0: schedule .*rank 1: another"):
+        run(make_forward(model, group=make_group()))
+    assert model.seen == model.whole == []
 
 
 @pytest.mark.parametrize("slip", [0.1, float("nan"), float("inf")])
@@ -329,7 +363,7 @@ def test_cuts_that_cannot_be_made_are_left_out() -> None:
     forward = make_forward(Model())
     extension = make_extension(forward)
     extension.dbo_cut_at([1, 4, 6, 7, 8, 99])  # 1 and 7 leave a piece of one token, 8 and 99 are no offsets inside
-    assert forward.choose_cuts is not None
-    assert forward.choose_cuts(BATCH) == [4, 6]
+    assert forward.planner.choose_cuts is not None
+    assert forward.planner.choose_cuts(BATCH) == [4, 6]
     extension.dbo_cut_at(None)
-    assert forward.choose_cuts is None
+    assert forward.planner.choose_cuts is None

@@ -12,7 +12,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch, BatchSlice, Decline, slice_batch
-from dbo_runtime.vllm_plugin.hazards import find_config_hazard, find_context_hazard, find_prefix_hazard
+from dbo_runtime.vllm_plugin.hazards import (
+    find_agreed_hazard,
+    find_config_hazard,
+    find_context_hazard,
+    find_prefix_hazard,
+)
 
 
 def make_config(**changes: Any) -> SimpleNamespace:
@@ -20,15 +25,16 @@ def make_config(**changes: Any) -> SimpleNamespace:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
-            data_parallel_size=1,
-            enable_expert_parallel=False,
+            enable_elastic_ep=False,
             enable_eplb=False,
             use_sequence_parallel_moe=False,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
         ),
-        model_config=SimpleNamespace(is_hybrid=False, is_attention_free=False, is_encoder_decoder=False),
+        model_config=SimpleNamespace(
+            is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, enable_return_routed_experts=False
+        ),
         kv_transfer_config=None,
         speculative_config=None,
         lora_config=None,
@@ -42,12 +48,12 @@ def make_config(**changes: Any) -> SimpleNamespace:
 
 FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_parallel_size": 2}, "pipeline parallel"),
-    ({"data_parallel_size": 2}, "data parallel"),
-    ({"enable_expert_parallel": True}, "expert parallel"),
+    ({"enable_elastic_ep": True}, "elastic expert parallel"),
     ({"enable_eplb": True}, "expert load balancing (EPLB)"),
     ({"use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
     ({"decode_context_parallel_size": 2}, "decode context parallel"),
     ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
+    ({"enable_return_routed_experts": True}, "returning the routed experts"),
     ({"use_ubatching": True}, "vLLM's own micro-batching (--enable-dbo)"),
     ({"kv_transfer_config": object()}, "a KV connector"),
     ({"speculative_config": object()}, "speculative decoding"),
@@ -68,8 +74,8 @@ def test_a_feature_that_splitting_does_not_support_is_named(changes: dict[str, A
 
 
 def test_of_several_features_one_is_named() -> None:
-    config = make_config(lora_config=object(), data_parallel_size=4)
-    assert find_config_hazard(config) == "not supported yet: data parallel"
+    config = make_config(lora_config=object(), enable_eplb=True)
+    assert find_config_hazard(config) == "not supported yet: expert load balancing (EPLB)"
 
 
 def make_context(**changes: Any) -> SimpleNamespace:
@@ -86,11 +92,8 @@ def make_context(**changes: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"attn_metadata": None}, "no attention metadata (profiling or dummy run)"),
-        ({"attn_metadata": {}}, "no attention metadata (profiling or dummy run)"),
         ({"attn_metadata": [{"layers.0": object()}] * 2}, "attention metadata is split already"),
         ({"cudagraph_runtime_mode": SimpleNamespace(name="FULL")}, "full-graph step"),
-        ({"dp_metadata": object()}, "not supported yet: data parallel"),
         ({"is_padding": np.zeros(9, dtype=bool)}, "padded batch"),
     ],
 )
@@ -105,6 +108,13 @@ def test_a_step_with_a_context_that_cannot_be_split_declines(changes: dict[str, 
 )
 def test_a_plain_context_can_be_split(changes: dict[str, Any]) -> None:
     assert find_context_hazard(make_context(**changes), 8) is None
+
+
+def test_data_parallel_ranks_decline_graphs_together() -> None:
+    """Whether a rank was padded to a graph's size is its own affair; that there is a graph, all of them know."""
+    graph = make_context(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"))
+    assert find_agreed_hazard(graph) == Decline("padded to the size of a graph on all data parallel ranks")
+    assert find_agreed_hazard(make_context()) is None
 
 
 BLOCK = 4

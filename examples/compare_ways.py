@@ -1,0 +1,110 @@
+"""Times prefills unsplit, split without overlap, and split with overlap; draws what overlaps. Knows nothing of hosts.
+
+Data parallel engines each call the same functions in the same order, with prompts of their own: vLLM's `generate` ends
+on all of them together.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+WAYS = {
+    "unsplit": {"DBO_MODE": "off"},
+    "split, no overlap": {"DBO_MODE": "always", "DBO_POLICY": "sequential"},
+    "dual-batch overlap": {"DBO_MODE": "always", "DBO_POLICY": "alternate"},
+}
+
+
+def compare_ways(llm: Any, prefills: list[str], repeat: int, tell: bool = True) -> tuple[str, bool]:
+    """Time all ways for each prefill, such as `4x500`; return a table, and whether all ways gave the same tokens."""
+    titles = "".join(f"{way:>22}" for way in WAYS)
+    rows = [f"{'prefill':<10}{titles}{'gain':>8}{'by overlap':>12}{'same tokens':>14}"]
+    all_same = True
+    for prefill in prefills:
+        if tell:
+            print(f"timing {prefill} ...", file=sys.stderr, flush=True)
+        prompts, tokens = map(int, prefill.split("x"))
+        times, same = time_ways(llm, prompts, tokens, repeat)
+        medians = {way: statistics.median(seconds) for way, seconds in times.items()}
+        gain, overlap = (medians[way] / medians["dual-batch overlap"] for way in ("unsplit", "split, no overlap"))
+        cells = "".join(f"{f'{medians[way]:.3f} s':>22}" for way in WAYS)
+        rows.append(f"{prefill:<10}{cells}{gain:>7.2f}x{overlap:>11.2f}x{'yes' if same else 'NO':>14}")
+        all_same &= same
+    return "\n".join(rows), all_same
+
+
+def time_ways(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[str, list[float]], bool]:
+    """Time each way *repeat* times in turn after a round to warm up; return seconds, and whether tokens agree."""
+    from vllm import SamplingParams
+
+    given = make_prompts(llm, prompts, tokens)
+    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    answers = set()
+    for turn in range(repeat + 1):
+        for way, settings in WAYS.items():
+            llm.collective_rpc("dbo_configure", args=(settings,))
+            start = time.perf_counter()
+            outputs = llm.generate(given, sampling, use_tqdm=False)
+            if turn:
+                times[way].append(time.perf_counter() - start)
+            answers.add(tuple(tuple(output.outputs[0].token_ids) for output in outputs))
+    return times, all(gather(llm, [len(answers) == 1]))
+
+
+def draw_timeline(llm: Any, tokens: int = 1900) -> str:
+    """Return the lanes of one more prefill with overlap, and what ran beside what."""
+    from vllm import SamplingParams
+
+    from dbo_runtime.observe.timeline import Span, Timeline
+
+    llm.collective_rpc("dbo_configure", args=(WAYS["dual-batch overlap"],))
+    llm.collective_rpc("dbo_request_timeline")
+    llm.generate(make_prompts(llm, 1, tokens), SamplingParams(max_tokens=1), use_tqdm=False)
+    spans = llm.collective_rpc("dbo_timeline")[0]
+    if spans is None:
+        return "no step was split, so there is no timeline; the reason is in the log above"
+    timeline = Timeline(tuple(Span(*span) for span in spans))
+    hidden = timeline.overlap("compute", "comm") / timeline.busy("comm")
+    rows = [
+        f"one prefill of {tokens} tokens, {timeline.duration:.2f} s; digits are micro-batches, dots idle",
+        timeline.draw(),
+        f"{hidden:.0%} of the communication ran beside computation",
+    ]
+    if _find_parallel(llm).data_parallel_size > 1:
+        shares = (f"{timeline.share_beside(op, 'experts'):.0%} of {op}" for op in ("dispatch", "combine"))
+        rows.append(f"{' and '.join(shares)} ran beside experts of the other micro-batch")
+    return "\n".join(rows)
+
+
+def gather(llm: Any, own: list[Any]) -> list[Any]:
+    """Return what all data parallel engines have, in rank order; one alone drives all ranks and has all."""
+    if _find_parallel(llm).data_parallel_size == 1:
+        return own
+    everyone: list[list[Any]] = llm.collective_rpc(_gather_in_worker, args=(own,))[0]
+    return [one for engine in everyone for one in engine]
+
+
+def make_prompts(llm: Any, prompts: int, tokens: int) -> list[dict[str, list[int]]]:
+    """Return prompts of some length that say nothing, others on each data parallel engine."""
+    first = prompts * _find_parallel(llm).data_parallel_rank
+    return [
+        {"prompt_token_ids": [(i * 7 + j * (1 + i) + j * j) % 250 + 3 for j in range(tokens)]}
+        for i in range(first, first + prompts)
+    ]
+
+
+def _find_parallel(llm: Any) -> Any:
+    return llm.llm_engine.vllm_config.parallel_config
+
+
+def _gather_in_worker(worker: Any, own: list[Any]) -> list[list[Any]]:
+    """Run in the worker, which is what the other engines' workers are connected with."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    from dbo_runtime.vllm_plugin.agreement import gather as gather_from_ranks
+
+    return gather_from_ranks(get_world_group(), own)
