@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-two-hosts train test bench lint format clean
+.PHONY: help setup demo demo-two-hosts demo-expert-parallel train test bench lint format clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
 
 setup: ## make .venv: vLLM for CPU, tests and tools; minutes the first time, nothing after that
 	@$(PYTHON) tools/set_up.py $(VENV)
@@ -17,6 +17,9 @@ demo: setup ## generate with and without dual-batch overlap, compare and time th
 
 demo-two-hosts: setup ## the same over a slow link between two hosts, which it makes of network namespaces (root)
 	$(BIN)/python examples/two_hosts.py
+
+demo-expert-parallel: setup ## the same where each host has prompts of its own and half of the experts (root)
+	$(BIN)/python examples/two_hosts.py --parallel data-expert
 
 train: setup ## train the tiny DeepSeek model that the demos serve
 	$(BIN)/python examples/train_tiny_deepseek.py

@@ -190,7 +190,7 @@ class _Comparison:
                 if len(tokens) != len(self.plans):
                     self._fail(11, rank, self._find_first(rank, mb), f"{what}there are {len(self.plans)} ranks")
                 if tokens != others:
-                    there = f"{others} on rank {known[0]}, at {self._name(known[0], self._find_first(known[0], mb))}"
+                    there = f"{others} for {self._name(known[0], self._find_first(known[0], mb))}"
                     self._fail(11, rank, self._find_first(rank, mb), what + there)
 
     def check_deadlock(self) -> None:

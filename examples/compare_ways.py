@@ -55,7 +55,7 @@ def time_ways(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[st
     return times, all(gather(llm, [len(answers) == 1]))
 
 
-def draw_timeline(llm: Any, tokens: int = 1900) -> str:
+def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
     """Return the lanes of one more prefill with overlap, and what ran beside what."""
     from vllm import SamplingParams
 
@@ -63,20 +63,23 @@ def draw_timeline(llm: Any, tokens: int = 1900) -> str:
 
     llm.collective_rpc("dbo_configure", args=(WAYS["dual-batch overlap"],))
     llm.collective_rpc("dbo_request_timeline")
-    llm.generate(make_prompts(llm, 1, tokens), SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.generate(make_prompts(llm, prompts, tokens), SamplingParams(max_tokens=1), use_tqdm=False)
     spans = llm.collective_rpc("dbo_timeline")[0]
     if spans is None:
         return "no step was split, so there is no timeline; the reason is in the log above"
     timeline = Timeline(tuple(Span(*span) for span in spans))
     hidden = timeline.overlap("compute", "comm") / timeline.busy("comm")
     rows = [
-        f"one prefill of {tokens} tokens, {timeline.duration:.2f} s; digits are micro-batches, dots idle",
+        f"one prefill of {prompts * tokens} tokens, {timeline.duration:.2f} s; digits are micro-batches, dots idle",
         timeline.draw(),
         f"{hidden:.0%} of the communication ran beside computation",
     ]
     if _find_parallel(llm).data_parallel_size > 1:
-        shares = (f"{timeline.share_beside(op, 'experts'):.0%} of {op}" for op in ("dispatch", "combine"))
-        rows.append(f"{' and '.join(shares)} ran beside experts of the other micro-batch")
+        for op in ("dispatch", "combine"):
+            experts, attention = (timeline.share_beside(op, other) for other in ("experts", "attention"))
+            rows.append(
+                f"{experts:.1%} of {op} ran beside another micro-batch's experts, {attention:.1%} its attention"
+            )
     return "\n".join(rows)
 
 

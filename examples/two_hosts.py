@@ -11,6 +11,7 @@ experts, to which tokens travel (data-expert).
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import subprocess
@@ -34,7 +35,8 @@ OPTIONS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 28,
 }
-PARALLEL = {"tensor": "TP=2", "data-expert": "DP=2 with expert parallel"}
+PARALLEL = {"tensor": "TP=2", "data-expert": "DP=2 with expert parallel by {dispatch}"}
+DRAWN = {"tensor": (1, 1900), "data-expert": (4, 500)}  # prompts and tokens of the timeline
 
 
 def main() -> int:
@@ -110,22 +112,28 @@ def run_nodes(hosts: tuple[Host, Host], model: Path, arguments: argparse.Namespa
 
 
 def run_node(arguments: argparse.Namespace) -> int:
-    """Be a node: time all ways if this node drives an engine, and print if it is the first."""
+    """Be a node that drives an engine, or follow; the first prints."""
     options = join_tensor_parallel(arguments) if arguments.parallel == "tensor" else join_data_parallel(arguments)
     from vllm import LLM
 
-    llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
+    from dbo_runtime.config import read_environment
+
     leads = arguments.node == 0
+    llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
     table, same = compare_ways(llm, arguments.prefills, arguments.repeat, tell=leads)
     steps = gather(llm, llm.collective_rpc("dbo_statistics"))
-    timeline = draw_timeline(llm)
+    timeline = draw_timeline(llm, *DRAWN[arguments.parallel])
     if leads:
-        hosts = f"{PARALLEL[arguments.parallel]} over two hosts"
-        print(f"\nlink {arguments.rate}, {hosts}, hidden {arguments.hidden}, {arguments.layers} layers, fp32")
+        parallel = PARALLEL[arguments.parallel].format(dispatch=read_environment(os.environ).dispatch)
+        model = f"hidden {arguments.hidden}, {arguments.layers} layers, fp32"
+        print(f"\nlink {arguments.rate}, {parallel} over two hosts, {model}")
         print(f"{arguments.micro_batches} micro-batches; medians of {arguments.repeat} interleaved runs")
         print(f"\n{table}\n\nsteps of each rank:", *steps)
         print(f"\n{timeline}")
-    return 0 if same else 1
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()  # an engine that meets the end of the interpreter prints a page about it
+    return 1 if leads and not same else 0
 
 
 def join_tensor_parallel(arguments: argparse.Namespace) -> dict[str, Any]:

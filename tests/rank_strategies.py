@@ -1,25 +1,31 @@
-"""Random sets of ranks, for hypothesis: random programs with collectives, each rank with an issue order of its own.
+"""Random sets of ranks: random programs with collectives, each rank with an issue order of its own.
 
-Programs come from `tests.strategies`; here their ops get communicators and host syncs. All ranks run the same programs.
+Programs come from `tests.strategies`; what makes them a case for several ranks is drawn from one seed, which is several
+times faster than to let hypothesis draw each choice. All ranks run the same programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from dbo_runtime.policies import Order, sequential
 from dbo_runtime.program import COMM, Op, Program
 from dbo_runtime.ranks import Groups
-from dbo_runtime.schedule import Issue, Schedule, Step, lower
-from tests.strategies import Case, orders, programs
+from dbo_runtime.schedule import Schedule, Step, lower
+from tests.strategies import Case, programs
 
-Layout = Mapping[str, tuple[str, ...]]  # for each lane with collectives, the communicators that they may use
+Layout = Mapping[str, Sequence[str]]  # for each lane with collectives, the communicators that they may use
 
-ONE_LANE: Layout = {COMM: ("tp", "ep", "pp")}
-TWO_LANES: Layout = {COMM: ("tp",), "aux": ("ep", "pp")}
+ONE_LANE: Layout = {COMM: ["tp", "ep", "pp"]}
+TWO_LANES: Layout = {COMM: ["tp"], "aux": ["ep", "pp"]}
+
+MANY = 400  # swaps that leave nothing of an order of some twenty ops
+FEW = 25
 
 
 class RankCase(NamedTuple):
@@ -45,45 +51,44 @@ class RankCase(NamedTuple):
 @st.composite
 def rank_cases(draw: st.DrawFn, layout: Layout = ONE_LANE) -> RankCase:
     """Two to four ranks with two or three micro-batches each, and orders that are the same, alike, or independent."""
-    ranks = draw(st.integers(2, 4))
-    kinds = [draw_collectives(draw, draw(programs()), layout) for _ in range(draw(st.integers(1, 2)))]
-    chosen = tuple(draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(2, 3))))
-    order = draw(orders(chosen))
-    alike = draw(st.sampled_from(["same", "alike", "alike", "alike", "independent"]))
-    drawn = [order]
-    for _ in range(ranks - 1):
-        drawn.append(draw(orders(chosen)) if alike == "independent" else order)
-    if alike == "alike":
-        drawn = [draw_swaps(draw, chosen, own) for own in drawn]
-    groups = {name: draw_groups(draw, ranks) for names in layout.values() for name in names if draw(st.booleans())}
-    costs = tuple(draw(st.lists(st.integers(1, 9), min_size=3, max_size=7)))
-    return RankCase(tuple(lower(chosen, own) for own in drawn), groups, costs)
+    program = draw(programs())
+    random = Random(draw(st.integers(0, 2**32)))
+    kinds = [pick_collectives(random, program, layout) for _ in range(2)]
+    chosen = tuple(random.choices(kinds, k=random.randint(2, 3)))
+    ranks = random.randint(2, 4)
+    swaps = random.choice([0, FEW, FEW, MANY])
+    order = swap_neighbours(random, chosen, sequential(chosen), MANY)
+    own = [swap_neighbours(random, chosen, order, swaps) for _ in range(ranks)]
+    names = [name for lane in layout for name in layout[lane] if random.random() < 0.5]
+    groups = {name: pick_groups(random, ranks) for name in names}
+    costs = tuple(random.choices(range(1, 10), k=7))
+    return RankCase(tuple(lower(chosen, order) for order in own), groups, costs)
 
 
-def draw_collectives(draw: st.DrawFn, program: Program, layout: Layout) -> Program:
+def pick_collectives(random: Random, program: Program, layout: Layout) -> Program:
     """Make some ops collectives, on a lane that has such, and let some ops sync the host."""
     collectives = [(lane, name) for lane, names in layout.items() for name in names]
 
     def change(op: Op) -> Op:
-        lane, communicator = draw(st.sampled_from([(op.lane, None), (op.lane, None), *collectives]))
-        return replace(op, lane=lane, communicator=communicator, host_sync=draw(st.sampled_from([False, False, True])))
+        lane, communicator = random.choice([(op.lane, None), (op.lane, None), *collectives])
+        return replace(op, lane=lane, communicator=communicator, host_sync=random.random() < 0.3)
 
     return replace(program, ops=tuple(change(op) for op in program.ops))
 
 
-def draw_swaps(draw: st.DrawFn, chosen: Sequence[Program], order: tuple[Issue, ...]) -> tuple[Issue, ...]:
-    """Let neighbours in an order change places a few times, where that is legal."""
+def swap_neighbours(random: Random, chosen: Sequence[Program], order: Order, times: int) -> Order:
+    """Let neighbours in an order change places, each time at random and where that is legal."""
     issues = list(order)
-    for number in draw(st.lists(st.integers(0, len(issues) - 2), max_size=6)):
+    for number in random.choices(range(len(issues) - 1), k=times):
         first, second = issues[number : number + 2]
         ops = [chosen[issue.micro_batch].ops[issue.position] for issue in (first, second)]
-        are_ordered = all(op.ordered for op in ops) and ops[0].label == ops[1].label
-        if first.micro_batch != second.micro_batch and not are_ordered:
+        must_stay = all(op.ordered for op in ops) and ops[0].label == ops[1].label
+        if first.micro_batch != second.micro_batch and not must_stay:
             issues[number : number + 2] = [second, first]
     return tuple(issues)
 
 
-def draw_groups(draw: st.DrawFn, ranks: int) -> list[list[int]]:
-    """Return any partition of the ranks: pairs, singles, all, in any order."""
-    of_rank = [draw(st.integers(0, 2)) for _ in range(ranks)]
-    return [[rank for rank in range(ranks) if of_rank[rank] == group] for group in sorted(set(of_rank))]
+def pick_groups(random: Random, ranks: int) -> list[list[int]]:
+    """Return any partition of the ranks: pairs, singles, all."""
+    group_of = [random.randint(0, 2) for _ in range(ranks)]
+    return [[rank for rank in range(ranks) if group_of[rank] == group] for group in sorted(set(group_of))]

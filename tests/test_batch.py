@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, find_cuts, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, decide_together, find_cuts, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import SplitError
 from tests.strategies import batches
@@ -175,3 +175,50 @@ def test_cuts_that_were_found_are_accepted_when_given(batch: Batch, micro_batche
     cuts = find_cuts(batch, micro_batches)
     slices = slice_batch(batch, cuts)
     assert tuple(left.last_token for left, _ in pairwise(slices)) == cuts
+
+
+@given(
+    tokens=st.lists(st.integers(1, 5000), min_size=2, max_size=6),
+    parts=st.integers(2, 4),
+    mode=st.sampled_from(["auto", "always"]),
+)
+def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: int, mode: str) -> None:
+    config = RuntimeConfig(mode=mode, micro_batches=parts, min_tokens=64)
+    sizes = decide_together(tokens, config)
+    if min(tokens) < (max(parts, 64) if mode == "auto" else parts):
+        assert isinstance(sizes, Decline)
+        return
+    assert not isinstance(sizes, Decline)
+    assert len(sizes) == parts
+    for rank, count in enumerate(tokens):
+        own = [part[rank] for part in sizes]
+        assert sum(own) == count
+        assert max(own) - min(own) <= 1
+        assert min(own) >= 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "config", "decline"),
+    [
+        ([2000, 1], RuntimeConfig(mode="always"), Decline("nowhere to cut", "rank 1 has 1 tokens for 2 micro-batches")),
+        (
+            [2000, 255],
+            RuntimeConfig(),
+            Decline("fewer tokens than DBO_MIN_TOKENS", "255 < 256 on rank 1"),
+        ),
+        ([2000, 2000], RuntimeConfig(mode="off"), Decline("DBO_MODE is off")),
+    ],
+)
+def test_data_parallel_ranks_decline_with_one_reason(
+    tokens: list[int], config: RuntimeConfig, decline: Decline
+) -> None:
+    assert decide_together(tokens, config) == decline
+
+
+def test_an_agreed_cut_is_taken_wherever_it_falls() -> None:
+    batch = Batch((10, 10), 20)
+    with pytest.raises(SplitError, match="a piece of 1 tokens"):
+        slice_batch(batch, [9])
+    assert [piece.size for piece in slice_batch(batch, [9], agreed=True)] == [9, 11]
+    with pytest.raises(SplitError, match="cannot take"):
+        slice_batch(Batch((10, 10), 20, cuttable=False), [9], agreed=True)

@@ -14,7 +14,7 @@ from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule, Step, lower
+from dbo_runtime.schedule import Issue, Schedule, Step, lower
 from tests.programs import record_toy
 from tests.strategies import Case, cases, make_inputs
 
@@ -90,6 +90,113 @@ def test_the_cost_sees_the_step_also_when_the_run_is_recorded() -> None:
     Executor(schedule, device, EventTable(device)).run([(0,), (1,)], instrument=recorder)
     assert device.makespan == 14
     assert len(recorder.timeline().spans) == 8
+
+
+def simulate_spans(program: Program, issue: float) -> list[tuple[str, int, float, float]]:
+    programs = [program] * 2
+    spans = simulate(lower(programs, alternate(programs)), cost, issue).spans
+    return [(span.op, span.micro_batch, span.start, span.end) for span in spans]
+
+
+def test_a_slow_host_issues_one_step_after_another() -> None:
+    assert simulate_spans(record_layers(1), issue=1) == [
+        ("L0.attention", 0, 1, 4),
+        ("L0.reduce", 0, 4, 6),  # issued at 2, while the attention runs
+        ("L0.attention", 1, 4, 7),
+        ("L0.reduce", 1, 7, 9),
+    ]
+    assert simulate_spans(record_layers(1), issue=4) == [
+        ("L0.attention", 0, 4, 7),
+        ("L0.reduce", 0, 8, 10),
+        ("L0.attention", 1, 12, 15),
+        ("L0.reduce", 1, 16, 18),
+    ]
+
+
+def test_a_host_sync_keeps_the_host_until_the_step_begins() -> None:
+    """Until its lane is free, and not to its end: the attention is issued when the second reduce begins."""
+    p = ProgramBuilder()
+    x = p.input("x")
+    reduced = p.comm("reduce", lambda x: x, x)
+    p.comm("reduce2", lambda x: x, reduced, host_sync=True)
+    program = p.build(p.compute("attention", lambda x: x, x))
+    schedule = lower([program], sequential([program]))
+    costs = {"reduce": 2.0, "reduce2": 5.0, "attention": 3.0}
+    spans = simulate(schedule, lambda step: costs[step.op.name], issue=1).spans
+    assert [(span.start, span.end) for span in spans] == [(1, 3), (3, 8), (4, 7)]
+
+
+def test_a_host_sync_waits_for_the_inputs_of_its_step() -> None:
+    p = ProgramBuilder()
+    x = p.compute("attention", lambda x: x, p.input("x"))
+    p.comm("reduce", lambda x: x, x, host_sync=True)
+    program = p.build(p.op("attention2", lambda x: x, x, lane="aux"))
+    schedule = lower([program], sequential([program]))
+    costs = {"attention": 3.0, "reduce": 2.0, "attention2": 1.0}
+    spans = simulate(schedule, lambda step: costs[step.op.name]).spans
+    assert [(span.start, span.end) for span in spans] == [(0, 3), (3, 5), (3, 4)]
+
+
+EXPERT_COSTS = {
+    "attention": 4.0,
+    "gate": 0.5,
+    "sizes": 0.2,
+    "dispatch": 1.0,
+    "shared": 2.0,
+    "experts": 4.0,
+    "combine": 1.0,
+    "merge": 0.1,
+}
+
+
+def time_experts(policy: Policy, host_sync: bool, shared_first: bool = False, issue: float = 0.01) -> float:
+    """Return how long eight layers of a mixture of experts take for two micro-batches.
+
+    With *host_sync* the host must know the sizes before it can dispatch. The shared experts, which need no other rank,
+    are declared after that, or *shared_first* before it.
+    """
+    p = ProgramBuilder()
+    x = p.input("x")
+    for index in range(8):
+        with p.layer(index):
+            x = p.compute("attention", tuple, x)
+            sizes = p.comm("sizes", tuple, p.compute("gate", tuple, x))
+            shared = [p.compute("shared", tuple, x)] if shared_first else []
+            sent = p.comm("dispatch", tuple, x, sizes, host_sync=host_sync)
+            shared = shared or [p.compute("shared", tuple, x)]
+            routed = p.comm("combine", tuple, p.compute("experts", tuple, sent))
+            x = p.compute("merge", tuple, routed, *shared)
+    programs = [p.build(x)] * 2
+    return simulate(lower(programs, policy(programs)), lambda step: EXPERT_COSTS[step.op.name], issue).duration
+
+
+def test_a_host_sync_is_nearly_free_where_it_is_issued_after_work_that_hides_it() -> None:
+    without = time_experts(alternate, host_sync=False, shared_first=True)
+    assert without <= time_experts(alternate, host_sync=True, shared_first=True) < 1.01 * without
+
+
+def test_a_host_sync_costs_time_where_the_work_that_could_hide_it_comes_after_it() -> None:
+    """In sequence, the shared experts wait for the sizes; taking turns, those of micro-batch 0 wait for dispatch/1."""
+    for policy, least in ((sequential, 1.01), (alternate, 1.03)):
+        assert time_experts(policy, host_sync=True) > least * time_experts(policy, host_sync=False)
+
+
+def test_taking_turns_pays_in_spite_of_a_host_sync() -> None:
+    in_sequence = time_experts(sequential, host_sync=False)
+    assert time_experts(alternate, host_sync=True) < 0.98 * in_sequence
+    assert time_experts(alternate, host_sync=True, shared_first=True) < 0.93 * in_sequence
+
+
+@settings(max_examples=150)
+@given(cases(), st.lists(st.integers(1, 9), min_size=7, max_size=7))
+def test_without_issue_costs_nothing_but_waits_and_lanes_counts(case: Case, costs: list[int]) -> None:
+    schedule = case.lower()
+    spans = simulate(schedule, lambda step: costs[step.issue.position]).spans
+    lane_ends: dict[str, float] = {}
+    ends: dict[Issue, float] = {}
+    for step, span in zip(schedule.steps, spans, strict=True):
+        assert span.start == max([lane_ends.get(span.lane, 0), *(ends[issue] for issue in step.waits)])
+        lane_ends[span.lane] = ends[step.issue] = span.end
 
 
 @settings(max_examples=150)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,19 +46,42 @@ def test_the_demo_on_npu_says_what_is_missing() -> None:
     assert "vllm-ascend" in done.stderr
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.root
-def test_two_hosts_give_the_same_tokens_and_leave_nothing_behind() -> None:
+@pytest.fixture
+def nothing_left_behind() -> Iterator[None]:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("network namespaces need root and iproute2")
     before = list_namespaces()
+    yield
+    assert list_namespaces() == before
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_two_hosts_give_the_same_tokens() -> None:
     done = run_example("two_hosts.py", "--repeat", "1", "--prefills", "2x150", "--hidden", "128", "--layers", "2")
     assert done.returncode == 0, done.stderr[-4000:]
     row = next(line for line in done.stdout.splitlines() if line.startswith("2x150"))
     assert row.endswith("yes")
     assert re.search(r"\d+% of the communication ran beside computation", done.stdout)
-    assert list_namespaces() == before
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_two_hosts_with_half_of_the_experts_each_run_some_while_tokens_travel() -> None:
+    words = ["--parallel", "data-expert", "--rate", "1gbit", "--repeat", "1", "--prefills", "2x150"]
+    done = run_example("two_hosts.py", *words)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "DP=2 with expert parallel" in done.stdout
+    assert re.search(r"^prefill +unsplit .* dual-batch overlap .* same tokens$", done.stdout, re.MULTILINE)
+    assert re.search(r"^2x150( +[\d.]+ s){3}( +[\d.]+x){2} +yes$", done.stdout, re.MULTILINE)
+    assert done.stdout.count("'split': 4") == 2, "each rank tells of its steps"
+    assert re.search(r"compute \|[01.]+\|\n +comm \|[01.]+\|", done.stdout)
+    beside = re.findall(r"([\d.]+)% of dispatch ran beside another micro-batch's experts", done.stdout)
+    assert [float(share) > 0 for share in beside] == [True]
 
 
 def list_namespaces() -> str:

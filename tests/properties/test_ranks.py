@@ -53,6 +53,7 @@ def test_schedules_are_accepted_exactly_if_the_dry_run_comes_to_its_end() -> Non
 
     check()
     assert set(seen) == {"10", "12", "accepted", "accepted although orders differ"}
+    print(seen)
     assert min(seen["10"], seen["accepted"], seen["accepted although orders differ"]) >= ENOUGH, seen
     assert seen["12"] >= FEW, seen
 
@@ -69,6 +70,7 @@ def test_a_deadlock_is_found_exactly_if_the_dry_run_has_it_also_where_collective
         seen[bool(stops)] += 1
 
     check()
+    print(seen)
     assert min(seen[True], seen[False]) >= FEW, seen
 
 
@@ -88,6 +90,7 @@ def test_no_mutant_that_is_accepted_hangs() -> None:
         seen[is_refused, hangs] += 1
 
     check()
+    print(seen)
     assert min(seen[True, True], seen[True, False], seen[False, False]) >= FEW, seen
 
 

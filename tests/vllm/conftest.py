@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.vllm.engine import Engine
+from tests.vllm.ranks import Ranks
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
 ENVIRONMENT = {
@@ -31,12 +33,29 @@ def two_ranks() -> Iterator[Engine]:
     yield from start(2, share_cores())
 
 
-def start(ranks: int, cores: str) -> Iterator[Engine]:
+@pytest.fixture(scope="session")
+def expert_ranks() -> Iterator[Engine]:
+    """Return an engine with two tensor parallel workers that share out the experts."""
+    yield from start(2, share_cores(), enable_expert_parallel=True)
+
+
+@pytest.fixture(scope="session", params=["all_gather", "all_to_all"])
+def data_parallel(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Return two data parallel ranks that share out the experts, with either way to reach them."""
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "DBO_DISPATCH": request.param}
+    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **cores}, max_num_batched_tokens=2048)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def start(ranks: int, cores: str, **options: Any) -> Iterator[Engine]:
     """Start an engine in our environment, and shut it down."""
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}.items():
             patch.setenv(variable, value)
-        engine = Engine(TINY, ranks)
+        engine = Engine(TINY, ranks, **options)
         try:
             yield engine
         finally:
@@ -53,5 +72,5 @@ def share_cores() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts an engine."""
     for item in items:
-        if {"one_rank", "two_ranks"} & set(getattr(item, "fixturenames", ())):
+        if {"one_rank", "two_ranks", "expert_ranks", "data_parallel"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("vllm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,29 +27,28 @@ class Engine:
     def __init__(self, model: Path, ranks: int, **options: Any) -> None:
         from vllm import LLM
 
-        self.llm = LLM(
-            str(model),
-            tensor_parallel_size=ranks,
-            dtype="float32",
-            attention_backend="CPU_MLA",
-            enforce_eager=True,
-            kv_cache_memory_bytes=1 << 27,
-            max_model_len=1024,
-            max_num_batched_tokens=1024,
-            max_num_seqs=128,
-            max_logprobs=VOCABULARY,
-            worker_extension_cls=EXTENSION,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            **options,
-        )
+        defaults = {
+            "tensor_parallel_size": ranks,
+            "dtype": "float32",
+            "attention_backend": "CPU_MLA",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 27,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 128,
+            "max_logprobs": VOCABULARY,
+            "worker_extension_cls": EXTENSION,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        self.llm = LLM(str(model), **{**defaults, **options})
 
     def configure(self, **settings: str) -> None:
         """Change settings from the next step on, such as DBO_MODE="off"."""
         self.llm.collective_rpc("dbo_configure", args=(settings,))
 
-    def cut_at(self, *cuts: int) -> None:
-        """Cut every step at these tokens, where it can be."""
+    def cut_at(self, *cuts: int | list[int]) -> None:
+        """Cut every step at these tokens, where it can be; data parallel ranks take a list for each of them."""
         self.llm.collective_rpc("dbo_cut_at", args=(list(cuts),))
 
     def cut_by_settings(self) -> None:
@@ -88,6 +87,35 @@ class Engine:
                     finished[int(output.request_id)] = _read_answer(output)
             step += 1
         return [finished[i] for i in range(len(prompts))]
+
+    def step_once(self, prompt: Sequence[int]) -> list[Answer]:
+        """Run one step, which is the prefill of one prompt."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=VOCABULARY)
+        self.llm.llm_engine.add_request("once", {"prompt_token_ids": list(prompt)}, sampling)
+        return [_read_answer(output) for output in self.llm.llm_engine.step()]
+
+    def serve(self, arrivals: Mapping[int, Sequence[Sequence[int]]], steps: int, tokens: int) -> dict[str, Answer]:
+        """Run *steps* turns, in each of which some prompts arrive; return the answers by `turn-number`.
+
+        Data parallel ranks take the same number of turns. One that has nothing to do runs a dummy batch, as in serving.
+        """
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=VOCABULARY)
+        engine = self.llm.llm_engine
+        finished: dict[str, Answer] = {}
+        for turn in range(steps):
+            for number, prompt in enumerate(arrivals.get(turn, ())):
+                engine.add_request(f"{turn}-{number}", {"prompt_token_ids": list(prompt)}, sampling)
+            if not engine.has_unfinished_requests():  # of any rank: all of them ask
+                continue
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = _read_answer(output)
+        assert not engine.has_unfinished_requests(), "more steps are needed"
+        return finished
 
     def answer(self, prompts: Sequence[str], tokens: int = 12) -> list[str]:
         """Generate greedily from text; return text."""

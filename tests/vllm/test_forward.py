@@ -367,3 +367,23 @@ def test_cuts_that_cannot_be_made_are_left_out() -> None:
     assert forward.planner.choose_cuts(BATCH) == [4, 6]
     extension.dbo_cut_at(None)
     assert forward.planner.choose_cuts is None
+
+
+@pytest.mark.parametrize(
+    ("cuts", "tokens", "sizes"),
+    [
+        ([[4], [2]], [8, 6], ((4, 2), (4, 4))),
+        ([[2, 4], [1, 5]], [8, 6], ((2, 1), (2, 4), (4, 1))),
+        ([[2, 4], [1, 5]], [8, 5], ((2, 1), (6, 4))),  # the second rank can make only one of its cuts, so both do
+        ([[4], [2]], [8, 2], Decline("nowhere to cut", "a rank has fewer tokens than its first cut")),
+    ],
+)
+def test_data_parallel_ranks_are_given_the_cuts_of_all(cuts: list[list[int]], tokens: list[int], sizes: Any) -> None:
+    forward = make_forward(Model())
+    extension = make_extension(forward)
+    extension.dbo_cut_at(cuts)
+    assert forward.planner.choose_cuts is None
+    assert forward.planner.choose_sizes is not None
+    assert forward.planner.choose_sizes(tokens) == sizes
+    extension.dbo_cut_at(None)
+    assert forward.planner.choose_sizes is None

@@ -33,12 +33,14 @@ def test_two_ranks_served_with_overlap_answer_as_without(tmp_path: Path) -> None
     assert log.count("new plan") == 1
 
 
-def test_expert_parallel_is_served_whole_and_the_log_says_why(tmp_path: Path) -> None:
-    with serve(TINY, tmp_path / "log", "--enable-expert-parallel", **ON, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
+def test_data_and_expert_parallel_served_with_overlap_answer_as_without(tmp_path: Path) -> None:
+    options = ("--data-parallel-size=2", "--enable-expert-parallel")
+    with serve(TINY, tmp_path / "log", *options, **ON, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
         assert server.complete(PROMPTS) == ANSWERS
         log = server.log.read_text()
-    assert "every step runs whole  reason=not supported yet: expert parallel" in log
-    assert "new plan" not in log
+    assert log.count("dual-batch overlap is active") == 1
+    assert "ranks=2  data_parallel=2  transport=one host" in log
+    assert log.count("new plan") == 1
 
 
 def test_vllm_plugins_without_us_serves_as_if_we_were_not_installed(tmp_path: Path) -> None:
