@@ -158,10 +158,13 @@ class AllToAll:
         return Sent(exchange_rows(x[rows], sent, received, self._group), weights, ids, sent, received, x.shape[0], rows)
 
     def combine(self, partial: torch.Tensor, sent: Sent) -> torch.Tensor:
-        """Return this rank's tokens, each the sum of what its ranks sent back, in rank order."""
+        """Return this rank's tokens, each the sum of what its ranks sent back, added in fp32.
+
+        On CUDA torch adds in no fixed order, so the last bit may differ from run to run.
+        """
         back = exchange_rows(partial, sent.received, sent.sent, self._group)
-        whole = back.new_zeros((sent.tokens, *back.shape[1:]))
-        return whole.index_add_(0, _take(sent.rows), back)
+        whole = back.new_zeros((sent.tokens, *back.shape[1:]), dtype=torch.float32)
+        return whole.index_add_(0, _take(sent.rows), back.float()).to(back.dtype)
 
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -16,6 +16,7 @@ from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.policies import find_policy
 from dbo_runtime.program import Program
+from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.render import digest
 from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
@@ -51,14 +52,16 @@ class MicroBatchRuntime:
         device: where they run.
         config: the settings; may be replaced between steps, on all ranks alike.
         log: a structlog logger; told of each new plan and of the first decline of each reason, never of a step.
+        ranks: how many ranks run the same plans, and meet in their collectives.
     """
 
-    def __init__(self, program: Program, device: Device, config: RuntimeConfig, log: Any) -> None:
+    def __init__(self, program: Program, device: Device, config: RuntimeConfig, log: Any, ranks: int = 1) -> None:
         self.program = program
         self.device = device
         self.config = config
         self.statistics = Statistics()
         self._log = log
+        self._ranks = ranks
         self._events = EventTable(device)
         self._executors: dict[tuple[tuple[str, int], int], tuple[Executor, str]] = {}
 
@@ -109,7 +112,10 @@ class MicroBatchRuntime:
         if key not in self._executors:
             programs = (self.program,) * micro_batches
             schedule = lower(programs, find_policy(*policy)(programs))
-            validate(schedule)
+            if self._ranks > 1:
+                validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same: two stand for any number
+            else:
+                validate(schedule)
             name = digest(schedule)
             self._executors[key] = Executor(schedule, self.device, self._events), name
             waits = sum(len(step.waits) for step in schedule.steps)

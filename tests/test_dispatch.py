@@ -359,7 +359,7 @@ def delay(program: Program, draw: random.Random) -> Program:
     return replace(program, ops=tuple(replace(op, fn=partial(pause_and_run, op.fn)) for op in program.ops))
 
 
-class Sequence(NamedTuple):
+class Prompt(NamedTuple):
     """One rank's tokens of the reference model, and the truth about them."""
 
     x: torch.Tensor
@@ -371,12 +371,12 @@ class Sequence(NamedTuple):
         return list(zip(self.x.split(sizes), self.positions.split(sizes), strict=True))
 
 
-def draw_sequence(model: ReferenceModel, tokens: int, seed: int) -> Sequence:
+def draw_prompt(model: ReferenceModel, tokens: int, seed: int) -> Prompt:
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(100 + seed))
     positions = torch.arange(tokens)
     truth = model.forward(x, positions)
     model.clear()
-    return Sequence(x, positions, truth)
+    return Prompt(x, positions, truth)
 
 
 def connect(make: Callable[[], Dispatcher], model: ReferenceModel) -> tuple[Program, ReferenceCollectives]:
@@ -407,9 +407,9 @@ def overlap(make: Callable[[], Dispatcher], policy: tuple[str, int], micro_batch
     assert not isinstance(sizes, Decline)
     own = [size[rank] for size in sizes]
     model = ReferenceModel(hidden=HIDDEN, experts=EXPERTS)
-    sequence = draw_sequence(model, tokens[rank], seed=rank)
+    prompt = draw_prompt(model, tokens[rank], seed=rank)
     program, collectives = connect(make, model)
-    inputs, enter = sequence.cut(own), partial(collectives.enter, sizes)
+    inputs, enter = prompt.cut(own), partial(collectives.enter, sizes)
     expected = run_sequential([program] * micro_batches, inputs, enter)
 
     slow = delay(program, random.Random(rank))
@@ -419,7 +419,7 @@ def overlap(make: Callable[[], Dispatcher], policy: tuple[str, int], micro_batch
     try:
         for _ in range(2):  # the second run finds events and lanes used
             model.clear()
-            check_outputs(runtime.run(plan, inputs, enter), expected, sequence.truth)
+            check_outputs(runtime.run(plan, inputs, enter), expected, prompt.truth)
     finally:
         runtime.close()
 
@@ -439,9 +439,9 @@ def overlap_without_tokens(make: Callable[[], Dispatcher]) -> None:
     sizes = [size[:count] for size in ((5, 0, 0), (0, 4, 0), (3, 2, 0))]
     own = [size[rank] for size in sizes]
     model = ReferenceModel(hidden=HIDDEN, experts=EXPERTS)
-    sequence = draw_sequence(model, sum(own), seed=rank)
+    prompt = draw_prompt(model, sum(own), seed=rank)
     program, collectives = connect(make, model)
-    inputs, enter = sequence.cut(own), partial(collectives.enter, sizes)
+    inputs, enter = prompt.cut(own), partial(collectives.enter, sizes)
     programs = [program] * len(sizes)
     expected = run_sequential(programs, inputs, enter)
     model.clear()
@@ -450,7 +450,7 @@ def overlap_without_tokens(make: Callable[[], Dispatcher]) -> None:
         outputs = Executor(lower(programs, alternate(programs)), device, EventTable(device)).run(inputs, enter)
     finally:
         device.close()
-    check_outputs(outputs, expected, sequence.truth)
+    check_outputs(outputs, expected, prompt.truth)
 
 
 @both
@@ -479,8 +479,8 @@ def test_only_a_dispatch_whose_sizes_are_known_can_be_captured(ranks: Ranks, mak
 def test_the_reference_program_is_the_reference_forward_and_needs_its_micro_batches_in_order() -> None:
     model = ReferenceModel(hidden=HIDDEN, experts=EXPERTS)
     program = record_program(ReferenceAdapter(), model, ToyCollectives())  # which take nothing apart: one rank
-    sequence = draw_sequence(model, 12, seed=0)
-    inputs = sequence.cut([7, 5])
-    assert find_error(run_sequential([program] * 2, inputs), sequence.truth) < 1e-5
+    prompt = draw_prompt(model, 12, seed=0)
+    inputs = prompt.cut([7, 5])
+    assert find_error(run_sequential([program] * 2, inputs), prompt.truth) < 1e-5
     model.clear()
-    assert find_error(run_sequential([program] * 2, inputs[::-1])[::-1], sequence.truth) > 0.1
+    assert find_error(run_sequential([program] * 2, inputs[::-1])[::-1], prompt.truth) > 0.1

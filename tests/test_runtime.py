@@ -9,10 +9,10 @@ import pytest
 from dbo_runtime.batch import Batch, BatchSlice, Decline
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.cpu import CpuDevice
-from dbo_runtime.errors import ConfigError, DeviceError, SplitError
+from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.program import Program
+from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
 from tests.programs import record_three_lanes, record_toy
 
@@ -165,3 +165,13 @@ def test_after_close_old_plans_are_refused_and_new_ones_run(log: Log) -> None:
         runtime.run(old, inputs)
     runtime.run(plan(runtime), inputs)
     runtime.close()
+
+
+def test_plans_that_several_ranks_share_must_fit_together(log: Log) -> None:
+    """Collectives on two lanes may run in another order on another rank: one rank may, several may not."""
+    p = ProgramBuilder()
+    x = p.comm("reduce", lambda x: x, p.input("x"))
+    program = p.build(p.op("gather", lambda x: x, x, lane="side", communicator="other"))
+    assert isinstance(MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log).plan(BATCH), Plan)
+    with pytest.raises(ScheduleError, match=r"rule 9, step 2: gather/0 is a collective on lane 'side'"):
+        MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log, ranks=16).plan(BATCH)

@@ -165,8 +165,10 @@ def _make_forward(
 
     trace_builders()  # in time: builders are made after the model
     parallel = vllm_config.parallel_config
-    runtime = MicroBatchRuntime(program, open_device("cpu", capture_state=capture_thread_state), config, log)
+    everyone = get_world_group()
+    device = open_device("cpu", capture_state=capture_thread_state)
+    runtime = MicroBatchRuntime(program, device, config, log, everyone.world_size)
     votes = parallel.data_parallel_size > 1 and bool(vllm_config.cache_config.enable_prefix_caching)
-    agreement = Agreement(get_world_group(), votes)
+    agreement = Agreement(everyone, votes)
     planner = StepPlanner(runtime, ContextSplitter(vllm_config), agreement, transport, rank=parallel.data_parallel_rank)
     return SplitForward(model, model.forward, runtime, planner, agreement)
