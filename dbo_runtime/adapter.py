@@ -33,16 +33,16 @@ class ExpertParallel(Protocol):
     def exchange_sizes(self, routing: Any) -> Any:
         """Exchange how many tokens go where -> routing. For the comm lane."""
 
-    def dispatch(self, x: Any, routing: Any) -> Any:
-        """Send tokens to their experts' ranks -> what arrived here; may keep parts of *routing*. For the comm lane."""
+    def dispatch(self, x: Any, routing: Any) -> tuple[Any, Any]:
+        """Send tokens to their experts' ranks -> (what arrived here, the way back). For the comm lane."""
 
     def shared_experts(self, x: Any) -> Any:
         """Run the experts that every token passes [tokens, hidden] -> [tokens, hidden]."""
 
-    def experts(self, sent: Any) -> Any:
+    def experts(self, arrived: Any) -> Any:
         """Run this rank's experts on what arrived -> [received, hidden]."""
 
-    def combine(self, routed: Any, sent: Any) -> Any:
+    def combine(self, routed: Any, back: Any) -> Any:
         """Send results back and add them up -> [tokens, hidden]. For the comm lane."""
 
     def merge(self, routed: Any, *shared: Any) -> Any:

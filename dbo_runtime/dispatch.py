@@ -3,8 +3,11 @@
 Two ways, with one interface. `AllGather` sends every token to every rank; how much arrives is known beforehand, so the
 host never waits for the device. `AllToAll` sends a token only to ranks that hold one of its experts; how much arrives
 depends on the routing, so ranks exchange sizes first and the host has to read them (DeepEP's high-throughput kernels
-do the same). Both keep what they need between dispatch and combine in the `Sent` they return and nothing in
-themselves, so that any number of micro-batches may be on their way at once.
+do the same). An all-to-all padded to what a rank may get at most would need no sizes either, but the most is all tokens
+of a rank, so it would move what `AllGather` moves.
+
+Both keep what they need between dispatch and combine in the `WayBack` they return and nothing in themselves, so that
+any number of micro-batches may be on their way at once.
 """
 
 from __future__ import annotations
@@ -39,20 +42,28 @@ class Routing(NamedTuple):
     chosen: torch.Tensor | None = None
 
 
-class Sent(NamedTuple):
-    """What arrived at this rank, and how to send results back.
+class Arrived(NamedTuple):
+    """What arrived at this rank from all ranks, in rank order.
 
     Attributes:
-        x: tokens of all ranks that were sent here, in rank order [received, hidden].
+        x: the tokens [received, hidden].
         weights, ids: of their experts, those on other ranks included [received, top_k].
-        sent, received: rows to and from every rank [ranks].
-        tokens: number of tokens of this rank in the micro-batch.
-        rows: the token that each row sent came from [sum of sent], or None where all went to every rank.
     """
 
     x: torch.Tensor
     weights: torch.Tensor
     ids: torch.Tensor
+
+
+class WayBack(NamedTuple):
+    """How results return: kept until `combine`, while the tokens that arrived may be dropped before.
+
+    Attributes:
+        sent, received: rows to and from every rank [ranks].
+        tokens: number of tokens of this rank in the micro-batch.
+        rows: the token that each row sent came from [sum of sent], or None where all went to every rank.
+    """
+
     sent: tuple[int, ...]
     received: tuple[int, ...]
     tokens: int
@@ -72,14 +83,14 @@ class Dispatcher(Protocol):
     def exchange_sizes(self, routing: Routing) -> Routing:
         """Tell every rank how much it will get. Collective."""
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> Sent:
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
         """Send the tokens *x* [tokens, hidden] to their experts' ranks. Collective.
 
         Raises:
             SplitError: if *x* has not the number of tokens that the other ranks were told of.
         """
 
-    def combine(self, partial: torch.Tensor, sent: Sent) -> torch.Tensor:
+    def combine(self, partial: torch.Tensor, back: WayBack) -> torch.Tensor:
         """Send results [received, hidden] back and add them up -> [tokens, hidden]. Collective."""
 
 
@@ -105,16 +116,16 @@ class AllGather:
         """Return *routing*: all sizes are known."""
         return routing
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> Sent:
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
         """Gather the tokens of all ranks, and with them their routing."""
         _check_size(x, routing, self._rank)
         weights, ids = _send_routing(routing, lambda packed: gather_rows(packed, routing.sizes, self._group))
-        sent = (x.shape[0],) * self._ranks
-        return Sent(gather_rows(x, routing.sizes, self._group), weights, ids, sent, routing.sizes, x.shape[0])
+        arrived = Arrived(gather_rows(x, routing.sizes, self._group), weights, ids)
+        return arrived, WayBack((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
 
-    def combine(self, partial: torch.Tensor, sent: Sent) -> torch.Tensor:
+    def combine(self, partial: torch.Tensor, back: WayBack) -> torch.Tensor:
         """Return this rank's tokens, summed over the ranks in rank order."""
-        return reduce_rows(partial, sent.received, self._group)
+        return reduce_rows(partial, back.received, self._group)
 
 
 class AllToAll:
@@ -146,7 +157,7 @@ class AllToAll:
         dist.all_to_all_single(received, sent, group=self._group)
         return routing._replace(counts=torch.stack([sent, received]))
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> Sent:
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
         """Send each token's row to every rank marked for it. Makes the host wait for the sizes."""
         _check_size(x, routing, self._rank)
         sent, received = (tuple(counts) for counts in _take(routing.counts).tolist())
@@ -155,16 +166,17 @@ class AllToAll:
             Routing(routing.weights[rows], routing.ids[rows], routing.sizes),
             lambda packed: exchange_rows(packed, sent, received, self._group),
         )
-        return Sent(exchange_rows(x[rows], sent, received, self._group), weights, ids, sent, received, x.shape[0], rows)
+        arrived = Arrived(exchange_rows(x[rows], sent, received, self._group), weights, ids)
+        return arrived, WayBack(sent, received, x.shape[0], rows)
 
-    def combine(self, partial: torch.Tensor, sent: Sent) -> torch.Tensor:
+    def combine(self, partial: torch.Tensor, back: WayBack) -> torch.Tensor:
         """Return this rank's tokens, each the sum of what its ranks sent back, added in fp32.
 
         On CUDA torch adds in no fixed order, so the last bit may differ from run to run.
         """
-        back = exchange_rows(partial, sent.received, sent.sent, self._group)
-        whole = back.new_zeros((sent.tokens, *back.shape[1:]), dtype=torch.float32)
-        return whole.index_add_(0, _take(sent.rows), back.float()).to(back.dtype)
+        returned = exchange_rows(partial, back.received, back.sent, self._group)
+        whole = returned.new_zeros((back.tokens, *returned.shape[1:]), dtype=torch.float32)
+        return whole.index_add_(0, _take(back.rows), returned.float()).to(returned.dtype)
 
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

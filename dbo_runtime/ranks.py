@@ -44,7 +44,7 @@ class RankPlan:
 
 
 def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> None:
-    """Check the eight rules of each rank's schedule, and rules 9 to 12 between them. Linear time.
+    """Check the eight rules of each rank's schedule, and rules 9 to 12 between them. Near linear time.
 
     Raises:
         ScheduleError: naming rank, rule, step, op and line of declaration, with the table of that rank around the

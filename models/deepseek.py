@@ -4,8 +4,9 @@ What overlaps what:
 
 - Tensor parallel, with or without expert parallel: tokens stay where they are and each layer ends in one all-reduce.
   `comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next one's attention (or MLP).
-- Data parallel: tokens travel to their experts. While one micro-batch is on its way there, `compute` has the next
-  one's attention and its own shared experts; on its way back, the next one's experts.
+- Data parallel: tokens travel to their experts. While the first micro-batch's are on their way, `compute` has the
+  second one's attention; while the second one's are, the first one's shared experts and experts; while the first
+  one's return, the second one's experts; and while those return, the first one's next attention.
 
 Dense first layers overlap like the others under tensor parallel, and communicate nothing under data parallel.
 """
@@ -34,6 +35,9 @@ class DeepseekAdapter:
             return "attention scaling by position is not supported"
         if str(layers[0].input_layernorm.weight.dtype) == "torch.float16":
             return "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"
+        unknown = {type(layer.mlp).__name__ for layer in layers} - {"DeepseekV2MLP", "DeepseekV2MoE"}
+        if unknown:
+            return f"the MLP class {', '.join(sorted(unknown))} is not known"
         experts = (layer.mlp.experts for layer in layers if hasattr(layer.mlp, "experts"))
         if any(getattr(moe, "_fused_output_is_reduced", True) for moe in experts):
             return "the MoE kernel reduces its own output"

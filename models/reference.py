@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm, silu
 
 from dbo_models.layers import record_experts
 from dbo_runtime.adapter import Collectives, ExpertParallel
-from dbo_runtime.dispatch import Dispatcher, Routing, Sent
+from dbo_runtime.dispatch import Arrived, Dispatcher, Routing
 from dbo_runtime.program import ProgramBuilder, Value
 
 SHARED = -1  # the last expert is the one that every token passes
@@ -113,12 +113,12 @@ class ReferenceExperts:
         """Run the expert that every token passes."""
         return self._moe.run_expert(SHARED, x)
 
-    def experts(self, sent: Sent) -> torch.Tensor:
+    def experts(self, arrived: Arrived) -> torch.Tensor:
         """Add up, for each row that arrived, what its experts on this rank make of it -> [received, hidden]."""
-        routed = torch.zeros_like(sent.x)
+        routed = torch.zeros_like(arrived.x)
         for expert in self._collectives.experts:
-            rows, places = (sent.ids == expert).nonzero(as_tuple=True)
-            routed[rows] += sent.weights[rows, places, None] * self._moe.run_expert(expert, sent.x[rows])
+            rows, places = (arrived.ids == expert).nonzero(as_tuple=True)
+            routed[rows] += arrived.weights[rows, places, None] * self._moe.run_expert(expert, arrived.x[rows])
         return routed
 
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:

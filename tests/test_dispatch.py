@@ -27,7 +27,17 @@ from dbo_runtime.adapter import record_program
 from dbo_runtime.batch import Batch, Decline, decide_together
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.cpu import CpuDevice
-from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher, Routing, Sent, exchange_rows, gather_rows, reduce_rows
+from dbo_runtime.dispatch import (
+    AllGather,
+    AllToAll,
+    Arrived,
+    Dispatcher,
+    Routing,
+    WayBack,
+    exchange_rows,
+    gather_rows,
+    reduce_rows,
+)
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
@@ -191,7 +201,7 @@ def draw_tokens(traffic: Traffic, rank: int) -> Tokens:
     return Tokens(x.to(types.x), weights.to(types.weights), allowed[places].to(types.ids))
 
 
-def send(dispatcher: Dispatcher, tokens: Tokens, sizes: tuple[int, ...]) -> Sent:
+def send(dispatcher: Dispatcher, tokens: Tokens, sizes: tuple[int, ...]) -> tuple[Arrived, WayBack]:
     routing = dispatcher.choose_ranks(Routing(tokens.weights, tokens.ids, sizes))
     if dispatcher.exchanges_sizes:
         routing = dispatcher.exchange_sizes(routing)
@@ -209,9 +219,9 @@ def find_arrivals(everyone: list[Tokens], rank: int, only_chosen: bool) -> list[
     ]
 
 
-def check_arrival(sent: Sent, everyone: list[Tokens], only_chosen: bool) -> None:
+def check_arrival(found: Arrived, everyone: list[Tokens], only_chosen: bool) -> None:
     arrivals = find_arrivals(everyone, dist.get_rank(), only_chosen)
-    for arrived, kind in ((sent.x, "x"), (sent.weights, "weights"), (sent.ids, "ids")):
+    for arrived, kind in ((found.x, "x"), (found.weights, "weights"), (found.ids, "ids")):
         rows = [getattr(everyone[source], kind)[token] for source, token in arrivals]
         expected = torch.stack(rows) if rows else getattr(everyone[0], kind)[:0]
         assert arrived.dtype == expected.dtype, kind
@@ -219,10 +229,10 @@ def check_arrival(sent: Sent, everyone: list[Tokens], only_chosen: bool) -> None
         assert torch.equal(arrived.view(torch.uint8), expected.view(torch.uint8)), kind  # every bit of it
 
 
-def multiply(sent: Sent, owners: torch.Tensor) -> torch.Tensor:
+def multiply(arrived: Arrived, owners: torch.Tensor) -> torch.Tensor:
     """Be this rank's experts: expert e multiplies by e + 1 [received, hidden]."""
-    here = owners[sent.ids.long()] == dist.get_rank()
-    return sent.x * ((sent.ids + 1) * here).sum(dim=1, keepdim=True).to(sent.x.dtype)
+    here = owners[arrived.ids.long()] == dist.get_rank()
+    return arrived.x * ((arrived.ids + 1) * here).sum(dim=1, keepdim=True).to(arrived.x.dtype)
 
 
 def check_return(whole: torch.Tensor, own: Tokens) -> None:
@@ -237,14 +247,14 @@ def there_and_back(make: Callable[[], Dispatcher], traffics: list[Traffic], way_
     under_way = []
     for traffic in traffics:
         everyone = [draw_tokens(traffic, other) for other in range(count)]
-        sent = send(dispatcher, everyone[rank], traffic.sizes[:count])
+        arrived, back = send(dispatcher, everyone[rank], traffic.sizes[:count])
         everyone[rank].x.fill_(7)  # what was dispatched may be dropped, and its memory used again
-        under_way.append(sent)
+        under_way.append((arrived, back))
     for micro_batch in way_back:
-        traffic, sent = traffics[micro_batch], under_way[micro_batch]
+        traffic, (arrived, back) = traffics[micro_batch], under_way[micro_batch]
         everyone = [draw_tokens(traffic, other) for other in range(count)]
-        check_arrival(sent, everyone, only_chosen=make is all_to_all)
-        check_return(dispatcher.combine(multiply(sent, find_owners()), sent), everyone[rank])
+        check_arrival(arrived, everyone, only_chosen=make is all_to_all)
+        check_return(dispatcher.combine(multiply(arrived, find_owners()), back), everyone[rank])
 
 
 SIZES = [(7, 7, 7), (200, 1, 30), (1, 200, 0), (0, 5, 3), (0, 0, 0), (1, 1, 1)]

@@ -20,6 +20,7 @@ CORE = [
     "dbo_runtime.devices",
     "dbo_runtime.devices.cpu",
     "dbo_runtime.devices.virtual",
+    "dbo_runtime.devices.rehearsal",
     "dbo_runtime.observe",
     *(f"dbo_runtime.observe.{path.stem}" for path in sorted(ROOT.glob("observe/*.py")) if path.stem != "__init__"),
     "dbo_models.toy",

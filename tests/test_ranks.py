@@ -14,7 +14,7 @@ from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
 from dbo_runtime.ranks import Groups, RankPlan, find_deadlock, find_groups, validate_ranks
 from dbo_runtime.schedule import Issue, Schedule, lower
 from tests.programs import lower_toy
-from tests.rank_mutants import GROUPS, SIZES, make_plans
+from tests.rank_mutants import GROUPS, make_plans
 
 
 def record(*names: str, lane: str = COMM, communicator: str | None = None, host_sync: bool = False) -> Program:
@@ -24,6 +24,12 @@ def record(*names: str, lane: str = COMM, communicator: str | None = None, host_
     for name in names:
         x = p.op(name, lambda x: x, x, lane=lane, communicator=communicator or name, host_sync=host_sync)
     return p.build(x)
+
+
+def put_first(name: str, program: Program) -> Program:
+    """Return a program with an op on `compute` before the others."""
+    op = replace(record(name, lane=COMPUTE).ops[0], communicator=None, reads=(), writes=())
+    return replace(program, ops=(op, *program.ops))
 
 
 def run(*programs: Program, order: Sequence[int] = ()) -> Schedule:
@@ -67,9 +73,7 @@ def test_ranks_with_the_same_schedule_and_sizes_are_accepted() -> None:
 
 
 def test_ranks_may_issue_what_is_no_collective_in_another_order() -> None:
-    program = record("reduce")
-    more = replace(record("norm", lane=COMPUTE).ops[0], communicator=None)
-    programs = [replace(program, ops=(more, replace(program.ops[0], reads=more.writes)))] * 2
+    programs = [put_first("norm", record("reduce"))] * 2
     early = lower(programs, [Issue(0, 0), Issue(1, 0), Issue(0, 1), Issue(1, 1)])
     late = lower(programs, [Issue(0, 0), Issue(0, 1), Issue(1, 0), Issue(1, 1)])
     assert early.steps != late.steps
@@ -121,6 +125,13 @@ def test_rule_10_a_collective_left_out_at_the_end() -> None:
     refuse([run(*programs), run(*programs[:2])], 1, 10, 1, words)
 
 
+def test_rule_10_the_last_collective_before_the_one_left_out_is_named() -> None:
+    reduce, alone = record("reduce"), replace(put_first("norm", record("reduce")), outputs=())
+    alone = replace(alone, ops=alone.ops[:1])
+    words = "reduce/0 is followed by no other collective of communicator 'reduce', but reduce/1 of rank 0 (step 1)"
+    refuse([run(reduce, reduce, alone), run(reduce, alone, alone)], 1, 10, 0, words)
+
+
 def test_rule_10_a_collective_too_many_at_the_end() -> None:
     programs = [record("reduce")] * 3
     words = "collective number 3 of communicator 'reduce', but rank 0 has only 2"
@@ -169,7 +180,7 @@ def test_a_communicator_that_is_not_named_is_joined_by_all() -> None:
 
 
 def make_sized(*sizes: tuple[tuple[int, ...], ...]) -> list[RankPlan]:
-    programs = [record("gather", "reduce")] * 2
+    programs = [put_first("norm", record("gather", "reduce"))] * 2
     return [RankPlan(lower(programs, alternate(programs)), own) for own in sizes]
 
 
@@ -180,16 +191,9 @@ def test_rule_11_sizes_that_agree_or_are_not_known() -> None:
 
 
 def test_rule_11_sizes_that_differ() -> None:
-    plans = make_sized((), ((3, 4, 4), (5, 6, 6)), ((3, 4, 4), (5, 7, 6)))
-    words = "micro-batch 1, whose sizes are (5, 7, 6) here, but (5, 6, 6) for gather/1 of rank 1 (step 1)"
-    refuse_plans(plans, 2, 11, 1, words)
-
-
-def test_rule_11_the_first_collective_of_the_micro_batch_is_named() -> None:
-    plans = list(make_plans())
-    plans[3] = replace(plans[3], sizes=(SIZES[0], (5, 5, 6, 7)))
-    (first, *_) = (n for n, step in enumerate(plans[3].schedule.steps) if step.label == "gather/1")
-    refuse_plans(plans, 3, 11, first, "(5, 5, 6, 7)", groups=GROUPS)
+    plans = make_sized((), ((3, 4, 4), (5, 6, 6)), ((3, 4, 4), (6, 5, 6)))
+    words = "gather/1 belongs to micro-batch 1, whose sizes are (6, 5, 6) here, but (5, 6, 6) for gather/1 of rank 1"
+    refuse_plans(plans, 2, 11, 3, words)
 
 
 def test_rule_11_without_a_collective_the_first_step_is_named() -> None:
@@ -202,10 +206,14 @@ def test_rule_11_without_a_collective_the_first_step_is_named() -> None:
 @pytest.mark.parametrize(
     ("sizes", "step", "words"),
     [
-        (((3, 4),), 0, "of 2 micro-batches, but sizes are given of 1"),
-        (((3, 4), (5, 6), (7, 8)), 0, "of 2 micro-batches, but sizes are given of 3"),
-        (((3, 4), (5,)), 1, "micro-batch 1, whose sizes are (5,) here, but there are 2 ranks"),
-        (((3, 4, 5), (5, 6)), 0, "micro-batch 0, whose sizes are (3, 4, 5) here, but there are 2 ranks"),
+        (((3, 4),), 0, "norm/0 belongs to a schedule of 2 micro-batches, but sizes are given of 1"),
+        (((3, 4), (5, 6), (7, 8)), 0, "norm/0 belongs to a schedule of 2 micro-batches, but sizes are given of 3"),
+        (((3, 4), (5,)), 3, "gather/1 belongs to micro-batch 1, whose sizes are (5,) here, but there are 2 ranks"),
+        (
+            ((3, 4, 5), (5, 6)),
+            1,
+            "gather/0 belongs to micro-batch 0, whose sizes are (3, 4, 5) here, but there are 2 ranks",
+        ),
     ],
 )
 def test_rule_11_sizes_of_the_wrong_length(sizes: tuple[tuple[int, ...], ...], step: int, words: str) -> None:

@@ -34,8 +34,9 @@ def simulate_ranks(schedules: Sequence[Schedule], cost: RankCost, groups: Groups
             not recorded; saying what each rank waits for, with the table of the first that is stuck.
     """
     rehearsal = _Rehearsal(schedules, cost, groups or {})
-    while any(rehearsal.go_on(rank) for rank in rehearsal.ranks):
-        pass
+    ran = [True]
+    while any(ran):
+        ran = [rehearsal.go_on(rank) for rank in rehearsal.ranks]
     rehearsal.check_end()
     return tuple(rank.timeline() for rank in rehearsal.ranks)
 

@@ -8,7 +8,7 @@ each step under DBO_CHECK.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ class Agreement:
 
         Every rank must get here in the same steps with the same *key*, which names the plan before it is made.
         *statement* is what must be equal on all of them. The first time of a key, ranks compare; later only if they
-        vote. Their collective is one integer a rank.
+        vote. Their collective is one integer a rank. A plan that all of them compared and do not vote on is one that
+        no rank has reasons of its own against; if this one has, it must not go another way than the others.
 
         Raises:
             ScheduleError: if the ranks are about to do different things, or this rank alone cannot follow.
@@ -95,8 +96,11 @@ def find_disagreement(group: Any, own: Any) -> str | None:
     Ranks that disagree issue different collectives, and hang without a word.
     """
     said = gather(group, own)
-    if all(other == said[0] for other in said):
-        return None
+    return None if all(other == said[0] for other in said) else tell(said)
+
+
+def tell(said: Sequence[Any]) -> str:
+    """Return who says what."""
     return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
 
 

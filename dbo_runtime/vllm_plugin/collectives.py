@@ -51,7 +51,9 @@ class ModelCollectives:
             self._process_group = self._tensor_parallel.make_sibling_device_group("dbo")
         if self._data_parallel is not None:
             group = self._data_parallel.make_sibling_device_group("dbo_experts")
-            self._dispatcher = AllGather(group) if self._dispatch == "all_gather" else self._make_all_to_all(group)
+            self._dispatcher = (
+                AllGather(group) if self._expert_map is None else self._make_all_to_all(self._expert_map, group)
+            )
 
     def take_apart(self, experts: Any) -> SplitExperts | None:
         """Return an MoE layer in parts, or None if its tokens stay on their rank and it is run as one op.
@@ -101,9 +103,8 @@ class ModelCollectives:
             raise UnsupportedError("DBO_DISPATCH=all_to_all needs all layers' experts on the same ranks")
         self._expert_map = placed
 
-    def _make_all_to_all(self, group: dist.ProcessGroup) -> AllToAll:
-        assert self._expert_map is not None, "a program with experts is recorded first"
-        here = (self._expert_map >= 0).int()
+    def _make_all_to_all(self, placed: torch.Tensor, group: dist.ProcessGroup) -> AllToAll:
+        here = (placed >= 0).int()
         everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everywhere, here, group=group)
         return AllToAll(group, owners=torch.stack(everywhere).argmax(dim=0))

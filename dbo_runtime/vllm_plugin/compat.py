@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.config import ENABLE, PREFIX
@@ -17,10 +19,11 @@ def find_unknown_version() -> str | None:
     """Return why this vLLM cannot be served, or None if it is one we know."""
     import vllm
 
-    version = vllm.__version__
-    if version.startswith(KNOWN_VERSIONS):
+    if vllm.__version__.startswith(KNOWN_VERSIONS):
         return None
-    return f"vLLM {version} is not one that this dbo_runtime knows ({', '.join(v + 'x' for v in KNOWN_VERSIONS)})"
+    return (
+        f"vLLM {vllm.__version__} is not one that this dbo_runtime knows ({', '.join(v + 'x' for v in KNOWN_VERSIONS)})"
+    )
 
 
 def announce_variable() -> None:
@@ -37,25 +40,55 @@ def pass_settings_on() -> None:
         os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])
 
 
-def find_transport(everyone: Any, tensor_parallel: Any, hosts: int) -> str:
-    """Return how the ranks of the group *everyone* communicate: `none`, `shared memory`, `one host` or `network`.
+class Groups(NamedTuple):
+    """vLLM's coordinators of the ranks that communicate in a step of one model.
+
+    Attributes:
+        tensor_parallel: the ranks that all-reduce.
+        data_parallel: those between which tokens travel to experts; None where tokens stay on their rank.
+        everyone: all of them. Not vLLM's world: replicas that know nothing of each other may share that.
+    """
+
+    tensor_parallel: Any
+    data_parallel: Any
+    everyone: Any
+
+
+def find_groups(vllm_config: Any) -> Groups:
+    """Return the groups of the model that this worker serves."""
+    from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_tp_group
+
+    if get_dp_group().world_size == 1 or not vllm_config.model_config.is_moe:
+        return Groups(get_tp_group(), None, get_tp_group())
+    return Groups(get_tp_group(), get_dp_group(), get_ep_group())
+
+
+def find_transport(groups: Groups, hosts: int) -> str:
+    """Return how the ranks on *hosts* hosts communicate: `none`, `shared memory`, `one host` or `network`.
 
     vLLM's CPU build reduces over shared memory if all ranks of a tensor parallel group are on one host: that spins on
     the cores that compute, and there is nothing to hide.
     """
-    if everyone.world_size == 1:
+    if groups.everyone.world_size == 1:
         return "none"
-    if tensor_parallel.world_size == 1:
+    if groups.data_parallel is not None:
         return "one host" if hosts == 1 else "network"
-    module = getattr(tensor_parallel.device_communicator, "dist_module", None)
+    module = getattr(groups.tensor_parallel.device_communicator, "dist_module", None)
     return "shared memory" if type(module).__name__ == "_CPUSHMDistributed" else "network"
 
 
 def find_host() -> str:
-    """Return the address of this host, by which ranks see whether they share it."""
+    """Return name and address of this host, by which ranks see whether they share it."""
     from vllm.utils.network_utils import get_ip
 
-    return str(get_ip())
+    return f"{socket.gethostname()} {get_ip()}"
+
+
+def describe_versions() -> str:
+    """Return the versions that ranks must share to decide alike."""
+    import vllm
+
+    return f"dbo_runtime {version('dbo-runtime')}, vllm {vllm.__version__}"
 
 
 def find_platform() -> str:
@@ -106,6 +139,12 @@ RECOMPUTED = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 
 UNSUPPORTED = ("encoder_seq_lens", "num_logits_indices", "dcp_local_seq_lens", "mm_req_doc_ranges")
 """Fields of features that cannot be split yet: cross attention, fast prefill, context parallel, prefix-LM images."""
+
+MOE_RUNNERS = ("MoERunner",)
+"""What runs an MoE layer. Classes are known by their exact names: one derived from them may do something else."""
+
+MOE_METHODS = ("UnquantizedFusedMoEMethod",)
+"""What applies a layer's weights by calling the kernel, and does nothing else."""
 
 GATHERING_DISPATCH = ("MoEPrepareAndFinalizeNaiveDPEPModular",)
 """Kernels' prepare and finalize that gather tokens and scatter results, and do nothing else in between."""

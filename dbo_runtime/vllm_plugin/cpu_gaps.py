@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,34 +39,83 @@ def mend_gaps() -> list[str]:
     return mended
 
 
-def _experts_class() -> Any:
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+def _find_blind_experts() -> list[Any]:
+    """Return the expert kernels whose `apply` never reads the `expert_map` that it is given."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 
-    return CPUUnquantizedExperts
+    own = [kind for kind in vars(cpu_moe).values() if inspect.isclass(kind) and kind.__module__ == cpu_moe.__name__]
+    kernels: list[Any] = [kind for kind in own if issubclass(kind, FusedMoEExpertsModular) and "apply" in vars(kind)]
+    return [kind for kind in kernels if not _reads(kind.apply, "expert_map")]
 
 
-def _ignores_expert_map() -> bool:
-    """Return whether the experts' `apply` never reads the `expert_map` that it is given."""
-    code = dis.get_instructions(_experts_class().apply)
-    return not any(step.opname.startswith("LOAD_FAST") and "expert_map" in str(step.argval) for step in code)
+def _reads(function: Any, argument: str) -> bool:
+    steps = dis.get_instructions(function)
+    return any(step.opname.startswith("LOAD_") and argument in str(step.argval) for step in steps)
 
 
 def _map_experts() -> None:
-    """Translate global expert numbers before the kernel sees them; experts of other ranks get weight 0."""
-    experts = _experts_class()
-    apply = experts.apply
+    for kernel in _find_blind_experts():
+        kernel.apply = _run_experts_here(kernel.apply)
+
+
+def _run_experts_here(apply: Callable[..., None]) -> Callable[..., None]:
+    """Give the kernel only the (token, expert) pairs whose expert is here, with its number on this rank."""
 
     @functools.wraps(apply)
-    def apply_mapped(self: Any, *args: Any, expert_map: torch.Tensor | None, **kwargs: Any) -> None:
-        if expert_map is not None:
-            ids = kwargs["topk_ids"]
-            local = expert_map[ids.long()]
-            elsewhere = local < 0
-            kwargs["topk_ids"] = local.masked_fill(elsewhere, 0).to(ids.dtype)
-            kwargs["topk_weights"] = kwargs["topk_weights"].masked_fill(elsewhere, 0.0)
-        apply(self, *args, expert_map=None, **kwargs)
+    def run(
+        self: Any,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        common = (activation, global_num_experts, None)
+        if expert_map is None:
+            apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *common, *args, **kwargs)
+            return
+        here = expert_map[topk_ids.long()]
+        tokens, slots = (here >= 0).nonzero(as_tuple=True)
+        ids = here[tokens, slots, None].to(topk_ids.dtype)
+        pairs = torch.empty((len(tokens), output.shape[1]), dtype=output.dtype)
+        if len(tokens):
+            weights = topk_weights[tokens, slots, None]
+            apply(self, pairs, hidden_states[tokens], w1, w2, weights, ids, *common, *args, **kwargs)
+        output.copy_(torch.zeros(output.shape).index_add_(0, tokens, pairs.float()))
 
-    experts.apply = apply_mapped
+    return run
+
+
+def _traces_experts() -> bool:
+    """Return whether the MoE runner makes a case of the CPU, where it lets torch.compile look into the layer."""
+    return "is_cpu" in _runner_class()._select_forward.__code__.co_names
+
+
+def _hide_experts() -> None:
+    """Call the layer as one opaque op, as on other platforms, where sizes or experts depend on data."""
+    runner = _runner_class()
+    select = runner._select_forward
+
+    @functools.wraps(select)
+    def select_forward(self: Any) -> Any:
+        if self.moe_config.dp_size == 1 and self.moe_config.ep_size == 1:
+            return select(self)
+        return torch.ops.vllm.moe_forward if self._shared_experts is None else torch.ops.vllm.moe_forward_shared
+
+    runner._select_forward = select_forward
+
+
+def _runner_class() -> Any:
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    return MoERunner
 
 
 def _communicator_class() -> Any:
@@ -114,7 +164,7 @@ GAPS = (
     Gap(
         symptom="expert parallel on CPU ends in a segmentation fault: expert_map is ignored",
         version="0.30.0",
-        is_open=_ignores_expert_map,
+        is_open=lambda: bool(_find_blind_experts()),
         mend=_map_experts,
     ),
     Gap(
@@ -122,5 +172,11 @@ GAPS = (
         version="0.30.0",
         is_open=_lacks_uneven_collectives,
         mend=_add_uneven_collectives,
+    ),
+    Gap(
+        symptom="torch.compile of a data parallel MoE fails on CPU: it is traced, and its sizes depend on data",
+        version="0.30.0",
+        is_open=_traces_experts,
+        mend=_hide_experts,
     ),
 )

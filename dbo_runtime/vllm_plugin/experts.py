@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm import forward_context
 
-from dbo_runtime.dispatch import Dispatcher, Routing, Sent
+from dbo_runtime.dispatch import Arrived, Dispatcher, Routing, WayBack
 from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.vllm_plugin import compat
 
@@ -23,10 +23,9 @@ def travels(runner: Any) -> bool:
     Raises:
         UnsupportedError: if it is no MoE layer that we know.
     """
-    config = getattr(runner, "moe_config", None)
-    if config is None or not hasattr(runner, "routed_experts"):
+    if type(runner).__name__ not in compat.MOE_RUNNERS:
         raise UnsupportedError(f"the MoE class {type(runner).__name__} is not one that can be taken apart")
-    return bool(config.dp_size > 1)
+    return bool(runner.moe_config.dp_size > 1)
 
 
 def find_expert_hazard(runner: Any) -> str | None:
@@ -36,6 +35,9 @@ def find_expert_hazard(runner: Any) -> str | None:
     name = type(getattr(impl, "prepare_finalize", None)).__name__
     if name not in compat.GATHERING_DISPATCH:
         return f"the MoE dispatch {name} cannot be taken apart (known: {', '.join(compat.GATHERING_DISPATCH)})"
+    method = type(runner.routed_experts.quant_method).__name__
+    if method not in compat.MOE_METHODS:
+        return f"the MoE method {method} cannot be taken apart (known: {', '.join(compat.MOE_METHODS)})"
     quantized = impl.fused_experts.quant_config.quant_dtype is not None
     hazards = (
         (quantized and not impl.fused_experts.expects_unquantized_inputs, "quantizes tokens before it sends them"),
@@ -80,7 +82,7 @@ class SplitExperts:
         """Tell every rank how many rows it will get."""
         return self._find_dispatcher().exchange_sizes(routing)
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> Sent:
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
         """Send *x* [tokens, hidden] to its experts' ranks."""
         return self._find_dispatcher().dispatch(x, routing)
 
@@ -89,39 +91,39 @@ class SplitExperts:
         result: torch.Tensor = self._runner.shared_experts._layer(x)
         return result
 
-    def experts(self, sent: Sent) -> torch.Tensor:
+    def experts(self, arrived: Arrived) -> torch.Tensor:
         """Run the kernel of the experts between vLLM's prepare and finalize -> [received, hidden]."""
         layer = self._runner.routed_experts
         impl = layer.quant_method.moe_kernel.impl
         routed = impl._fused_experts(
-            in_dtype=sent.x.dtype,
-            a1q=sent.x,
+            in_dtype=arrived.x.dtype,
+            a1q=arrived.x,
             a1q_scale=None,
             w1=layer.w13_weight,
             w2=layer.w2_weight,
-            topk_weights=sent.weights,
-            topk_ids=sent.ids,
+            topk_weights=arrived.weights,
+            topk_ids=arrived.ids,
             activation=layer.activation,
             global_num_experts=layer.global_num_experts,
             local_num_experts=layer.w13_weight.shape[0],
             expert_map=layer.expert_map,
             apply_router_weight_on_input=False,
             expert_tokens_meta=None,
-            output_alias=torch.empty_like(sent.x),  # else it may lie in a workspace that the next micro-batch reuses
+            output_alias=torch.empty_like(arrived.x),  # else it may lie in a workspace that the next micro-batch reuses
         )
         reduce = compat.find_weight_and_reduce(impl)
         result: torch.Tensor = reduce.apply(
             output=None,
             fused_expert_output=routed,
-            topk_weights=sent.weights,
-            topk_ids=sent.ids,
+            topk_weights=arrived.weights,
+            topk_ids=arrived.ids,
             apply_router_weight_on_input=False,
         )
         return result
 
-    def combine(self, routed: torch.Tensor, sent: Sent) -> torch.Tensor:
+    def combine(self, routed: torch.Tensor, back: WayBack) -> torch.Tensor:
         """Send results back -> [tokens, hidden]."""
-        return self._find_dispatcher().combine(routed, sent)
+        return self._find_dispatcher().combine(routed, back)
 
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
         """Scale what the experts gave and add the shared experts, as the runner does at its end."""

@@ -43,7 +43,11 @@ class WorkerExtension:
         """Cut every step at these token offsets (those that it can be cut at), whatever the settings say.
 
         Data parallel ranks take one list each, in rank order, and all of them are given all lists. None returns to the
-        settings. For tests and experiments.
+        settings. For tests and experiments; with data parallel ranks only while no request runs, because they would
+        hear of it between different steps.
+
+        Raises:
+            SplitError: if data parallel ranks are given one list for all.
         """
         forward = self._dbo_forward()
         if forward is None:
@@ -52,13 +56,15 @@ class WorkerExtension:
         planner.choose_cuts = planner.choose_sizes = None
         if cuts and isinstance(cuts[0], list):
             planner.choose_sizes = partial(_keep_common, cuts)
+        elif cuts and planner.rank is not None:
+            raise SplitError(f"data parallel ranks take a list of cuts each, all of them in one call, not {cuts}.")
         elif cuts is not None:
             planner.choose_cuts = partial(_keep_possible, cuts)
 
     def dbo_configure(self, settings: dict[str, str]) -> None:
         """Read the settings again from the environment with these on top, such as {"DBO_MODE": "off"}.
 
-        In force from the next step on. For tests and measurements.
+        In force from the next step on. For tests and measurements; with data parallel ranks only while no request runs.
         """
         forward = self._dbo_forward()
         if forward is not None:

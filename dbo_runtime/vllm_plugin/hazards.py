@@ -46,6 +46,8 @@ def find_context_hazard(context: Any, tokens: int) -> Decline | None:
 
 def find_agreed_hazard(context: Any) -> Decline | None:
     """Return why a step runs whole on all data parallel ranks, from what vLLM has made equal on them."""
+    if context.dp_metadata is None:
+        return Decline("no data parallel metadata")
     if context.cudagraph_runtime_mode.name != "NONE":
         return Decline("padded to the size of a graph on all data parallel ranks")
     return None

@@ -38,8 +38,9 @@ def install(config: RuntimeConfig) -> None:
     @functools.wraps(original)
     def init_device(self: Any) -> None:
         original(self)
-        _mend_platform()
+        _mend_platform(self.vllm_config.parallel_config, quiet=self.global_rank > 0)
         _wrap_load_model(self.worker.model_runner, config)
+        _wrap_warm_up(self.worker)
 
     setattr(init_device, _INSTALLED, True)
     WorkerWrapperBase.init_device = init_device
@@ -59,6 +60,23 @@ def _wrap_load_model(runner: Any, config: RuntimeConfig) -> None:
     runner.load_model = load_and_attach
 
 
+def _wrap_warm_up(worker: Any) -> None:
+    """Split nothing before vLLM has profiled and compiled: what it measures and compiles there are whole steps."""
+    warm_up = worker.compile_or_warm_up_model
+
+    @functools.wraps(warm_up)
+    def warm_up_and_serve(*args: Any, **kwargs: Any) -> Any:
+        from dbo_runtime.vllm_plugin.forward import SplitForward
+
+        result = warm_up(*args, **kwargs)
+        forward = worker.model_runner.get_model().forward
+        if isinstance(forward, SplitForward):
+            forward.planner.serving = True
+        return result
+
+    worker.compile_or_warm_up_model = warm_up_and_serve
+
+
 def attach(
     model: Any, vllm_config: Any, config: RuntimeConfig, architecture: str, adapter: ModelAdapter | None
 ) -> None:
@@ -67,33 +85,29 @@ def attach(
     Raises:
         ConfigError: if the ranks were given different settings.
     """
-    from vllm.distributed.parallel_state import get_dp_group, get_tp_group, get_world_group
-
     from dbo_runtime.vllm_plugin.collectives import ModelCollectives
 
     if _INSTALLED in model.__dict__:
         return  # loaded again into the same instance
-    everyone, data_parallel = get_world_group(), get_dp_group()
-    log = open_log(quiet=everyone.rank_in_group > 0)  # all ranks come to the same; one tells
-    collectives = ModelCollectives(
-        get_tp_group(), data_parallel if data_parallel.world_size > 1 else None, config.dispatch
-    )
+    groups = compat.find_groups(vllm_config)
+    log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells
+    collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch)
     program = _record(adapter, architecture, model, vllm_config, collectives)
-    hosts = _compare_settings(everyone, config, program)
+    hosts = _compare_settings(groups.everyone, config, program, _votes(vllm_config, groups))
     if adapter is None or isinstance(program, str):
         log.warning("every step runs whole", reason=program, model=architecture)
         return
     collectives.connect()
-    transport = compat.find_transport(everyone, get_tp_group(), hosts)
-    model.forward = _make_forward(program, model, vllm_config, config, transport, log)
+    transport = compat.find_transport(groups, hosts)
+    model.forward = _make_forward(program, model, vllm_config, config, groups, transport, log)
     setattr(model, _INSTALLED, True)
     log.info(
         "dual-batch overlap is active",
         model=architecture,
         adapter=name_adapter(adapter),
         device=compat.find_platform(),
-        ranks=everyone.world_size,
-        data_parallel=data_parallel.world_size,
+        ranks=groups.everyone.world_size,
+        data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,
         transport=transport,
         mode=config.mode,
         micro_batches=config.micro_batches,
@@ -105,14 +119,14 @@ def attach(
     )
 
 
-def _mend_platform() -> None:
-    """Mend what of this vLLM expert parallel needs on CPU, split or not."""
-    if compat.find_platform() != "cpu":
+def _mend_platform(parallel: Any, quiet: bool) -> None:
+    """Mend what of this vLLM expert and data parallel need on CPU, split or not."""
+    if compat.find_platform() != "cpu" or not (parallel.enable_expert_parallel or parallel.data_parallel_size > 1):
         return
     from dbo_runtime.vllm_plugin.cpu_gaps import mend_gaps
 
     for symptom in mend_gaps():
-        open_log().info("mended a fault of vLLM", symptom=symptom)
+        open_log(quiet=quiet).info("mended a fault of vLLM", symptom=symptom)
 
 
 def _record(
@@ -135,28 +149,37 @@ def _record(
         return str(error)
 
 
-def _compare_settings(group: Any, config: RuntimeConfig, program: Program | str) -> int:
+def _votes(vllm_config: Any, groups: compat.Groups) -> bool:
+    """Return whether one rank may see reasons against a step that the others cannot: in its own prefix cache."""
+    return groups.data_parallel is not None and bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def _compare_settings(group: Any, config: RuntimeConfig, program: Program | str, votes: bool) -> int:
     """Compare the settings of all ranks once: with others they would decide differently later, and hang.
 
     Returns:
         On how many hosts the ranks are.
     """
-    from dbo_runtime.vllm_plugin.agreement import gather
+    from dbo_runtime.vllm_plugin.agreement import gather, tell
 
     can_split = program if isinstance(program, str) else "can be split"
-    said = gather(group, (f"{config}, {can_split}", compat.find_host()))
-    settings = [own for own, _ in said]
+    own = f"{config}, {can_split}, votes: {votes}, {compat.describe_versions()}"
+    said = gather(group, (own, compat.find_host()))
+    settings = [words for words, _ in said]
     if len(set(settings)) > 1:
-        told = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(settings))
-        raise ConfigError(f"give all ranks on all hosts the same settings and packages. {told}")
+        raise ConfigError(f"give all ranks on all hosts the same settings and packages. {tell(settings)}")
     return len({host for _, host in said})
 
 
 def _make_forward(
-    program: Program, model: Any, vllm_config: Any, config: RuntimeConfig, transport: str, log: Any
+    program: Program,
+    model: Any,
+    vllm_config: Any,
+    config: RuntimeConfig,
+    groups: compat.Groups,
+    transport: str,
+    log: Any,
 ) -> Any:
-    from vllm.distributed.parallel_state import get_world_group
-
     from dbo_runtime.vllm_plugin.agreement import Agreement
     from dbo_runtime.vllm_plugin.attention import ContextSplitter, trace_builders
     from dbo_runtime.vllm_plugin.forward import SplitForward
@@ -164,11 +187,10 @@ def _make_forward(
     from dbo_runtime.vllm_plugin.thread_state import capture_thread_state
 
     trace_builders()  # in time: builders are made after the model
-    parallel = vllm_config.parallel_config
-    everyone = get_world_group()
     device = open_device("cpu", capture_state=capture_thread_state)
-    runtime = MicroBatchRuntime(program, device, config, log, everyone.world_size)
-    votes = parallel.data_parallel_size > 1 and bool(vllm_config.cache_config.enable_prefix_caching)
-    agreement = Agreement(everyone, votes)
-    planner = StepPlanner(runtime, ContextSplitter(vllm_config), agreement, transport, rank=parallel.data_parallel_rank)
+    runtime = MicroBatchRuntime(program, device, config, log, groups.everyone.world_size)
+    agreement = Agreement(groups.everyone, _votes(vllm_config, groups))
+    rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group
+    planner = StepPlanner(runtime, ContextSplitter(vllm_config), agreement, transport, rank)
+    planner.serving = False  # until vLLM has warmed up
     return SplitForward(model, model.forward, runtime, planner, agreement)

@@ -41,28 +41,36 @@ class StepPlanner:
         splitter: makes the micro-batches' forward contexts.
         agreement: of all ranks that communicate in a step.
         transport: how they do; see `compat.find_transport`.
-        rank: of this process among the data parallel ranks.
+        rank: of this process among the data parallel ranks between which tokens travel; None without them.
     """
 
     def __init__(
-        self, runtime: MicroBatchRuntime, splitter: ContextSplitter, agreement: Agreement, transport: str, rank: int = 0
+        self,
+        runtime: MicroBatchRuntime,
+        splitter: ContextSplitter,
+        agreement: Agreement,
+        transport: str,
+        rank: int | None = None,
     ) -> None:
+        self.serving = True
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
         self._runtime = runtime
         self._splitter = splitter
         self._agreement = agreement
         self._transport = transport
-        self._rank = rank
+        self.rank = rank
 
     def plan(self, tokens: int, obstacle: Decline | None = None) -> StepPlan:
         """Plan a step of *tokens* tokens on this rank; *obstacle* is what its caller has against splitting it."""
         if not forward_context.is_forward_context_available():
             return _whole(Decline("no forward context"))
+        if not self.serving:
+            return _whole(Decline("starting up"))
         context = forward_context.get_forward_context()
-        if context.dp_metadata is None:
+        if self.rank is None:
             return self._plan_alone(context, tokens, obstacle)
-        return self._plan_together(context, tokens, obstacle)
+        return self._plan_together(context, tokens, obstacle, self.rank)
 
     def _plan_alone(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
         """Plan a step whose batch is the same on all ranks, so that all come to the same."""
@@ -81,7 +89,7 @@ class StepPlanner:
             return _whole(contexts)
         return self._settle(plan, contexts, len(plan.slices), f"cuts {find_cuts(plan)}")
 
-    def _plan_together(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
+    def _plan_together(self, context: Any, tokens: int, obstacle: Decline | None, rank: int) -> StepPlan:
         """Plan a step in which data parallel ranks have batches of their own.
 
         What decides is equal on all of them. What only this rank can know comes after, and cannot stop it alone: the
@@ -90,7 +98,7 @@ class StepPlanner:
         sizes = find_agreed_hazard(context) or self._decide_together(context)
         if isinstance(sizes, Decline):
             return _whole(sizes)
-        plan = obstacle or self._cut(context, tokens, sizes)
+        plan = obstacle or self._cut(context, tokens, [part[rank] for part in sizes])
         contexts: list[Any] | Decline = []
         if isinstance(plan, Plan):
             contexts = self._splitter.split(context, plan.slices, sizes)
@@ -104,14 +112,13 @@ class StepPlanner:
             return self.choose_sizes(tokens)
         return self._find_nothing_to_hide() or decide_together(tokens, self._runtime.config)
 
-    def _cut(self, context: Any, tokens: int, sizes: Sizes) -> Plan | Decline:
-        """Cut this rank's batch where all ranks expect it."""
+    def _cut(self, context: Any, tokens: int, own: Sequence[int]) -> Plan | Decline:
+        """Cut this rank's batch where all ranks expect it: into micro-batches of so many tokens each."""
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch
-        cuts = list(accumulate(part[self._rank] for part in sizes))[:-1]
         try:
-            return self._runtime.plan(batch, cuts, agreed=True)
+            return self._runtime.plan(batch, list(accumulate(own))[:-1], agreed=True)
         except SplitError as error:
             return Decline("cannot be cut where all ranks agreed to", str(error))
 

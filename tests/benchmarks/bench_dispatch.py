@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher, Routing, Sent
+from dbo_runtime.dispatch import AllGather, AllToAll, Arrived, Dispatcher, Routing, WayBack
 from examples.network_hosts import NetworkError, TwoHosts, check_requirements
 
 ROOT = Path(__file__).parents[2]
@@ -36,19 +36,19 @@ SLOW_CASES = [(512, 1), (512, 2), (512, 8)]
 PATIENCE = 300  # seconds for all cases
 
 
-def there_and_back(dispatcher: Dispatcher, x: torch.Tensor, routing: Routing) -> Sent:
+def there_and_back(dispatcher: Dispatcher, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
     """Dispatch and combine once; the experts do nothing."""
     routing = dispatcher.exchange_sizes(dispatcher.choose_ranks(routing))
-    sent = dispatcher.dispatch(x, routing)
-    dispatcher.combine(sent.x, sent)
-    return sent
+    arrived, back = dispatcher.dispatch(x, routing)
+    dispatcher.combine(arrived.x, back)
+    return arrived, back
 
 
-def count_bytes(sent: Sent, rank: int) -> int:
+def count_bytes(arrived: Arrived, way: WayBack, rank: int) -> int:
     """Return what a rank sends to others there and back; the exchanged sizes, 8 bytes a rank, are left out."""
-    row = sent.x.shape[1] * sent.x.element_size()
-    routing = sent.ids.shape[1] * 8  # a weight and an id for each expert
-    away, back = (sum(rows) - rows[rank] for rows in (sent.sent, sent.received))
+    row = arrived.x.shape[1] * arrived.x.element_size()
+    routing = arrived.ids.shape[1] * 8  # a weight and an id for each expert
+    away, back = (sum(rows) - rows[rank] for rows in (way.sent, way.received))
     return away * (row + routing) + back * row
 
 
@@ -59,7 +59,7 @@ def measure(dispatchers: list[Dispatcher], tokens: int, top_k: int, runs: int) -
     x = torch.randn(tokens, HIDDEN, generator=generator)
     ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :top_k]
     routing = Routing(torch.rand(tokens, top_k, generator=generator), ids, (tokens,) * RANKS)
-    traffic = [count_bytes(there_and_back(dispatcher, x, routing), rank) for dispatcher in dispatchers]  # warms up
+    traffic = [count_bytes(*there_and_back(dispatcher, x, routing), rank) for dispatcher in dispatchers]  # warms up
     times = [[time_once(dispatcher, x, routing) for dispatcher in dispatchers] for _ in range(runs)]
     return {"tokens": tokens, "top_k": top_k, "bytes": traffic, "ms": times}
 

@@ -117,6 +117,21 @@ def test_the_first_rank_that_is_stuck_is_shown() -> None:
     refuse([first, first, second], 1, 0, "deadlock: rank 1 waits at step 0, tp/0, for rank 2", groups=groups)
 
 
+def test_a_rank_waits_at_the_first_of_the_steps_that_it_cannot_run() -> None:
+    p = ProgramBuilder()
+    x = p.comm("reduce", lambda x: x, p.input("x"), communicator="tp")
+    schedule = lower_alternate(p.build(p.op("copy", lambda x: x, x, lane="aux")), 1)
+    nothing = lower_alternate(record_pair("ep", "pp"), 1)
+    words = "rank 0 waits at step 0, reduce/0, for rank 1, which has ended"
+    refuse([schedule, nothing], 0, 0, words, groups={"ep": [[1]], "pp": [[1]]})
+
+
+def test_a_long_schedule_is_shown_around_the_stop_only() -> None:
+    with pytest.raises(ScheduleError) as raised:
+        simulate_ranks([lower_alternate(record_layer(), count) for count in (50, 25)], cost)
+    assert len(str(raised.value).splitlines()) < 40
+
+
 def test_a_rank_that_has_ended_keeps_the_others_waiting() -> None:
     schedules = [lower_alternate(record_layer(), micro_batches) for micro_batches in (2, 1)]
     refuse(schedules, 0, 3, "deadlock: rank 0 waits at step 3, reduce/1, for rank 1, which has ended")

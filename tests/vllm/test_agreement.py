@@ -55,20 +55,28 @@ PROGRAM = _P.build(_P.compute("op", lambda: None))
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "find_host", lambda: "10.0.0.1")
+    monkeypatch.setattr(compat, "describe_versions", lambda: "versions")
+
+
+SAME = f"{RuntimeConfig()}, can be split, votes: False, versions"
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    ("config", "program"),
-    [(RuntimeConfig(mode="off"), PROGRAM), (RuntimeConfig(), "no adapter is registered for X")],
-    ids=["settings", "packages"],
+    ("config", "program", "votes"),
+    [
+        (RuntimeConfig(mode="off"), PROGRAM, False),
+        (RuntimeConfig(), "no adapter is registered for X", False),
+        (RuntimeConfig(), PROGRAM, True),
+    ],
+    ids=["settings", "packages", "prefix caching"],
 )
 def test_ranks_with_other_settings_or_packages_stop_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, config: RuntimeConfig, program: Any
+    monkeypatch: pytest.MonkeyPatch, config: RuntimeConfig, program: Any, votes: bool
 ) -> None:
-    let_other_say(monkeypatch, (f"{RuntimeConfig()}, can be split", "10.0.0.1"))
+    let_other_say(monkeypatch, (SAME, "10.0.0.1"))
     with pytest.raises(ConfigError, match=r"give all ranks on all hosts the same settings.*rank 0: .*rank 1: "):
-        _compare_settings(Pair, config, program)
+        _compare_settings(Pair, config, program, votes)
 
 
 @pytest.mark.usefixtures("here")
@@ -76,8 +84,8 @@ def test_ranks_with_other_settings_or_packages_stop_at_the_start(
 def test_ranks_with_the_same_settings_learn_on_how_many_hosts_they_are(
     monkeypatch: pytest.MonkeyPatch, host: str, hosts: int
 ) -> None:
-    let_other_say(monkeypatch, (f"{RuntimeConfig()}, can be split", host))
-    assert _compare_settings(Pair, RuntimeConfig(), PROGRAM) == hosts
+    let_other_say(monkeypatch, (SAME, host))
+    assert _compare_settings(Pair, RuntimeConfig(), PROGRAM, False) == hosts
 
 
 KEY = 2, ("alternate", 0)

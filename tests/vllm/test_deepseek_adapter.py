@@ -53,11 +53,21 @@ def test_it_imports_neither_torch_nor_vllm() -> None:
     assert "import vllm" not in source
 
 
-def make_layer(dtype: str = "torch.bfloat16", latent: bool = True, **mlp: Any) -> SimpleNamespace:
+class DeepseekV2MLP(SimpleNamespace):
+    """Goes by the name of vLLM's class."""
+
+
+class OtherMLP(DeepseekV2MLP):
+    """May do anything."""
+
+
+def make_layer(
+    dtype: str = "torch.bfloat16", latent: bool = True, kind: type = DeepseekV2MLP, **mlp: Any
+) -> SimpleNamespace:
     return SimpleNamespace(
         self_attn=SimpleNamespace(mla_attn=None) if latent else SimpleNamespace(),
         input_layernorm=SimpleNamespace(weight=SimpleNamespace(dtype=dtype)),
-        mlp=SimpleNamespace(**mlp),
+        mlp=kind(**mlp),
     )
 
 
@@ -81,8 +91,9 @@ REDUCED = SimpleNamespace(_fused_output_is_reduced=True)
         (make_model(llama_4_scaling={"beta": 0.1}), "attention scaling by position"),
         (make_model("torch.float16"), "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"),
         (make_model(layers=[make_layer(), make_layer(experts=REDUCED)]), "the MoE kernel reduces its own output"),
+        (make_model(layers=[make_layer(), make_layer(kind=OtherMLP)]), "the MLP class OtherMLP is not known"),
     ],
-    ids=["plain attention", "sparse", "scaled", "fp16", "reduced experts"],
+    ids=["plain attention", "sparse", "scaled", "fp16", "reduced experts", "unknown MLP"],
 )
 def test_it_declines_what_it_cannot_take_apart(model: SimpleNamespace, reason: str) -> None:
     assert reason in (DeepseekAdapter().decline(model) or "accepted")

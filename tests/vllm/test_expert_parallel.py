@@ -216,7 +216,7 @@ def test_requests_that_arrive_at_random_never_hang_and_decide_alike(data_paralle
     data_parallel.run(configure, {})
     assert split[0][1] == split[1][1], "ranks decided differently"
     counts = split[0][1]
-    assert counts["split"] > 150
+    assert counts["split"] > 100
     assert counts["declined"]["nowhere to cut"] > 50, "no rank was ever idle"
     assert counts["split"] + sum(counts["declined"].values()) >= STEPS
     for (answers, _), (expected, _) in zip(split, whole, strict=True):

@@ -33,16 +33,32 @@ class DeepEPHTPrepareAndFinalize:
     """Goes by the name of one that keeps state of its own."""
 
 
-def make_runner(prepare: Any = MoEPrepareAndFinalizeNaiveDPEPModular, **changes: Any) -> SimpleNamespace:
+class MoERunner(SimpleNamespace):
+    """Goes by the name of vLLM's runner."""
+
+
+class DerivedRunner(MoERunner):
+    """Looks like it and may do anything."""
+
+
+class UnquantizedFusedMoEMethod(SimpleNamespace):
+    """Goes by the name of what applies unquantized weights."""
+
+
+class DeepseekV2MoE(SimpleNamespace):
+    """Goes by the name of DeepSeek's mixture of experts."""
+
+
+def make_runner(prepare: Any = MoEPrepareAndFinalizeNaiveDPEPModular, **changes: Any) -> MoERunner:
     """Return the part of an MoE runner that is looked at: under data parallel, unquantized, with a gate."""
     experts = SimpleNamespace(quant_config=SimpleNamespace(quant_dtype=None), expects_unquantized_inputs=False)
     kernel = SimpleNamespace(impl=SimpleNamespace(prepare_finalize=prepare(), fused_experts=experts))
-    runner = SimpleNamespace(
+    runner = MoERunner(
         moe_config=SimpleNamespace(
             dp_size=2, hidden_dim=8, hidden_dim_unpadded=8, is_sequence_parallel=False, skip_final_all_reduce=False
         ),
         routed_experts=SimpleNamespace(
-            quant_method=SimpleNamespace(moe_kernel=kernel),
+            quant_method=UnquantizedFusedMoEMethod(moe_kernel=kernel),
             apply_router_weight_on_input=False,
             expert_map=torch.tensor([0, 1, -1, -1]),
         ),
@@ -70,10 +86,15 @@ def test_a_plain_layer_can_be_taken_apart() -> None:
     assert find_expert_hazard(make_runner(quant_dtype=torch.int8, expects_unquantized_inputs=True)) is None
 
 
+quantized = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_method.moe_kernel)
+
+
 @pytest.mark.parametrize(
     ("runner", "reason"),
     [
         (make_runner(DeepEPHTPrepareAndFinalize), "the MoE dispatch DeepEPHTPrepareAndFinalize cannot be taken apart"),
+        (make_runner(quant_method=SimpleNamespace(moe_kernel=None)), "the MoE dispatch NoneType cannot be taken apart"),
+        (make_runner(quant_method=quantized), "the MoE method SimpleNamespace cannot be taken apart"),
         (make_runner(quant_dtype=torch.int8), "quantizes tokens before it sends them"),
         (make_runner(gate=None), "does not hold a gate of its own"),
         (make_runner(_fse_fuse_gate=True), "does not hold a gate of its own"),
@@ -93,8 +114,9 @@ def test_a_layer_that_cannot_be_taken_apart_says_why(runner: Any, reason: str) -
 
 
 def test_a_class_that_nobody_knows_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="the MoE class SimpleNamespace is not one that can be taken apart"):
-        ModelCollectives(ONE, TWO).take_apart(SimpleNamespace())
+    for unknown in (DerivedRunner(**vars(make_runner())), SimpleNamespace()):
+        with pytest.raises(UnsupportedError, match=f"the MoE class {type(unknown).__name__} is not one that can be"):
+            ModelCollectives(ONE, TWO).take_apart(unknown)
 
 
 def test_without_data_parallel_a_layer_stays_whole() -> None:
@@ -143,7 +165,7 @@ def record(collectives: ModelCollectives, dp_size: int = 2) -> Program:
         post_attention_layernorm=lambda x, residual: (x, residual),
         mlp=lambda x: x,
     )
-    layers = [layer, SimpleNamespace(**{**vars(layer), "mlp": SimpleNamespace(experts=make_runner(dp_size=dp_size))})]
+    layers = [layer, SimpleNamespace(**{**vars(layer), "mlp": DeepseekV2MoE(experts=make_runner(dp_size=dp_size))})]
     model = SimpleNamespace(model=SimpleNamespace(layers=layers, norm=None))
     return record_program(DeepseekAdapter(), model, collectives)
 
@@ -163,7 +185,15 @@ def test_under_data_parallel_dispatch_and_combine_are_ops_of_the_comm_lane() -> 
 
 def test_all_to_all_exchanges_sizes_and_then_syncs_the_host() -> None:
     layer = [op for op in record(ModelCollectives(ONE, TWO, "all_to_all")).ops if op.layer == 1]
-    assert [op.name for op in layer] == [*TRAVELS[:4], "sizes", *TRAVELS[4:]]
+    assert [op.name for op in layer] == [
+        *TRAVELS[:4],
+        "sizes",
+        "shared_experts",
+        "dispatch",
+        "experts",
+        "combine",
+        "merge",
+    ]  # the shared experts are issued before the host waits
     assert [op.name for op in layer if op.host_sync] == ["dispatch"]
 
 

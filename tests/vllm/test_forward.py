@@ -215,18 +215,30 @@ def make_group(dist_module: Any = dist, world_size: int = 2) -> SimpleNamespace:
     return SimpleNamespace(world_size=world_size, device_communicator=communicator, cpu_group="cpu")
 
 
+SHARED = make_group(_CPUSHMDistributed())
+
+
 @pytest.mark.parametrize(
-    ("everyone", "tensor_parallel", "hosts", "transport"),
+    ("groups", "hosts", "transport"),
     [
-        (ONE_RANK, ONE_RANK, 1, "none"),
-        (make_group(), make_group(_CPUSHMDistributed()), 1, "shared memory"),
-        (make_group(), make_group(), 2, "network"),
-        (make_group(), ONE_RANK, 1, "one host"),
-        (make_group(), ONE_RANK, 2, "network"),
+        (compat.Groups(ONE_RANK, None, ONE_RANK), 1, "none"),
+        (compat.Groups(SHARED, None, SHARED), 1, "shared memory"),
+        (compat.Groups(make_group(), None, make_group()), 2, "network"),
+        (compat.Groups(ONE_RANK, make_group(), make_group()), 1, "one host"),
+        (compat.Groups(ONE_RANK, make_group(), make_group()), 2, "network"),
+        (compat.Groups(SHARED, make_group(), make_group(world_size=4)), 1, "one host"),
+        (compat.Groups(SHARED, make_group(), make_group(world_size=4)), 2, "network"),
     ],
 )
-def test_the_transport_is_found(everyone: Any, tensor_parallel: Any, hosts: int, transport: str) -> None:
-    assert compat.find_transport(everyone, tensor_parallel, hosts) == transport
+def test_the_transport_is_found(groups: compat.Groups, hosts: int, transport: str) -> None:
+    assert compat.find_transport(groups, hosts) == transport
+
+
+def test_nothing_is_split_before_vllm_has_warmed_up() -> None:
+    forward = make_forward(Model())
+    forward.planner.serving = False
+    assert torch.equal(run(forward), EXPECTED)
+    assert forward.runtime.statistics.declined == {"starting up": 1}
 
 
 @pytest.mark.parametrize("transport", NOTHING_TO_HIDE)
@@ -381,6 +393,9 @@ def test_cuts_that_cannot_be_made_are_left_out() -> None:
 def test_data_parallel_ranks_are_given_the_cuts_of_all(cuts: list[list[int]], tokens: list[int], sizes: Any) -> None:
     forward = make_forward(Model())
     extension = make_extension(forward)
+    forward.planner.rank = 0
+    with pytest.raises(SplitError, match="a list of cuts each"):
+        extension.dbo_cut_at([4])
     extension.dbo_cut_at(cuts)
     assert forward.planner.choose_cuts is None
     assert forward.planner.choose_sizes is not None

@@ -112,9 +112,10 @@ def test_a_plain_context_can_be_split(changes: dict[str, Any]) -> None:
 
 def test_data_parallel_ranks_decline_graphs_together() -> None:
     """Whether a rank was padded to a graph's size is its own affair; that there is a graph, all of them know."""
-    graph = make_context(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"))
+    graph = make_context(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"), dp_metadata=object())
     assert find_agreed_hazard(graph) == Decline("padded to the size of a graph on all data parallel ranks")
-    assert find_agreed_hazard(make_context()) is None
+    assert find_agreed_hazard(make_context(dp_metadata=object())) is None
+    assert find_agreed_hazard(make_context()) == Decline("no data parallel metadata")
 
 
 BLOCK = 4
