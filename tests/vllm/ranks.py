@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ Job = Callable[..., Any]
 
 
 class Ranks:
-    """Engines of data parallel ranks with expert parallel.
+    """Engines of data parallel ranks, with expert parallel unless the options say otherwise.
 
     Args:
         model: the model that they serve together.
@@ -51,7 +52,7 @@ class Ranks:
                 "VLLM_HOST_IP": "127.0.0.1",
                 "GLOO_SOCKET_IFNAME": "lo",
             }
-            process = spawn.Process(target=serve_rank, args=(rank, there, str(model), variables, options), daemon=True)
+            process = spawn.Process(target=serve_rank, args=(rank, there, str(model), variables, options))
             process.start()
             there.close()
             self._pipes.append(here)
@@ -71,7 +72,8 @@ class Ranks:
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
 
     def _collect(self, timeout: float) -> list[Any]:
@@ -101,12 +103,18 @@ def serve_rank(
     rank: int, pipe: Connection, model: str, environment: Mapping[str, str], options: Mapping[str, Any]
 ) -> None:
     """Be one rank: make the engine, then do what is asked."""
+    os.setsid()  # so that its workers can be ended together with it
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     os.environ.update(environment)
-    engine = Engine(Path(model), 1, enable_expert_parallel=True, distributed_executor_backend="uni", **options)
+    tensor_parallel = options.get("tensor_parallel_size", 1)
+    defaults = {"enable_expert_parallel": True, "distributed_executor_backend": "uni" if tensor_parallel == 1 else "mp"}
+    engine = Engine(Path(model), tensor_parallel, **{**defaults, **options})
     pipe.send((True, None))
     while True:
-        job, arguments = pipe.recv()
+        try:
+            job, arguments = pipe.recv()
+        except EOFError:  # the test is gone
+            os.killpg(0, signal.SIGKILL)
         try:
             pipe.send((True, job(engine, rank, *arguments)))
         except BaseException:  # noqa: BLE001 - the test has to see it, whatever it is

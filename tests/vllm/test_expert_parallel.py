@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dbo_runtime.batch import Decline
+from tests.vllm.conftest import ENVIRONMENT, TINY
 from tests.vllm.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm.ranks import Ranks
 from tests.vllm.test_equivalence import BOUNDARIES, CLOSE, MIXED, PROMPTS, assert_close, run_cut, run_whole
@@ -239,3 +240,23 @@ def serve_at_random(engine: Engine, rank: int) -> tuple[dict[str, Answer], dict[
     after = engine.statistics()[0]
     declined = count_since(before["declined"], after["declined"])
     return answers, {"split": after["split"] - before["split"], "declined": declined}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
+    "experts in shards": (2, {}, {"enable_expert_parallel": False}),
+    "tensor parallel below": (2, {}, {"enable_expert_parallel": False, "tensor_parallel_size": 2}),
+    "three ranks, uneven experts": (3, {"DBO_DISPATCH": "all_to_all"}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_of_ranks_are_close(layout: str) -> None:
+    size, settings, options = LAYOUTS[layout]
+    ranks = Ranks(TINY, size, {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **settings}, **options)
+    try:
+        batches = [BATCHES[rank % 2] for rank in range(size)]
+        assert_split_is_close(ranks, None, 3, [ARRIVALS[rank % 2] for rank in range(size)], batches)
+    finally:
+        ranks.close()
