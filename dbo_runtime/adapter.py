@@ -21,7 +21,10 @@ class ExpertParallel(Protocol):
 
     @property
     def exchanges_sizes(self) -> bool:
-        """Whether ranks tell each other first how much they send: `exchange_sizes`. `dispatch` then syncs the host."""
+        """Whether `exchange_sizes` is an op of its own before `dispatch`, in which the host then waits for its result.
+
+        Where a lane is a thread that may wait by itself, it is not, and `dispatch` does both.
+        """
 
     @property
     def has_shared_experts(self) -> bool:

@@ -75,13 +75,13 @@ class Dispatcher(Protocol):
 
     @property
     def exchanges_sizes(self) -> bool:
-        """Whether `exchange_sizes` must be called before `dispatch`, which then makes the host wait for its result."""
+        """Whether ranks tell each other sizes before `dispatch`, which makes whoever calls it wait for them."""
 
     def choose_ranks(self, routing: Routing) -> Routing:
         """Find out which token goes where; no communication."""
 
     def exchange_sizes(self, routing: Routing) -> Routing:
-        """Tell every rank how much it will get. Collective."""
+        """Tell every rank how much it will get. Collective. `dispatch` does it, too, where it has not been done."""
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
         """Send the tokens *x* [tokens, hidden] to their experts' ranks. Collective.
@@ -158,8 +158,10 @@ class AllToAll:
         return routing._replace(counts=torch.stack([sent, received]))
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
-        """Send each token's row to every rank marked for it. Makes the host wait for the sizes."""
+        """Send each token's row to every rank marked for it, after waiting for the sizes."""
         _check_size(x, routing, self._rank)
+        if routing.counts is None:
+            routing = self.exchange_sizes(routing)
         sent, received = (tuple(counts) for counts in _take(routing.counts).tolist())
         rows = _take(routing.chosen).t().nonzero()[:, 1]  # by rank, then by token
         weights, ids = _send_routing(
@@ -228,5 +230,5 @@ def _check_size(x: torch.Tensor, routing: Routing, rank: int) -> None:
 
 
 def _take(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None, "choose_ranks and exchange_sizes come before dispatch"
+    assert tensor is not None, "choose_ranks comes first"
     return tensor

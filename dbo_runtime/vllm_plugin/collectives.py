@@ -24,12 +24,21 @@ class ModelCollectives:
         tensor_parallel: vLLM's coordinator of the group that all-reduces.
         data_parallel: of the group between which tokens travel to experts; None without data parallel.
         dispatch: how they travel, `all_gather` or `all_to_all`.
+        sizes_apart: whether `all_to_all` exchanges sizes in an op of its own. On a device with streams the host has
+            something to issue meanwhile; on the CPU the lane itself waits, and the tokens leave earlier without.
     """
 
-    def __init__(self, tensor_parallel: Any, data_parallel: Any = None, dispatch: str = "all_gather") -> None:
+    def __init__(
+        self,
+        tensor_parallel: Any,
+        data_parallel: Any = None,
+        dispatch: str = "all_gather",
+        sizes_apart: bool = False,
+    ) -> None:
         self._tensor_parallel = tensor_parallel
         self._data_parallel = data_parallel
         self._dispatch = dispatch
+        self._sizes_apart = sizes_apart
         self._process_group: dist.ProcessGroup | None = None
         self._dispatcher: Dispatcher | None = None
         self._expert_map: torch.Tensor | None = None
@@ -66,9 +75,10 @@ class ModelCollectives:
         hazard = find_expert_hazard(experts)
         if hazard is not None:
             raise UnsupportedError(hazard)
-        if self._dispatch == "all_to_all":
-            self._note_placement(experts)
-        return SplitExperts(experts, self._find_dispatcher, exchanges_sizes=self._dispatch == "all_to_all")
+        if self._dispatch == "all_gather":
+            return SplitExperts(experts, self._find_dispatcher, exchanges_sizes=False)
+        self._note_placement(experts)
+        return SplitExperts(experts, self._find_dispatcher, exchanges_sizes=self._sizes_apart)
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* without the all-reduce at its end.

@@ -59,7 +59,7 @@ class SplitExperts:
     Args:
         runner: vLLM's MoE runner.
         find_dispatcher: returns the dispatcher, which is made after programs are recorded.
-        exchanges_sizes: whether that dispatcher does.
+        exchanges_sizes: whether that is an op of its own.
     """
 
     def __init__(self, runner: Any, find_dispatcher: Callable[[], Dispatcher], exchanges_sizes: bool) -> None:

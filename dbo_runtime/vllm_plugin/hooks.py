@@ -91,7 +91,8 @@ def attach(
         return  # loaded again into the same instance
     groups = compat.find_groups(vllm_config)
     log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells
-    collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch)
+    sizes_apart = compat.find_platform() != "cpu"
+    collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch, sizes_apart)
     program = _record(adapter, architecture, model, vllm_config, collectives)
     hosts = _compare_settings(groups.everyone, config, program, _votes(vllm_config, groups))
     if adapter is None or isinstance(program, str):

@@ -184,7 +184,7 @@ def test_under_data_parallel_dispatch_and_combine_are_ops_of_the_comm_lane() -> 
 
 
 def test_all_to_all_exchanges_sizes_and_then_syncs_the_host() -> None:
-    layer = [op for op in record(ModelCollectives(ONE, TWO, "all_to_all")).ops if op.layer == 1]
+    layer = [op for op in record(ModelCollectives(ONE, TWO, "all_to_all", sizes_apart=True)).ops if op.layer == 1]
     assert [op.name for op in layer] == [
         *TRAVELS[:4],
         "sizes",
@@ -197,8 +197,14 @@ def test_all_to_all_exchanges_sizes_and_then_syncs_the_host() -> None:
     assert [op.name for op in layer if op.host_sync] == ["dispatch"]
 
 
+def test_a_lane_that_may_wait_by_itself_exchanges_sizes_within_dispatch() -> None:
+    layer = [op for op in record(ModelCollectives(ONE, TWO, "all_to_all")).ops if op.layer == 1]
+    assert [op.name for op in layer] == TRAVELS
+    assert not any(op.host_sync for op in layer)
+
+
 def test_a_schedule_that_syncs_the_host_is_refused_for_capture_by_the_ops_name() -> None:
-    programs = [record(ModelCollectives(ONE, TWO, "all_to_all"))] * 2
+    programs = [record(ModelCollectives(ONE, TWO, "all_to_all", sizes_apart=True))] * 2
     schedule = lower(programs, alternate(programs))
     validate(schedule)
     with pytest.raises(ScheduleError, match=r"L1\.dispatch/0 blocks the host"):
