@@ -33,13 +33,13 @@ def two_ranks() -> Iterator[Engine]:
     yield from start(2, share_cores())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # one module uses it: its workers should not idle beside all others
 def expert_ranks() -> Iterator[Engine]:
     """Return an engine with two tensor parallel workers that share out the experts."""
     yield from start(2, share_cores(), enable_expert_parallel=True)
 
 
-@pytest.fixture(scope="session", params=["all_gather", "all_to_all"])
+@pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
 def data_parallel(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Return two data parallel ranks that share out the experts, with either way to reach them."""
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "DBO_DISPATCH": request.param}

@@ -138,8 +138,9 @@ def test_the_check_finds_attention_metadata_of_the_wrong_micro_batch(
     one_rank: Engine, forward: SplitForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a decode, that is: each request then reads what it needs from the cache, and finds it by its metadata."""
-    split = forward._splitter.split
-    monkeypatch.setattr(forward._splitter, "split", lambda context, slices: split(context, slices)[:1] * len(slices))
+    splitter = forward.planner._splitter
+    split = splitter.split
+    monkeypatch.setattr(splitter, "split", lambda context, slices: split(context, slices)[:1] * len(slices))
     one_rank.configure(DBO_CHECK="1")
     with pytest.raises(SplitError, match=r"with cuts at \[1\]"):
         one_rank.generate(PROMPTS, 2)
