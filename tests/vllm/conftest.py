@@ -33,7 +33,7 @@ def two_ranks() -> Iterator[Engine]:
     yield from start(2, share_cores())
 
 
-@pytest.fixture(scope="module")  # one module uses it: its workers should not idle beside all others
+@pytest.fixture(scope="session")  # not shorter: ending one engine takes down the groups of others in this process
 def expert_ranks() -> Iterator[Engine]:
     """Return an engine with two tensor parallel workers that share out the experts."""
     yield from start(2, share_cores(), enable_expert_parallel=True)
