@@ -50,6 +50,7 @@ def _find_blind_experts() -> list[Any]:
 
 
 def _reads(function: Any, argument: str) -> bool:
+    """Look into the bytecode: to try it out would be the segmentation fault. One instruction may load two names."""
     steps = dis.get_instructions(function)
     return any(step.opname.startswith("LOAD_") and argument in str(step.argval) for step in steps)
 

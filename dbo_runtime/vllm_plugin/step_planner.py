@@ -42,6 +42,10 @@ class StepPlanner:
         agreement: of all ranks that communicate in a step.
         transport: how they do; see `compat.find_transport`.
         rank: of this process among the data parallel ranks between which tokens travel; None without them.
+
+    Attributes:
+        serving: nothing is split before it is set: vLLM profiles and compiles whole steps.
+        choose_cuts, choose_sizes: if set, cut there whatever the settings say, without and with data parallel ranks.
     """
 
     def __init__(
