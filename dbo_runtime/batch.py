@@ -32,17 +32,24 @@ class Batch:
         cuttable: whether the attention backends can take a request that is cut inside.
         decode_len: longest query that the backend treats as a decode; a piece of a cut request must be longer, or it
             would change from prefill to decode.
+        context_lens: tokens of each request that are in the KV cache already; () where nobody asked.
     """
 
     query_lens: tuple[int, ...]
     prefill_tokens: int
     cuttable: bool = True
     decode_len: int = 1
+    context_lens: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
         """Tokens of all requests together."""
         return sum(self.query_lens)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens of each request that are in the KV cache already, 0 where nobody asked."""
+        return self.context_lens or (0,) * len(self.query_lens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +79,17 @@ class BatchSlice:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """A refusal to split. *reason* is a fixed phrase to count by; *detail* has the figures of this case."""
+    """A refusal to split.
+
+    Attributes:
+        reason: a fixed phrase to count by.
+        detail: the figures of this case.
+        expected: seconds that the whole step was predicted to take, where it was.
+    """
 
     reason: str
     detail: str = ""
+    expected: float | None = None
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
@@ -104,7 +118,7 @@ def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decl
             "fewer prefill tokens than DBO_MIN_PREFILL_TOKENS",
             f"{batch.prefill_tokens} < {config.min_prefill_tokens}",
         )
-    cuts = find_cuts(batch, config.micro_batches)
+    cuts = find_cuts(batch, share_evenly(batch, config.parts))
     if not cuts:
         return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")
     slices = slice_batch(batch, cuts)
@@ -125,23 +139,32 @@ def decide_together(tokens: Sequence[int], config: RuntimeConfig) -> tuple[tuple
     early = decline_early(least, config)
     if early is not None:
         return Decline(early.reason, f"{early.detail} on rank {tokens.index(least)}") if early.detail else early
-    parts = config.micro_batches
+    return share_together(tokens, config.parts)
+
+
+def share_together(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:
+    """Return the tokens of every rank in each of *parts* micro-batches [micro-batches][ranks], as even as can be."""
+    least = min(tokens)
     if least < parts:
         return Decline("nowhere to cut", f"rank {tokens.index(least)} has {least} tokens for {parts} micro-batches")
     edges = [[count * part // parts for part in range(parts + 1)] for count in tokens]
     return tuple(tuple(edge[part + 1] - edge[part] for edge in edges) for part in range(parts))
 
 
-def find_cuts(batch: Batch, micro_batches: int) -> tuple[int, ...]:
-    """Return the token offsets at which to cut: as even as can be, a near request boundary preferred.
+def share_evenly(batch: Batch, micro_batches: int) -> tuple[int, ...]:
+    """Return the token offsets that would make micro-batches of equally many tokens [micro-batches - 1]."""
+    return tuple(round(part * batch.tokens / micro_batches) for part in range(1, micro_batches))
+
+
+def find_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
+    """Return the token offsets at which to cut: as near to *targets* as can be, a near request boundary preferred.
 
     Unlike #941, which took the first boundary within its tolerance, this takes the nearest.
     """
-    share = batch.tokens / micro_batches
+    share = batch.tokens / (len(targets) + 1)
     boundaries = list(accumulate(batch.query_lens))[:-1]
     cuts: list[int] = []
-    for part in range(1, micro_batches):
-        target = round(part * share)
+    for target in targets:
         boundary = min(boundaries, key=lambda cut: abs(cut - target), default=None)
         near = boundary is not None and abs(boundary - target) <= BOUNDARY_TOLERANCE * share
         inside = None if near or not batch.cuttable else _cut_inside(batch, target, max(cuts, default=0))

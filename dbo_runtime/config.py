@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -34,10 +35,21 @@ def _parse_count(least: int) -> Callable[[str], int]:
     return parse
 
 
+def _parse_parts(text: str) -> int | None:
+    return None if text == "auto" else _parse_count(2)(text)
+
+
+def _parse_margin(text: str) -> float:
+    margin = float(text)
+    if not 0 <= margin < math.inf:
+        raise ValueError(text)
+    return margin
+
+
 def _parse_policy(text: str) -> tuple[str, int]:
     """Split `staggered:LEAD` into its name and its lead; the other policies have lead 0."""
     name, colon, lead = text.partition(":")
-    if name in ("sequential", "alternate") and not colon:
+    if name in ("sequential", "alternate", "optimal") and not colon:
         return name, 0
     if name == "staggered":
         return name, _parse_count(0)(lead if colon else "1")
@@ -64,29 +76,59 @@ class RuntimeConfig:
         "auto",
         _parse_mode,
         "auto, always or off",
-        "`auto` splits a step that passes the thresholds where there is communication to hide; `always` splits every "
-        "step that can be split; `off` splits none.",
+        "`auto` splits a step where there is communication to hide and splitting pays: by prediction where costs are "
+        "known, by thresholds otherwise; `always` splits every step that can be split; `off` splits none.",
     )
-    micro_batches: int = _setting(
-        "DBO_MICRO_BATCHES", 2, _parse_count(2), "a whole number, at least 2", "Into how many parts a step is split."
+    micro_batches: int | None = _setting(
+        "DBO_MICRO_BATCHES",
+        None,
+        _parse_parts,
+        "auto, or a whole number, at least 2",
+        "Into how many parts a step is split; `auto` takes what is predicted best where costs are known, 2 otherwise.",
+    )
+    costs: str = _setting(
+        "DBO_COSTS",
+        "",
+        str,
+        "a path",
+        "The cost file to plan with, which calibration writes. Of one that does not fit, the log says why.",
+    )
+    calibrate: bool = _setting(
+        "DBO_CALIBRATE",
+        False,
+        _parse_switch,
+        "0 or 1",
+        "Measure costs at start, with the model's own ops, and write them to DBO_COSTS if that is set.",
+    )
+    margin: float = _setting(
+        "DBO_MARGIN",
+        0.02,
+        _parse_margin,
+        "a number, at least 0",
+        "With costs, `auto` splits where more than this share of the step's time is predicted to be gained.",
     )
     min_tokens: int = _setting(
-        "DBO_MIN_TOKENS", 256, _parse_count(1), "a whole number, at least 1", "`auto` leaves smaller steps whole."
+        "DBO_MIN_TOKENS",
+        256,
+        _parse_count(1),
+        "a whole number, at least 1",
+        "Without costs, `auto` leaves smaller steps whole.",
     )
     min_prefill_tokens: int = _setting(
         "DBO_MIN_PREFILL_TOKENS",
         64,
         _parse_count(0),
         "a whole number, at least 0",
-        "`auto` leaves steps with fewer prefill tokens whole; 0 lets pure decode steps split.",
+        "Without costs, `auto` leaves steps with fewer prefill tokens whole; 0 lets pure decode steps split.",
     )
     policy: tuple[str, int] = _setting(
         "DBO_POLICY",
-        ("alternate", 0),
+        ("optimal", 0),
         _parse_policy,
-        "sequential, alternate, staggered or staggered:LEAD",
-        "The issue order: how the micro-batches' ops are interleaved. LEAD is by how many overlap points the first "
-        "micro-batch runs ahead (1 if left out).",
+        "optimal, sequential, alternate, staggered or staggered:LEAD",
+        "The issue order: how the micro-batches' ops are interleaved. `optimal` is searched for where costs are known, "
+        "and `alternate` otherwise. LEAD is by how many overlap points the first micro-batch runs ahead (1 if left "
+        "out).",
     )
     dispatch: str = _setting(
         "DBO_DISPATCH",
@@ -104,15 +146,27 @@ class RuntimeConfig:
         "Run every split step a second time unsplit and compare the results; compare all decisions across ranks. Slow.",
     )
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts a step is split where nothing is predicted."""
+        return self.micro_batches or 2
+
 
 def describe_settings() -> list[tuple[str, str, str, str]]:
     """Return (variable, allowed values, default, meaning) of each setting, for tables and `--help`."""
     rows = []
     for setting in fields(RuntimeConfig):
-        default = setting.default
-        text = default[0] if isinstance(default, tuple) else str(int(default)) if isinstance(default, bool) else default
+        text = _name_default(setting.default)
         rows.append((setting.metadata["variable"], setting.metadata["allowed"], str(text), setting.metadata["meaning"]))
     return rows
+
+
+def _name_default(default: Any) -> str:
+    if isinstance(default, tuple):
+        return str(default[0])
+    if default is None:
+        return "auto"
+    return str(int(default)) if isinstance(default, bool) else str(default) or "none"
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:

@@ -1,7 +1,7 @@
 """Issue orders: pure functions from the programs of all micro-batches to the order in which the host issues their ops.
 
-A program falls into segments: the ops up to and including one that leaves the compute lane. After it there is something
-to overlap with, so a policy may turn to another micro-batch.
+A program falls into segments: some ops on the compute lane, then those on other lanes up to the next compute op. While
+these run there is something to overlap with, so a policy may turn to another micro-batch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ def alternate(programs: Sequence[Program]) -> Order:
 
 
 def find_policy(name: str, lead: int) -> Policy:
-    """Return the policy of a setting such as ("staggered", 1)."""
+    """Return the policy of a setting such as ("staggered", 1).
+
+    `optimal` is `alternate` here: searching takes costs, and is the planner's.
+    """
     policies: dict[str, Policy] = {
+        "optimal": alternate,
         "sequential": sequential,
         "alternate": alternate,
         "staggered": partial(staggered, lead=lead),
@@ -58,7 +62,7 @@ def find_policy(name: str, lead: int) -> Policy:
 def _split_segments(micro_batch: int, program: Program) -> list[list[Issue]]:
     segments: list[list[Issue]] = [[]]
     for position, op in enumerate(program.ops):
-        segments[-1].append(Issue(micro_batch, position))
-        if op.lane != COMPUTE:
+        if position and op.lane == COMPUTE != program.ops[position - 1].lane:
             segments.append([])
-    return [segment for segment in segments if segment]
+        segments[-1].append(Issue(micro_batch, position))
+    return segments

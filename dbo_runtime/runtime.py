@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, decide_together, decline_early, slice_batch
 from dbo_runtime.config import RuntimeConfig, name_policy
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.observe.instrument import Instrument
-from dbo_runtime.policies import find_policy
+from dbo_runtime.planner.planner import Choice, Planner
+from dbo_runtime.policies import Order, find_policy
 from dbo_runtime.program import Program
 from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.render import digest
@@ -24,11 +25,37 @@ from dbo_runtime.validate import validate
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one batch will run: its slices, and the executor of their schedule. *digest* names the schedule."""
+    """How one batch will run.
+
+    Attributes:
+        slices: one per micro-batch.
+        executor: of their schedule.
+        digest: names the schedule.
+        expected: seconds that the step was predicted to take, where it was.
+    """
 
     slices: tuple[BatchSlice, ...]
     executor: Executor
     digest: str
+    expected: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """How all data parallel ranks split a step.
+
+    Attributes:
+        sizes: tokens of every rank in each micro-batch [micro-batches][ranks].
+        choice: with the issue order, if it was planned from costs.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    choice: Choice | None = None
+
+    @property
+    def name(self) -> str:
+        """What the plan is called before it is made, the same on all ranks."""
+        return "by the settings" if self.choice is None else self.choice.order.name
 
 
 @dataclass(slots=True)
@@ -63,25 +90,50 @@ class MicroBatchRuntime:
         self._log = log
         self._ranks = ranks
         self._events = EventTable(device)
-        self._executors: dict[tuple[tuple[str, int], int], tuple[Executor, str]] = {}
+        self.planner: Planner | None = None
+        self._named: dict[tuple[str | tuple[str, int], int], str] = {}
+        self._executors: dict[str, Executor] = {}
 
-    def plan(self, batch: Batch, cuts: Sequence[int] | None = None, agreed: bool = False) -> Plan | Decline:
+    def decline_early(self, tokens: int) -> Decline | None:
+        """Return why a step of *tokens* tokens runs whole whatever is in it, so that nobody need look at what is."""
+        if self.planner is None or self.config.mode == "off":
+            return decline_early(tokens, self.config)
+        return None
+
+    def plan(self, batch: Batch, cuts: Sequence[int] | None = None, shared: Shared | None = None) -> Plan | Decline:
         """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
 
-        *agreed* cuts are those that other ranks count on; see `slice_batch`.
+        Cuts that are part of what *shared* says are those that other ranks count on; see `slice_batch`.
 
         A decline is only returned; whoever acts on it reports it with `decline`.
 
         Raises:
             SplitError: if *cuts* are given and impossible.
         """
-        slices = decide(batch, self.config) if cuts is None else slice_batch(batch, cuts, agreed)
+        choice = None if shared is None else shared.choice
+        if cuts is not None:
+            slices: tuple[BatchSlice, ...] | Decline = slice_batch(batch, cuts, agreed=shared is not None)
+        elif self.planner is None or self.config.mode == "off":
+            slices = decide(batch, self.config)
+        else:
+            chosen = self.planner.choose(batch, self.config)
+            if isinstance(chosen, Decline):
+                return chosen
+            slices, choice = chosen.slices, chosen
         if isinstance(slices, Decline):
             return slices
         if len(slices) < 2:
             return Decline("nowhere to cut", "no cuts were given")
-        executor, name = self._find_executor(len(slices))
-        return Plan(slices, executor, name)
+        name = self._find_executor(len(slices), choice)
+        return Plan(slices, self._executors[name], name, None if choice is None else choice.prediction.split)
+
+    def plan_together(self, tokens: Sequence[int]) -> Shared | Decline:
+        """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
+        if self.planner is None or self.config.mode == "off":
+            sizes = decide_together(tokens, self.config)
+            return sizes if isinstance(sizes, Decline) else Shared(sizes)
+        chosen = self.planner.choose_together(tokens, self.config)
+        return chosen if isinstance(chosen, Decline) else Shared(chosen.sizes, chosen)
 
     def run(self, plan: Plan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
         """Run a plan; see `Executor.run`."""
@@ -103,28 +155,35 @@ class MicroBatchRuntime:
 
     def close(self) -> None:
         """End the device's threads. Plans made so far cannot be run any more."""
+        self._named.clear()
         self._executors.clear()
         self.device.close()
 
-    def _find_executor(self, micro_batches: int) -> tuple[Executor, str]:
+    def _find_executor(self, micro_batches: int, choice: Choice | None) -> str:
+        """Return the digest of the schedule, whose executor is made if it is new."""
         policy = self.config.policy
-        key = policy, micro_batches
-        if key not in self._executors:
-            programs = (self.program,) * micro_batches
-            schedule = lower(programs, find_policy(*policy)(programs))
-            if self._ranks > 1:
-                validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same: two stand for any number
-            else:
-                validate(schedule)
-            name = digest(schedule)
-            self._executors[key] = Executor(schedule, self.device, self._events), name
-            waits = sum(len(step.waits) for step in schedule.steps)
-            self._log.info(
-                "new plan",
-                micro_batches=micro_batches,
-                policy=name_policy(*policy),
-                steps=len(schedule.steps),
-                waits=waits,
-                digest=name,
-            )
-        return self._executors[key]
+        key = (policy if choice is None else choice.order.name), micro_batches
+        if key not in self._named:
+            order = find_policy(*policy)((self.program,) * micro_batches) if choice is None else choice.order.order
+            self._named[key] = self._make_executor(order, micro_batches, name_policy(*policy))
+        return self._named[key]
+
+    def _make_executor(self, order: Order, micro_batches: int, policy: str) -> str:
+        schedule = lower((self.program,) * micro_batches, order)
+        name = digest(schedule)
+        if name in self._executors:
+            return name
+        if self._ranks > 1:
+            validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same: two stand for any number
+        else:
+            validate(schedule)
+        self._executors[name] = Executor(schedule, self.device, self._events)
+        self._log.info(
+            "new plan",
+            micro_batches=micro_batches,
+            policy=policy,
+            steps=len(schedule.steps),
+            waits=sum(len(step.waits) for step in schedule.steps),
+            digest=name,
+        )
+        return name

@@ -102,7 +102,7 @@ def _derive(
     programs: tuple[Program, ...], order: tuple[Issue, ...]
 ) -> tuple[list[tuple[Issue, ...]], tuple[str, ...], _Clocks, list[list[Slot]]]:
     clocks = _Clocks(find_lanes(programs))
-    needs = _Dependencies(programs)
+    needs = Dependencies(programs)
     frees = _Frees(programs, clocks)
     waits: list[tuple[Issue, ...]] = []
     forks: list[str] = []
@@ -186,7 +186,7 @@ class _Clocks:
         yield from self.wait_for(COMPUTE, {issue for index, issue in self.last.items() if index})
 
 
-class _Dependencies:
+class Dependencies:
     """Finds the earlier ops, on any lane, that an op must come after."""
 
     def __init__(self, programs: tuple[Program, ...]) -> None:
@@ -194,9 +194,10 @@ class _Dependencies:
         self._readers: dict[Slot, list[Issue]] = defaultdict(list)
         self._holder: dict[str, Issue] = {}
         self._ordered: dict[tuple[int, str], Issue] = {}
-        self._ordered_before = _find_ordered_before(programs)
+        self._ordered_before = find_ordered_before(programs)
 
     def find(self, issue: Issue, op: Op) -> set[Issue]:
+        """Return the ops noted so far that *op* must come after."""
         mb = issue.micro_batch
         needed = {self._producer[slot] for value in op.reads if (slot := Slot(mb, value)) in self._producer}
         for value in op.overwrites:
@@ -215,6 +216,7 @@ class _Dependencies:
         return needed
 
     def note(self, issue: Issue, op: Op) -> None:
+        """Take in that *op* is issued."""
         mb = issue.micro_batch
         for value in op.reads:
             self._readers[Slot(mb, value)].append(issue)
@@ -293,7 +295,7 @@ class _Frees:
         return sorted(self._clocks.index[lane] for lane in self._homes[slot.micro_batch][slot.value])
 
 
-def _find_ordered_before(programs: Sequence[Program]) -> list[dict[str, int]]:
+def find_ordered_before(programs: Sequence[Program]) -> list[dict[str, int]]:
     """Return, for each micro-batch and ordered op, the nearest earlier micro-batch that has the op, too."""
     latest: dict[str, int] = {}
     before = []

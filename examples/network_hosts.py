@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -34,6 +35,28 @@ class Host:
             "VLLM_CPU_OMP_THREADS_BIND": str(core),
         }
 
+    def set_rate(self, rate: str | None) -> None:
+        """Limit what leaves through the interface to *rate*; None lifts the limit."""
+        subprocess.run(self.command("tc", "qdisc", "del", "dev", self.interface, "root"), capture_output=True)
+        if rate is not None:
+            # A token bucket with room for 2 ms: large enough not to slow the rate itself, and small, so that what was
+            # not sent while nobody wanted to send does not make the link look faster than it is.
+            burst = max(8192, int(read_rate(rate) / 8 * 0.002))
+            _run(*self.command("tc", "qdisc", "add", "dev", self.interface, "root", "tbf", "rate", rate,
+                               "burst", f"{burst}b", "latency", "400ms"))  # fmt: skip
+
+
+def read_rate(rate: str) -> float:
+    """Return the bits a second that tc's words for a rate, such as `200mbit`, stand for.
+
+    Raises:
+        NetworkError: if they stand for none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
+    if found is None or not float(found[1]):
+        raise NetworkError(f"{rate!r} is no rate of a link; write it like 200mbit, 2.5gbit or 800kbit.")
+    return float(found[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
 
 class TwoHosts:
     """A pair of hosts for the length of a `with` block; they are removed at its end whatever happens in it.
@@ -59,7 +82,7 @@ class TwoHosts:
             for host in self.hosts:
                 _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
                 _run("ip", "-n", host.namespace, "link", "set", host.interface, "up")
-            self.set_rate(self._rate)
+                host.set_rate(self._rate)
         except BaseException:
             self._remove()
             raise
@@ -69,15 +92,6 @@ class TwoHosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._remove()
-
-    def set_rate(self, rate: str | None) -> None:
-        """Limit the link to *rate* in either direction; None lifts the limit."""
-        for host in self.hosts:
-            subprocess.run(host.command("tc", "qdisc", "del", "dev", host.interface, "root"), capture_output=True)
-            if rate is not None:
-                # A token bucket with room for 256 kB: large enough not to slow the rate itself, small against a reduce.
-                _run(*host.command("tc", "qdisc", "add", "dev", host.interface, "root", "tbf", "rate", rate,
-                                   "burst", "256kb", "latency", "400ms"))  # fmt: skip
 
     def _remove(self) -> None:
         for host in self.hosts:

@@ -81,15 +81,21 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_nodes(hosts: tuple[Host, Host], model: Path, arguments: argparse.Namespace) -> int:
-    """Start the second node, run the first, and end the second whatever happens."""
+    """Compare on both hosts."""
+    settings = {"DBO_MICRO_BATCHES": str(arguments.micro_batches)}
+    return run_both(Path(__file__), hosts, model, sys.argv[1:], settings)
+
+
+def run_both(program: Path, hosts: tuple[Host, Host], model: Path, words: list[str], settings: dict[str, str]) -> int:
+    """Run *program* as node 0 and node 1, return how the first ends, and end the second whatever happens."""
     first, second = hosts
     cores = sorted(os.sched_getaffinity(0))
-    this = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--model", str(model)]
+    this = [sys.executable, str(program.resolve()), *words, "--model", str(model)]
     this += ["--master", f"{first.address}:29500"]  # nothing else listens on a host that was just made
     settings = {
         "VLLM_ASCEND_ENABLE_DBO": "1",
-        "DBO_MICRO_BATCHES": str(arguments.micro_batches),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        **settings,
     }
     nodes = [
         subprocess.Popen(
@@ -136,11 +142,11 @@ def run_node(arguments: argparse.Namespace) -> int:
     return 1 if leads and not same else 0
 
 
-def join_tensor_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
+def join_tensor_parallel(arguments: argparse.Namespace, base: dict[str, Any] = OPTIONS) -> dict[str, Any]:
     """Return the options of the first node's engine, which drives both; the second becomes a server that follows."""
     address, port = arguments.master.split(":")
     options = {
-        **OPTIONS,
+        **base,
         "tensor_parallel_size": 2,
         "nnodes": 2,
         "node_rank": arguments.node,

@@ -68,7 +68,11 @@ def record_layer(
     stream = x, residual
     x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
     moe = collectives.take_apart(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
-    x = p.compute("mlp", collectives.without_reduce(layer.mlp), x) if moe is None else record_experts(p, moe, x)
+    if moe is not None:
+        x = record_experts(p, moe, x)
+    else:  # named apart, because ops that are named alike are taken to cost alike
+        name = "moe" if hasattr(layer.mlp, "experts") else "mlp"
+        x = p.compute(name, collectives.without_reduce(layer.mlp), x)
     return record_reduce(p, "mlp_reduce", collectives, x), residual
 
 

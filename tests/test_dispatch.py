@@ -44,7 +44,7 @@ from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
-from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.runtime import MicroBatchRuntime, Shared
 from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 
@@ -424,7 +424,7 @@ def overlap(make: Callable[[], Dispatcher], policy: tuple[str, int], micro_batch
 
     slow = delay(program, random.Random(rank))
     runtime = MicroBatchRuntime(slow, CpuDevice(), config, open_log(quiet=True))
-    plan = runtime.plan(Batch((tokens[rank],), tokens[rank]), list(accumulate(own))[:-1], agreed=True)
+    plan = runtime.plan(Batch((tokens[rank],), tokens[rank]), list(accumulate(own))[:-1], Shared(sizes))
     assert not isinstance(plan, Decline)
     try:
         for _ in range(2):  # the second run finds events and lanes used

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from dbo_runtime.schedule import Step
 
 
@@ -44,6 +46,21 @@ class Timeline:
         """Seconds in which both lanes ran something."""
         ours, theirs = (_merge((s.start, s.end) for s in self.spans if s.lane == lane) for lane in (first, second))
         return sum(_measure_within(own, theirs) for own in ours)
+
+    @property
+    def idle(self) -> float:
+        """Seconds between the first start and the last end in which no lane ran anything."""
+        return self.duration - sum(end - start for start, end in _merge((s.start, s.end) for s in self.spans))
+
+    def measure_beside(self) -> list[float]:
+        """Return for each span the seconds of it during which another lane ran [spans]."""
+        others = {lane: _cover((s.start, s.end) for s in self.spans if s.lane != lane) for lane in self.lanes}
+        beside = []
+        for span in self.spans:
+            times, covered = others[span.lane]
+            before, after = np.interp((span.start, span.end), times, covered)
+            beside.append(min(float(after - before), span.end - span.start))  # rounding must not make it longer
+        return beside
 
     def share_beside(self, op: str, other: str) -> float:
         """Return in which part of its time *op* of one micro-batch ran beside *other* of another, in all layers.
@@ -110,6 +127,17 @@ def _measure_within(interval: tuple[float, float], others: Iterable[tuple[float,
     """Return how much of *interval* lies in *others*, which do not overlap each other."""
     start, end = interval
     return sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
+
+
+def _cover(intervals: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return times, and the seconds that the intervals cover until each; between two of them it grows evenly."""
+    times, covered = [0.0], [0.0]
+    for start, end in sorted(intervals):
+        start = max(start, times[-1])
+        if start < end:
+            times += [start, end]
+            covered += [covered[-1], covered[-1] + end - start]
+    return times, covered
 
 
 def _merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

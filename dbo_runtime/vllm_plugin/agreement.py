@@ -35,6 +35,10 @@ class Agreement:
         self._votes = votes
         self._settled: set[Hashable] = set()
 
+    def copy_for(self, group: Any) -> Agreement:
+        """Return an agreement that has settled nothing yet."""
+        return Agreement(group, self._votes)
+
     def settle(self, own: Plan | Decline, key: Hashable, statement: str) -> Plan | Decline:
         """Return what all ranks do: *own*, or the first rank's reason against it.
 
@@ -68,6 +72,10 @@ class Agreement:
         disagreement = find_disagreement(self._group, statement)
         if disagreement is not None:
             raise ScheduleError(f"ranks decided differently for one step; please report this. {disagreement}")
+
+    def gather(self, own: Any) -> list[Any]:
+        """Return what each rank says, in rank order. Collective, slow."""
+        return gather(self._group, own)
 
     def _gather(self, own: int) -> list[int]:
         said = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.world_size)]

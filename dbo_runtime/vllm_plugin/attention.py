@@ -151,7 +151,9 @@ class ContextSplitter:
         decode_len = max(origin.builder.reorder_batch_threshold or 1 for origin in origins)
         prefill = sum(length for length in query_lens if length > decode_len)
         cuttable = all(origin.common.causal is True for origin in origins)
-        return Batch(query_lens, prefill, cuttable, decode_len)
+        seq_lens = common.seq_lens_cpu_upper_bound[: len(query_lens)].tolist()
+        context_lens = tuple(max(length - query, 0) for length, query in zip(seq_lens, query_lens, strict=True))
+        return Batch(query_lens, prefill, cuttable, decode_len, context_lens)
 
     def _rebuild(self, origin: Origin, slices: Sequence[BatchSlice]) -> list[Any] | Decline:
         common = origin.common

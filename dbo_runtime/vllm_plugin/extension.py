@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,38 @@ class WorkerExtension:
             raise SplitError(f"data parallel ranks take a list of cuts each, all of them in one call, not {cuts}.")
         elif cuts is not None:
             planner.choose_cuts = partial(_keep_possible, cuts)
+
+    def dbo_last_step(self) -> dict[str, Any] | None:
+        """Return of the last step its way (`whole` or `split`), the seconds predicted (or None), and those it took."""
+        forward = self._dbo_forward()
+        return None if forward is None or forward.last_step is None else forward.last_step._asdict()
+
+    def dbo_calibrate(self, path: str = "", budget: float = 45.0) -> str | None:
+        """Measure what ops cost, plan by that from now on, and write it to *path* if that is given.
+
+        Only while no request runs. Returns a table of how well the costs fit, or None where the model is not split.
+
+        Args:
+            path: of a cost file, on the first rank's host.
+            budget: seconds to take, about.
+        """
+        forward = self._dbo_forward()
+        return None if forward is None or forward.costs is None else str(forward.costs.calibrate(path, budget))
+
+    def dbo_predict(self, query_lens: list[int]) -> dict[str, float] | None:
+        """Return what a step of prefills of these lengths is predicted to take, in seconds, whole and split.
+
+        None where there are no costs to predict by, or nowhere to cut.
+        """
+        forward = self._dbo_forward()
+        planner = None if forward is None else forward.runtime.planner
+        if planner is None:
+            return None
+        config = replace(forward.runtime.config, mode="always")
+        batch = Batch(tuple(query_lens), sum(query_lens))
+        rank = forward.planner.rank
+        choice = planner.choose(batch, config) if rank is None else planner.choose_together([batch.tokens], config)
+        return None if isinstance(choice, Decline) else choice.prediction._asdict()
 
     def dbo_configure(self, settings: dict[str, str]) -> None:
         """Read the settings again from the environment with these on top, such as {"DBO_MODE": "off"}.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm import forward_context
@@ -13,13 +14,25 @@ from vllm import forward_context
 from dbo_runtime.batch import Decline
 from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.timeline import Recorder, Timeline
+from dbo_runtime.planner.correction import SPLIT, WHOLE
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
 from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.step_planner import StepPlanner, find_cuts
 
+if TYPE_CHECKING:
+    from dbo_runtime.vllm_plugin.cost_source import CostSource  # which calibrates with forwards
+
 # How far split and unsplit results may be apart under DBO_CHECK, relative to the largest value: what rounding in other
 # shapes gives, by type.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+class StepTime(NamedTuple):
+    """A step that ran `whole` or `split`: seconds predicted, if it was, and measured."""
+
+    way: str
+    expected: float | None
+    seconds: float
 
 
 class SplitForward:
@@ -31,6 +44,11 @@ class SplitForward:
         runtime: runs plans.
         planner: plans steps.
         agreement: of all ranks that communicate in a step.
+
+    Attributes:
+        timeline, wants_timeline: of the last step that was split since one was wanted.
+        last_step: what the last step was, what it was predicted to take, and what it took.
+        costs: what gives the runtime its costs; None where nobody did.
     """
 
     def __init__(
@@ -45,6 +63,8 @@ class SplitForward:
         self.planner = planner
         self.timeline: Timeline | None = None
         self.wants_timeline = False
+        self.last_step: StepTime | None = None
+        self.costs: CostSource | None = None
         self._model = model
         self._forward = forward
         self._agreement = agreement
@@ -58,6 +78,7 @@ class SplitForward:
         **kwargs: Any,
     ) -> Any:
         """Run one step: tokens [tokens], positions [tokens] -> hidden states [tokens, hidden]."""
+        start = time.perf_counter()
         whole = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         plan, contexts, statement = self.planner.plan(positions.shape[-1], _find_obstacle(intermediate_tensors, kwargs))
         checks = self.runtime.config.check
@@ -65,11 +86,13 @@ class SplitForward:
             self._agreement.compare(statement)
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
-            return whole()
-        if checks and inputs_embeds is not None:
-            inputs_embeds = inputs_embeds.clone()  # norms may add in place, and the unsplit run needs it, too
-        hidden = self._run(plan, contexts, input_ids, positions, inputs_embeds)
-        if checks:
+            hidden = whole()
+        else:
+            if checks and inputs_embeds is not None:
+                inputs_embeds = inputs_embeds.clone()  # norms may add in place, and the unsplit run needs it, too
+            hidden = self._run(plan, contexts, input_ids, positions, inputs_embeds)
+        self._learn(plan, time.perf_counter() - start)
+        if checks and isinstance(plan, Plan):
             self._check_result(hidden, whole(), plan)
         return hidden
 
@@ -89,6 +112,21 @@ class SplitForward:
         if recorder is not None:
             self.timeline, self.wants_timeline = recorder.timeline(), False
         return torch.cat([hidden for (hidden,) in outputs])
+
+    def _learn(self, plan: Plan | Decline, seconds: float) -> None:
+        """Compare what the step took with what was predicted; now and then, with the other ranks, correct predictions.
+
+        Every step of every rank is counted, whatever was measured, so that all of them gather at the same one.
+        """
+        way = WHOLE if isinstance(plan, Decline) else SPLIT
+        self.last_step = StepTime(way, plan.expected, seconds)
+        planner = self.runtime.planner
+        if planner is None or not self.planner.serving:
+            return
+        if plan.expected is not None:
+            planner.note(way, plan.expected, seconds)
+        if planner.correction.count():
+            planner.correct(self._agreement.gather(planner.correction.propose()))
 
     def _check_result(self, split: torch.Tensor, whole: torch.Tensor, plan: Plan) -> None:
         apart = (split - whole).abs().max().item()

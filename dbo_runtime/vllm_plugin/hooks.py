@@ -54,7 +54,7 @@ def _wrap_load_model(runner: Any, config: RuntimeConfig) -> None:
         architecture = runner.vllm_config.model_config.architecture
         adapter = find_adapter(architecture)  # before the weights: an adapter that is wrong should not cost their time
         result = load_model(*args, **kwargs)
-        attach(runner.get_model(), runner.vllm_config, config, architecture, adapter)
+        attach(runner, config, architecture, adapter)
         return result
 
     runner.load_model = load_and_attach
@@ -71,15 +71,15 @@ def _wrap_warm_up(worker: Any) -> None:
         result = warm_up(*args, **kwargs)
         forward = worker.model_runner.get_model().forward
         if isinstance(forward, SplitForward):
+            if forward.costs is not None:
+                forward.costs.settle(forward.runtime.config)
             forward.planner.serving = True
         return result
 
     worker.compile_or_warm_up_model = warm_up_and_serve
 
 
-def attach(
-    model: Any, vllm_config: Any, config: RuntimeConfig, architecture: str, adapter: ModelAdapter | None
-) -> None:
+def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: ModelAdapter | None) -> None:
     """Replace the forward of a loaded model, unless something speaks against splitting it.
 
     Raises:
@@ -87,6 +87,7 @@ def attach(
     """
     from dbo_runtime.vllm_plugin.collectives import ModelCollectives
 
+    model, vllm_config = runner.get_model(), runner.vllm_config
     if _INSTALLED in model.__dict__:
         return  # loaded again into the same instance
     groups = compat.find_groups(vllm_config)
@@ -101,6 +102,7 @@ def attach(
     collectives.connect()
     transport = compat.find_transport(groups, hosts)
     model.forward = _make_forward(program, model, vllm_config, config, groups, transport, log)
+    model.forward.costs = _make_cost_source(runner, model.forward, config, groups, transport, hosts, log)
     setattr(model, _INSTALLED, True)
     log.info(
         "dual-batch overlap is active",
@@ -195,3 +197,20 @@ def _make_forward(
     planner = StepPlanner(runtime, ContextSplitter(vllm_config), agreement, transport, rank)
     planner.serving = False  # until vLLM has warmed up
     return SplitForward(model, model.forward, runtime, planner, agreement)
+
+
+def _make_cost_source(
+    runner: Any, forward: Any, config: RuntimeConfig, groups: compat.Groups, transport: str, hosts: int, log: Any
+) -> Any:
+    from dbo_runtime.vllm_plugin.cost_source import CostSource, Identity
+
+    vllm_config = runner.vllm_config
+    hidden = vllm_config.model_config.get_hidden_size()
+    identity = Identity(
+        machine={**compat.describe_machine(), "transport": transport, "dispatch": config.dispatch},
+        model=compat.describe_model(vllm_config),
+        parallel=compat.describe_parallel(vllm_config, hosts),
+        versions=compat.describe_packages(),
+        bytes_per_token=float(hidden * vllm_config.model_config.dtype.itemsize),
+    )
+    return CostSource(runner, forward, groups.everyone, identity, log)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from vllm import forward_context
 
-from dbo_runtime.batch import Batch, Decline, decide_together, decline_early
+from dbo_runtime.batch import Batch, Decline
 from dbo_runtime.errors import SplitError
-from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from dbo_runtime.runtime import MicroBatchRuntime, Plan, Shared
 from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.attention import ContextSplitter
 from dbo_runtime.vllm_plugin.hazards import find_agreed_hazard
@@ -65,6 +66,12 @@ class StepPlanner:
         self._transport = transport
         self.rank = rank
 
+    def copy_for(self, runtime: MicroBatchRuntime, group: Any) -> StepPlanner:
+        """Return a planner of the same model's steps that settles them anew, and makes plans by another runtime."""
+        own = copy.copy(self)
+        own._runtime, own._agreement = runtime, self._agreement.copy_for(group)
+        return own
+
     def plan(self, tokens: int, obstacle: Decline | None = None) -> StepPlan:
         """Plan a step of *tokens* tokens on this rank; *obstacle* is what its caller has against splitting it."""
         if not forward_context.is_forward_context_available():
@@ -79,7 +86,7 @@ class StepPlanner:
     def _plan_alone(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
         """Plan a step whose batch is the same on all ranks, so that all come to the same."""
         if self.choose_cuts is None:
-            early = self._find_nothing_to_hide() or decline_early(tokens, self._runtime.config)
+            early = self._find_nothing_to_hide() or self._runtime.decline_early(tokens)
             if early is not None:
                 return _whole(early)
         batch = obstacle or self._splitter.read_batch(context, tokens)
@@ -91,7 +98,7 @@ class StepPlanner:
         contexts = self._splitter.split(context, plan.slices)
         if isinstance(contexts, Decline):
             return _whole(contexts)
-        return self._settle(plan, contexts, len(plan.slices), f"cuts {find_cuts(plan)}")
+        return self._settle(plan, contexts, plan.digest, f"cuts {find_cuts(plan)}")
 
     def _plan_together(self, context: Any, tokens: int, obstacle: Decline | None, rank: int) -> StepPlan:
         """Plan a step in which data parallel ranks have batches of their own.
@@ -99,42 +106,47 @@ class StepPlanner:
         What decides is equal on all of them. What only this rank can know comes after, and cannot stop it alone: the
         others communicate as was decided.
         """
-        sizes = find_agreed_hazard(context) or self._decide_together(context)
-        if isinstance(sizes, Decline):
-            return _whole(sizes)
-        plan = obstacle or self._cut(context, tokens, [part[rank] for part in sizes])
+        shared = find_agreed_hazard(context) or self._decide_together(context)
+        if isinstance(shared, Decline):
+            return _whole(shared)
+        plan = obstacle or self._cut(context, tokens, shared, rank)
         contexts: list[Any] | Decline = []
         if isinstance(plan, Plan):
-            contexts = self._splitter.split(context, plan.slices, sizes)
+            contexts = self._splitter.split(context, plan.slices, shared.sizes)
         if isinstance(contexts, Decline):
             plan, contexts = contexts, []
-        return self._settle(plan, contexts, len(sizes), f"tokens of all ranks {sizes}")
+        key = len(shared.sizes), self._runtime.config.policy, shared.name
+        return self._settle(plan, contexts, key, f"tokens of all ranks {shared.sizes}")
 
-    def _decide_together(self, context: Any) -> Sizes | Decline:
+    def _decide_together(self, context: Any) -> Shared | Decline:
         tokens = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
         if self.choose_sizes is not None:
-            return self.choose_sizes(tokens)
-        return self._find_nothing_to_hide() or decide_together(tokens, self._runtime.config)
+            sizes = self.choose_sizes(tokens)
+            return sizes if isinstance(sizes, Decline) else Shared(sizes)
+        return self._find_nothing_to_hide() or self._runtime.plan_together(tokens)
 
-    def _cut(self, context: Any, tokens: int, own: Sequence[int]) -> Plan | Decline:
-        """Cut this rank's batch where all ranks expect it: into micro-batches of so many tokens each."""
+    def _cut(self, context: Any, tokens: int, shared: Shared, rank: int) -> Plan | Decline:
+        """Cut this rank's batch where all ranks expect it."""
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch
         try:
-            return self._runtime.plan(batch, list(accumulate(own))[:-1], agreed=True)
+            return self._runtime.plan(batch, list(accumulate(part[rank] for part in shared.sizes))[:-1], shared)
         except SplitError as error:
             return Decline("cannot be cut where all ranks agreed to", str(error))
 
-    def _settle(self, own: Plan | Decline, contexts: list[Any], micro_batches: int, where: str) -> StepPlan:
+    def _settle(self, own: Plan | Decline, contexts: list[Any], key: Hashable, where: str) -> StepPlan:
         statement = f"{own if isinstance(own, Decline) else 'schedule ' + own.digest}, {where}"
-        settled = self._agreement.settle(own, (micro_batches, self._runtime.config.policy), statement)
+        settled = self._agreement.settle(own, key, statement)
         return _whole(settled) if isinstance(settled, Decline) else StepPlan(settled, contexts, statement)
 
     def _find_nothing_to_hide(self) -> Decline | None:
-        if self._runtime.config.mode == "auto" and self._transport != "network":
-            return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport])
-        return None
+        """Return why no prediction is needed. On one host communication may be worth hiding if it was measured."""
+        if self._runtime.config.mode != "auto" or self._transport == "network":
+            return None
+        if self._transport == "one host" and self._runtime.planner is not None:
+            return None
+        return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport])
 
 
 def find_cuts(plan: Plan) -> list[int]:

@@ -1,0 +1,88 @@
+"""Predictions of many steps, fast: from programs of few layers, because every further layer adds the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs import CostTable
+from dbo_runtime.planner.cuts import measure_slices
+from dbo_runtime.planner.planner import MOST_MICRO_BATCHES, Planner, Prediction
+from dbo_runtime.planner.sketch import record_sketch
+
+# Layers that the longest run of equal ones is cut down to: between these two, prologue and epilogue are the same, so
+# their difference is what layers add.
+FEW, MORE = 4, 8
+MOST_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
+
+
+def list_parts(config: RuntimeConfig) -> Sequence[int]:
+    """Return the numbers of micro-batches that are tried: the planner's own, or what the settings name."""
+    return range(2, MOST_MICRO_BATCHES + 1) if config.micro_batches is None else (config.micro_batches,)
+
+
+class Estimator:
+    """Predicts steps of one table, whole and in their best split."""
+
+    def __init__(self, table: CostTable) -> None:
+        longest = max((run.repeat for run in table.program.runs), default=0)
+        depths = (longest,) if longest <= MORE else (MORE, FEW)
+        self._planners = [_open_planner(table, longest, depth) for depth in depths]
+        self._further = (longest - MORE) / (MORE - FEW) if len(depths) == 2 else 0.0
+
+    def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
+        """Return the prediction for the best number of micro-batches; None if there is nowhere to cut.
+
+        Where some micro-batches lose, more are not tried: they pay all fixed costs again.
+        """
+        best = None
+        for parts in list_parts(config):
+            option = self._estimate_parts(batch, replace(config, mode="always", micro_batches=parts))
+            if option is not None and (best is None or option.split < best.split):
+                best = option
+            if option is None or option.gain <= 0:
+                break
+        return best
+
+    def _estimate_parts(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
+        choice = self._planners[0].choose(batch, config)
+        if isinstance(choice, Decline):
+            return None
+        (load,) = measure_slices(batch, slice_batch(batch, ()))
+        loads = measure_slices(batch, choice.slices)
+        whole = self._extend([planner.predict_whole(load) for planner in self._planners])
+        split = self._extend([planner.predict_split(loads, config) for planner in self._planners])
+        return Prediction(whole, split, len(loads))
+
+    def _extend(self, seconds: list[float]) -> float:
+        """Return the seconds with all layers from those with MORE and FEW."""
+        return seconds[0] + self._further * (seconds[0] - seconds[-1])
+
+
+def resize_batch(batch: Batch, tokens: int) -> Batch:
+    """Return a batch of *tokens* tokens that is otherwise like this one.
+
+    Prompts grow and shrink in proportion, and are dropped where there are fewer tokens than prompts; of decodes, which
+    have one token each, there are more or fewer.
+    """
+    count = min(len(batch.query_lens), tokens) if batch.prefill_tokens else tokens
+    contexts = tuple(batch.contexts[number % len(batch.contexts)] for number in range(count))
+    if not batch.prefill_tokens:
+        return replace(batch, query_lens=(1,) * count, context_lens=contexts)
+    kept = batch.query_lens[:count]
+    spare = tokens - count  # beside the one token that each has
+    edges = [spare * part // sum(kept) for part in accumulate(kept, initial=0)]
+    lengths = tuple(1 + right - left for left, right in pairwise(edges))
+    return replace(batch, query_lens=lengths, prefill_tokens=tokens, context_lens=contexts)
+
+
+def _open_planner(table: CostTable, longest: int, depth: int) -> Planner:
+    numbers = [number for number, run in enumerate(table.program.runs) if run.repeat == longest]
+    runs = tuple(
+        run._replace(repeat=depth) if number == numbers[-1] else run for number, run in enumerate(table.program.runs)
+    )
+    short = replace(table, program=replace(table.program, runs=runs))
+    return Planner(record_sketch(short.program), short, MOST_STATES)

@@ -1,0 +1,270 @@
+"""From measured durations to costs: non-negative least squares of relative errors."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import combinations, groupby
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs import ATTENTION, CommCost, ComputeCost, Cost, Load
+from dbo_runtime.program import COMM
+
+_Array = npt.NDArray[np.float64]
+
+# A richer model is taken if what it leaves unexplained is below this share of what a simpler one does: measurements
+# scatter, and any further term explains some of that.
+CLEARLY = 0.8
+
+# Relative errors below the first need no further term to explain them; below the second, they are of arithmetic.
+EXACT = 1e-6
+ROUNDING = 1e-10
+
+# Durations below this (seconds) count as this: clocks tick in nanoseconds, and relative errors need a divisor.
+TICK = 1e-9
+
+# A buffer that takes the first bytes of a message at once is looked for if there are that many sizes, at that many.
+SIZES_FOR_BUFFER, BUFFERS_TRIED = 6, 60
+
+# Sharing a device or its memory may slow a lane by this much; a greater figure is a disturbed measurement.
+MOST_CONTENTION = 10.0
+
+
+class Sample(NamedTuple):
+    """One measured run of an op."""
+
+    op: str
+    lane: str
+    load: Load
+    seconds: float
+    beside: float = 0.0  # seconds of it during which another lane ran
+
+
+class _Points(NamedTuple):
+    """What one op took alone at different loads, repeats reduced to their median."""
+
+    loads: tuple[Load, ...]
+    seconds: _Array  # [points]
+
+    @property
+    def divisors(self) -> _Array:
+        """What relative errors are relative to, in seconds [points]."""
+        return np.maximum(self.seconds, TICK)
+
+    def column(self, quantity: str) -> _Array:
+        """Return one quantity of the loads [points]."""
+        return np.array([getattr(load, quantity) for load in self.loads], dtype=np.float64)
+
+
+class _Fit(NamedTuple):
+    cost: ComputeCost
+    terms: int
+    unexplained: float  # root mean square of the relative errors, for each point that the terms leave free
+
+
+def fit_costs(samples: Iterable[Sample], bytes_per_token: float) -> tuple[dict[str, Cost], dict[str, float]]:
+    """Return the cost of each op that was measured, and how far it is off: the median relative error over the loads.
+
+    Samples beside another lane do not count. Those of one op at one load are repeats (layers among them), of which the
+    median counts. Of errors, the relative size counts, so that small and large loads weigh alike.
+
+    Raises:
+        ConfigError: if nothing was measured, or an op at one size only, or not alone; or a duration is impossible.
+    """
+    costs: dict[str, Cost] = {}
+    errors: dict[str, float] = {}
+    for op, of_op in _group_by_op(samples).items():
+        lane = _find_lane(op, of_op)
+        points = _reduce_repeats(op, of_op)
+        costs[op] = _fit_comm(op, points, bytes_per_token) if lane == COMM else _fit_compute(points)
+        errors[op] = float(np.median(np.abs(_find_errors(costs[op], points))))
+    if not costs:
+        raise ConfigError("no op was measured; measure unsplit steps of at least two sizes.")
+    return costs, errors
+
+
+def fit_contention(costs: Mapping[str, Cost], samples: Iterable[Sample]) -> dict[str, float]:
+    """Return the factor by which each measured lane is slower while another lane runs; 1 where none ran beside it.
+
+    An op that takes d seconds, o of them beside another lane, does (d - o) + o / factor of work, and alone it takes
+    that long. So factor = o / (alone - (d - o)), both summed over the samples of the lane's ops. Of repeats, the
+    middle half counts: those neither shortest nor longest.
+
+    Raises:
+        ConfigError: if an op has no cost, or a duration is impossible.
+    """
+    beside: dict[str, float] = defaultdict(float)  # seconds by lane, and how much work was done in them
+    work: dict[str, float] = defaultdict(float)
+    for op, of_op in _group_by_op(samples).items():
+        if op not in costs:
+            raise ConfigError(f"op {op} was measured beside another lane but has no cost; measure it alone, too.")
+        lane = _find_lane(op, of_op)
+        beside[lane] += 0.0
+        overlapped = sorted((sample for sample in of_op if sample.beside), key=lambda sample: sample.load)
+        for load, group in groupby(overlapped, key=lambda sample: sample.load):
+            repeats = sorted(group, key=lambda sample: sample.seconds)
+            extreme = (len(repeats) + 1) // 4
+            for sample in repeats[extreme : len(repeats) - extreme]:
+                beside[lane] += sample.beside
+                work[lane] += costs[op].time(load) - (sample.seconds - sample.beside)
+    return {lane: _clamp_contention(beside[lane], work[lane]) for lane in beside}
+
+
+def _clamp_contention(beside: float, work: float) -> float:
+    return min(max(beside / work, 1.0), MOST_CONTENTION) if beside > 0 and work > 0 else 1.0
+
+
+def _group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if not (0 <= sample.beside <= sample.seconds < math.inf):
+            raise ConfigError(
+                f"op {sample.op} has a sample of {sample.seconds:g} s, of which {sample.beside:g} s beside another "
+                f"lane; durations are finite, and a part is at most the whole. Measure again."
+            )
+        groups[sample.op].append(sample)
+    return groups
+
+
+def _find_lane(op: str, samples: Sequence[Sample]) -> str:
+    lanes = sorted({sample.lane for sample in samples})
+    if len(lanes) > 1:
+        raise ConfigError(f"op {op} runs on lanes {' and '.join(lanes)}; ops named alike cost alike: rename one.")
+    return lanes[0]
+
+
+def _reduce_repeats(op: str, samples: Sequence[Sample]) -> _Points:
+    """Return the medians in order of size."""
+    alone = sorted((sample.load, sample.seconds) for sample in samples if not sample.beside)
+    medians = [(load, median(s for _, s in repeats)) for load, repeats in groupby(alone, key=lambda item: item[0])]
+    sizes = sorted({load.tokens for load, _ in medians})
+    if len(sizes) < 2:
+        measured = f"at {sizes[0]} tokens only" if sizes else "only beside another lane, never alone"
+        raise ConfigError(f"op {op} was measured {measured}; measure unsplit steps of at least two sizes.")
+    return _Points(tuple(load for load, _ in medians), np.array([seconds for _, seconds in medians]))
+
+
+def _fit_comm(op: str, points: _Points, bytes_per_token: float) -> CommCost:
+    if not 0 < bytes_per_token < math.inf:
+        raise ConfigError(f"bytes_per_token is {bytes_per_token:g}; it must be above 0, because op {op} communicates.")
+    sizes = points.column("tokens")
+    line = _fit_line(points, 0.0, bytes_per_token)
+    if len(set(sizes.tolist())) < SIZES_FOR_BUFFER:
+        return line
+    kinks = np.geomspace(sizes.min(), sizes.max(), BUFFERS_TRIED, endpoint=False)
+    buffered = min((_fit_line(points, float(kink), bytes_per_token) for kink in kinks), key=partial(_find_rms, points))
+    return buffered if _find_rms(points, buffered) < CLEARLY * max(_find_rms(points, line), EXACT) else line
+
+
+def _fit_line(points: _Points, free_tokens: float, bytes_per_token: float) -> CommCost:
+    """Return the cost of messages of which so many tokens cost nothing."""
+    beyond = np.maximum(points.column("tokens") - free_tokens, 0.0)
+    alpha, slope = _solve([np.ones(len(beyond)), beyond], points)
+    return CommCost(alpha, slope / bytes_per_token, bytes_per_token, free_tokens * bytes_per_token)
+
+
+def _find_rms(points: _Points, cost: Cost) -> float:
+    errors = _find_errors(cost, points)
+    return math.sqrt(float(errors @ errors) / len(errors))
+
+
+def _fit_compute(points: _Points) -> ComputeCost:
+    """Return the simplest model that no richer one beats clearly; of equally rich ones, the best."""
+    fits = [_judge(cost, terms, points) for cost, terms in _find_candidates(points)]
+    levels = [[fit for fit in fits if fit.terms == terms] for terms in sorted({fit.terms for fit in fits})]
+    best, *richer = (min(level, key=lambda fit: fit.unexplained) for level in levels)
+    for fit in richer:
+        if fit.unexplained < CLEARLY * best.unexplained:
+            best = fit
+    return best.cost
+
+
+def _judge(cost: ComputeCost, terms: int, points: _Points) -> _Fit:
+    errors = _find_errors(cost, points)
+    unexplained = max(math.sqrt(float(errors @ errors) / max(len(errors) - terms, 1)), EXACT)
+    # Where no context was measured, the two kinds of pairs can hardly be told apart. Kernels skip what is masked.
+    return _Fit(cost, terms, unexplained if cost.masked else unexplained / CLEARLY)
+
+
+def _find_candidates(points: _Points) -> Iterator[tuple[ComputeCost, int]]:
+    """Yield costs, each fitted within its model, and the number of terms of the model: fewer than points, but for 2."""
+    for masked in (True, False):
+        for extra in _find_attention(points, masked):
+            for columns, kink in _find_roofs(points):
+                terms = 2 + (kink > 0) + len(extra)
+                if terms == 2 or (terms < len(points.loads) and not (kink and len(extra) > 1)):
+                    yield _fit_roof(columns, extra, kink, masked, points), terms
+
+
+def _find_attention(points: _Points, masked: bool) -> Iterator[dict[str, _Array]]:
+    """Yield what attention may add, by the cost's names: nothing, pairs, and more and more of the rest.
+
+    What no batch had is left out. Attention reads few weights, so nothing but pairs is tried together with a kink.
+    """
+    if masked:
+        yield {}
+    found = {"per_pair": points.column("causal_pairs" if masked else "pairs")}
+    yield dict(found)
+    for name, amount in ATTENTION.items():
+        column = points.column(amount)
+        if column.any():
+            found[name] = column
+            yield dict(found)
+
+
+def _find_roofs(points: _Points) -> Iterator[tuple[list[_Array], float]]:
+    """Yield the columns of fixed + max(weights, per_token * tokens), and up to which size it is flat; 0 if nowhere.
+
+    Each part has at least two sizes: one alone would fit any outlier.
+    """
+    tokens = points.column("tokens")
+    ones = np.ones(len(tokens))
+    sizes = sorted(set(tokens.tolist()))
+    yield [ones, tokens], 0.0
+    for kink in sizes[1:-2]:
+        yield [ones, tokens * (tokens > kink), 1.0 * (tokens <= kink)], kink
+
+
+def _fit_roof(
+    columns: list[_Array], extra: dict[str, _Array], kink: float, masked: bool, points: _Points
+) -> ComputeCost:
+    solution = _solve([*columns, *extra.values()], points)
+    fixed, per_token, *weights = solution[: len(columns)]
+    attention = dict(zip(extra, solution[len(columns) :], strict=True))
+    # Fitted apart, the parts may meet before the last size that was taken for flat; up to there it stays flat.
+    return ComputeCost(fixed, per_token, max([per_token * kink, *weights]), masked=masked, **attention)
+
+
+def _solve(columns: Sequence[_Array], points: _Points) -> list[float]:
+    """Return the non-negative coefficients [columns] with the least squared relative errors.
+
+    The solution is unconstrained in the columns it uses (Lawson and Hanson 1974), and there are few: all sets of them
+    are tried, small ones first.
+    """
+    matrix = np.stack(columns, axis=1) / points.divisors[:, None]
+    target = points.seconds / points.divisors
+    norms = np.linalg.norm(matrix, axis=0)
+    norms[norms == 0] = 1.0
+    best, least = np.zeros(len(columns)), float(target @ target)
+    for count in range(1, len(columns) + 1):
+        for chosen in map(list, combinations(range(len(columns)), count)):
+            found, *_ = np.linalg.lstsq(matrix[:, chosen] / norms[chosen], target, rcond=None)
+            errors = matrix[:, chosen] @ (found / norms[chosen]) - target
+            if (found >= 0).all() and errors @ errors < least - ROUNDING**2:
+                best, least = np.zeros(len(columns)), float(errors @ errors)
+                best[chosen] = found / norms[chosen]
+    return [float(value) for value in best]
+
+
+def _find_errors(cost: Cost, points: _Points) -> _Array:
+    """Return (predicted - measured) / measured [points]."""
+    predicted = np.array([cost.time(load) for load in points.loads])
+    errors: _Array = (predicted - points.seconds) / points.divisors
+    return errors

@@ -1,0 +1,273 @@
+"""Where the costs that steps are planned by come from: a file or calibration. The same on all ranks, or none."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.errors import ConfigError, DboError
+from dbo_runtime.planner.cost_file import format_costs, load_costs, parse_costs, save_costs
+from dbo_runtime.planner.costs import CostTable, HostCost, Load, Origin
+from dbo_runtime.planner.fit import fit_contention, fit_costs
+from dbo_runtime.planner.planner import Planner
+from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.policies import sequential
+from dbo_runtime.program import Program
+from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.schedule import lower
+from dbo_runtime.vllm_plugin.agreement import gather, tell
+from dbo_runtime.vllm_plugin.calibration import Measurements, StepSample, measure
+
+BUDGET = 45.0  # seconds that a calibration takes at most, about
+
+
+class Identity(NamedTuple):
+    """What costs hold for, and what they were measured with; see `costs.Origin`."""
+
+    machine: Mapping[str, str]
+    model: Mapping[str, str]
+    parallel: Mapping[str, int]
+    versions: Mapping[str, str]
+    bytes_per_token: float  # that a rank hands over for one token
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a calibration came to: seconds it took, and relative errors of its costs for ops and for whole steps."""
+
+    seconds: float
+    digest: str
+    op_errors: Mapping[str, float]
+    step_errors: Mapping[str, float]  # `whole` and `split`
+    contention: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """A table for people."""
+        rows = [f"calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
+        rows += [f"  {name:<20}{error:>7.1%}" for name, error in self.op_errors.items()]
+        rows += [f"  {way + ' step':<20}{error:>7.1%}" for way, error in self.step_errors.items()]
+        factors = ", ".join(f"{lane} {factor:.2f}" for lane, factor in self.contention.items())
+        return "\n".join([*rows, f"slower while another lane runs, by a factor of: {factors}"])
+
+
+class CostSource:
+    """Gives a model's runtime a planner, on all ranks or on none. What it does is collective over all ranks.
+
+    Args:
+        runner: vLLM's model runner.
+        forward: the `SplitForward` of its model.
+        group: vLLM's coordinator of all ranks that communicate in a step.
+        identity: what costs must hold for.
+        log: of the first rank.
+    """
+
+    def __init__(self, runner: Any, forward: Any, group: Any, identity: Identity, log: Any) -> None:
+        self._runner = runner
+        self._forward = forward
+        self._group = group
+        self._identity = identity
+        self._log = log
+
+    @property
+    def _runtime(self) -> MicroBatchRuntime:
+        runtime: MicroBatchRuntime = self._forward.runtime
+        return runtime
+
+    def settle(self, config: RuntimeConfig) -> None:
+        """Calibrate or load, as the settings say. Whatever goes wrong, serving goes on by the thresholds."""
+        try:
+            if config.calibrate:
+                self.calibrate(config.costs)
+            elif config.costs:
+                self.load(config.costs)
+        except DboError as error:
+            self._log.warning("no costs to plan with; DBO_MODE=auto goes by the thresholds", reason=str(error))
+
+    def load(self, path: str) -> None:
+        """Plan by the costs of a file, which every rank reads for itself.
+
+        Raises:
+            ConfigError: on all ranks, if any of them cannot use it, or theirs are not the same.
+        """
+        table: CostTable | None = None
+        try:
+            table = self._read(path)
+            said = f"costs {table.digest}"
+        except ConfigError as error:
+            said = str(error)
+        everyone = gather(self._group, (said, table is not None))
+        if not all(fits for _, fits in everyone):
+            raise ConfigError(next(words for words, fits in everyone if not fits))
+        if len({words for words, _ in everyone}) > 1:
+            raise ConfigError(f"{path} differs between ranks; copy one to all hosts. {tell([w for w, _ in everyone])}")
+        assert table is not None
+        self._use(table, path)
+
+    def calibrate(self, path: str = "", budget: float = BUDGET) -> Report:
+        """Measure the model's own ops, plan by what they cost, and write it to *path* if that is given.
+
+        Raises:
+            UnsupportedError, ConfigError: on all ranks, if ops cannot be measured or their durations make no sense, or
+                the file cannot be written.
+        """
+        start = time.perf_counter()
+        with _Bar(quiet=self._group.rank_in_group > 0) as bar:
+            found = measure(self._runner, self._forward, self._group, budget, bar.show)
+        # One rank fits for all: the last digits of a fit may differ between hosts, and with them decisions.
+        fitted = self._try(lambda: self._fit(found, path)) if self._group.rank_in_group == 0 else None
+        text, errors, problem = gather(self._group, fitted)[0]
+        if problem:
+            raise ConfigError(problem)
+        table = parse_costs(text)
+        self._use(table, "calibration")
+        return Report(time.perf_counter() - start, table.digest, dict(table.errors), errors, dict(table.contention))
+
+    def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
+        try:
+            return (*fit(), "")
+        except ConfigError as error:  # the other ranks wait to hear of it
+            return "", {}, str(error)
+
+    def _fit(self, found: Measurements, path: str) -> tuple[str, dict[str, float]]:
+        """Return the costs as the text of a file, and how far they are off for steps."""
+        program = self._runtime.program
+        costs, errors = fit_costs(found.samples, self._identity.bytes_per_token)
+        identity = self._identity
+        origin = Origin(
+            kind="measured",
+            source="python -m dbo_runtime calibrate",
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            machine=identity.machine,
+            model=identity.model,
+            parallel=identity.parallel,
+            versions=identity.versions,
+        )
+        host = HostCost(computes=self._runtime.device.name == "cpu")
+        contention = fit_contention(costs, found.samples)
+        table = CostTable(origin, sketch_program(program), costs, contention, host, errors)
+        table, step_errors = fit_steps(table, program, found.steps)
+        if path:
+            save_costs(table, path)
+        return format_costs(table), step_errors
+
+    def _read(self, path: str) -> CostTable:
+        table = load_costs(path)
+        identity = self._identity
+        try:
+            table.check_fits(identity.machine, identity.model, identity.parallel)
+        except ConfigError as error:
+            raise ConfigError(f"cost file {path}: {error}") from None
+        if table.program != sketch_program(self._runtime.program):
+            raise ConfigError(
+                f"cost file {path}: it is of another program than the adapter records now; calibrate anew: "
+                "`python -m dbo_runtime calibrate`."
+            )
+        if table.origin.versions != identity.versions:
+            self._log.warning(
+                "costs were measured with other versions",
+                then=dict(table.origin.versions),
+                now=dict(identity.versions),
+            )
+        return table
+
+    def _use(self, table: CostTable, source: str) -> None:
+        self._runtime.planner = Planner(self._runtime.program, table)
+        self._log.info(
+            "planning by costs",
+            source=source,
+            kind=table.origin.kind,
+            date=table.origin.date,
+            digest=table.digest,
+            worst_fit=f"{max(table.errors.values(), default=0.0):.1%}",
+        )
+
+
+def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tuple[CostTable, dict[str, float]]:
+    """Return *table* with what steps take beside their ops, and the median relative errors of the steps with it.
+
+    Micro-batches one after the other leave all lanes idle only while one hands over to another. What then remains of
+    measured steps, when the predicted is taken off, is a constant and something for each token (the embedding, which
+    is no op of the program, is reduced, too).
+    """
+    in_turn = lower((program,) * 2, sequential((program,) * 2))
+    handovers = sum(bool(step.waits) for step in in_turn.steps)
+    idle = [step.idle for step in steps if step.way == "sequential"]
+    handover = max(median(idle), 0.0) / handovers if idle and handovers else 0.0
+    table = replace(table, host=replace(table.host, handover=handover))
+    planner = Planner(program, table)
+    config = RuntimeConfig(policy=("alternate", 0))
+    whole = [(step, planner.predict_whole(step.loads[0])) for step in steps if step.way == "whole"]
+    split = [(step, planner.predict_split(step.loads, config)) for step in steps if step.way == "alternate"]
+    (whole_fixed, whole_per_token), (split_fixed, split_per_token) = fit_rest(whole), fit_rest(split)
+    host = replace(
+        table.host,
+        whole=whole_fixed,
+        whole_per_token=whole_per_token,
+        split=split_fixed,
+        split_per_token=split_per_token,
+    )
+    errors = {"whole": _find_error(whole, *fit_rest(whole)), "split": _find_error(split, *fit_rest(split))}
+    return replace(table, host=host), errors
+
+
+def fit_rest(predicted: list[tuple[StepSample, float]]) -> tuple[float, float]:
+    """Return the seconds, and the seconds a token, that predictions lack: least squares of relative errors.
+
+    Of repeats the median counts. Steps of one size only tell no more than a constant.
+    """
+    points = [
+        (sum(load.tokens for load in loads), seconds, median(step.seconds for step, _ in group))
+        for (loads, seconds), runs in groupby(sorted(predicted, key=_identify), key=_identify)
+        for group in [list(runs)]
+    ]
+    if not points:
+        return 0.0, 0.0
+    tokens, seconds, measured = np.array(points).T
+    columns = [np.ones(len(points)), tokens] if len(set(tokens.tolist())) > 1 else [np.ones(len(points))]
+    found, *_ = np.linalg.lstsq(
+        np.stack(columns, axis=1) / measured[:, None], (measured - seconds) / measured, rcond=None
+    )
+    fixed, *per_token = (float(value) for value in found)
+    return fixed, per_token[0] if per_token else 0.0
+
+
+def _identify(predicted: tuple[StepSample, float]) -> tuple[tuple[Load, ...], float]:
+    step, seconds = predicted
+    return step.loads, seconds
+
+
+def _find_error(predicted: list[tuple[StepSample, float]], fixed: float, per_token: float) -> float:
+    errors = [
+        abs(seconds + fixed + per_token * sum(load.tokens for load in step.loads) - step.seconds) / step.seconds
+        for step, seconds in predicted
+    ]
+    return median(errors) if errors else 0.0
+
+
+class _Bar:
+    """A progress bar on the first rank's terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._bar: Any = tqdm(disable=quiet, desc="calibrating", unit="shape", file=sys.stderr, leave=False)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, done: int, of: int, what: str) -> None:
+        """Show how far it is."""
+        self._bar.total = of
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(done - self._bar.n)

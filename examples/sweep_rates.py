@@ -1,0 +1,169 @@
+"""Is `auto` ever slower than leaving steps whole? Two hosts, links of several rates, prompts of many lengths.
+
+Makes two network namespaces on this machine (as root), serves a DeepSeek-V3 with random weights over both with an
+unmodified vLLM, and for each rate calibrates and then times every prompt three ways in turn: DBO_MODE off, auto and
+always. Prints what `auto` decided, its ratio to off, and how far the predicted step times are from the measured ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import signal
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from network_hosts import Host, NetworkError, TwoHosts
+from random_deepseek import make_checkpoint
+from two_hosts import OPTIONS, join_tensor_parallel, run_both
+
+MODES = ("off", "auto", "always")
+NO_LIMIT = "none"
+TITLES = (
+    f"{'tokens':>7}{'off':>11}{'always':>11}{'auto':>11}{'off/auto':>10}  {'auto':<6}"
+    f"{'predicted whole':>17}{'split':>11}{'errors':>11}"
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One prompt length at one rate: seconds of each mode's steps, in turn, and what was predicted."""
+
+    rate: str
+    tokens: int
+    seconds: dict[str, list[float]]  # by mode
+    way: str  # what auto did
+    predicted: dict[str, float]  # seconds of a `whole` and of a `split` step
+
+    @property
+    def ratio(self) -> float:
+        """How much faster auto is than off: the median over pairs of runs that followed each other."""
+        return statistics.median(
+            off / auto for off, auto in zip(self.seconds["off"], self.seconds["auto"], strict=True)
+        )
+
+    def gain(self, mode: str) -> float:
+        """By which share of the unsplit time a mode gains speed."""
+        return statistics.median(self.seconds["off"]) / statistics.median(self.seconds[mode]) - 1
+
+    def errors(self) -> dict[str, float]:
+        """How far predictions are off, relative to what was measured: for unsplit and for split steps."""
+        measured = {"whole": self.seconds["off"], "split": self.seconds["always"]}
+        medians = {way: statistics.median(seconds) for way, seconds in measured.items()}
+        return {way: abs(self.predicted[way] - medians[way]) / medians[way] for way in self.predicted}
+
+
+def main() -> int:
+    """Run the whole sweep, or, inside a host, one node of it."""
+    arguments = parse_arguments()
+    if arguments.node is not None:
+        return run_node(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed then, too
+    try:
+        with tempfile.TemporaryDirectory() as directory, TwoHosts(arguments.rates[0]) as hosts:
+            model = make_checkpoint(Path(directory), arguments.hidden, arguments.layers)
+            words = [*sys.argv[1:], "--interfaces", *(f"{host.namespace}:{host.interface}" for host in hosts)]
+            return run_both(Path(__file__), hosts, model, words, {})
+    except NetworkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rates", nargs="+", default=["50mbit", "200mbit", "1gbit", NO_LIMIT], help="of the link, in the words of tc"
+    )
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 512, 1024, 2048, 4096])
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each mode, interleaved (default: 5)")
+    parser.add_argument("--budget", type=float, default=40, help="seconds of each calibration (default: 40)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default: 256)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
+    parser.add_argument("--interfaces", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--node", type=int, choices=(0, 1), help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--master", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_node(arguments: argparse.Namespace) -> int:
+    """Drive the engine of both hosts, or follow."""
+    longest = max(arguments.tokens) + 16
+    options = {**OPTIONS, "max_model_len": longest, "max_num_batched_tokens": longest}
+    options = join_tensor_parallel(arguments, options)
+    from vllm import LLM
+
+    llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
+    points = []
+    for rate in arguments.rates:
+        set_rate(arguments.interfaces, rate)
+        print(f"\nlink {rate}", flush=True)
+        print(llm.collective_rpc("dbo_calibrate", args=("", arguments.budget))[0], flush=True)
+        print(TITLES)
+        for tokens in arguments.tokens:
+            points.append(measure_point(llm, rate, tokens, arguments.repeat))
+            print(describe_point(points[-1]), flush=True)
+    good = judge(points)
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()  # an engine that meets the end of the interpreter prints a page about it
+    return 0 if good else 1
+
+
+def set_rate(interfaces: list[str], rate: str) -> None:
+    """Limit the link from inside one of the hosts."""
+    for end in interfaces:
+        namespace, interface = end.split(":")
+        Host(namespace, interface, "").set_rate(None if rate == NO_LIMIT else rate)
+
+
+def measure_point(llm: Any, rate: str, tokens: int, repeat: int) -> Point:
+    """Time one prompt in every mode, in turn, after a round to warm up."""
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": [(j * 7 + j * j) % 250 + 3 for j in range(tokens)]}
+    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    way = ""
+    predicted = llm.collective_rpc("dbo_predict", args=([tokens],))[0] or {}
+    for turn in range(repeat + 1):
+        for mode in MODES:
+            llm.collective_rpc("dbo_configure", args=({"DBO_MODE": mode},))
+            llm.generate([prompt], sampling, use_tqdm=False)
+            step = llm.collective_rpc("dbo_last_step")[0]
+            if mode == "auto":
+                way = step["way"]
+            if turn:
+                seconds[mode].append(step["seconds"])
+    return Point(rate, tokens, seconds, way, {way: predicted[way] for way in ("whole", "split") if way in predicted})
+
+
+def describe_point(point: Point) -> str:
+    """Return a row of the table."""
+    medians = {mode: statistics.median(seconds) for mode, seconds in point.seconds.items()}
+    cells = "".join(f"{medians[mode] * 1e3:>8.1f} ms" for mode in ("off", "always", "auto"))
+    predicted = "".join(f"{seconds * 1e3:>8.1f} ms" for seconds in point.predicted.values())
+    errors = "/".join(f"{error:.0%}" for error in point.errors().values())
+    return f"{point.tokens:>7}{cells}{point.ratio:>9.2f}x  {point.way:<6}{predicted:>28}{errors:>11}"
+
+
+def judge(points: list[Point]) -> bool:
+    """Print what the points come to; return whether auto never lost and kept what there was to gain."""
+    worst = min(points, key=lambda point: point.ratio)
+    print(f"\nworst off/auto: {worst.ratio:.3f}x at {worst.tokens} tokens, {worst.rate}; at least 0.98 is asked for")
+    worth = [point for point in points if point.gain("always") > 0.10]
+    kept = min((point.gain("auto") / point.gain("always") for point in worth), default=1.0)
+    print(f"always gains over 10 % at {len(worth)} points; auto keeps at least {kept:.0%} of it; 90 % is asked for")
+    errors = [error for point in points for error in point.errors().values()]
+    median = statistics.median(errors) if errors else 0.0
+    print(f"predicted against measured step time: median error {median:.1%}; at most 15 % is asked for")
+    return worst.ratio >= 0.98 and kept >= 0.9 and median <= 0.15
+
+
+if __name__ == "__main__":
+    sys.exit(main())

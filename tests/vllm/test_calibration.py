@@ -1,0 +1,263 @@
+"""Measuring the served model's own ops: real vLLM, with vLLM's dummy batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbo_runtime.batch import Decline
+from dbo_runtime.errors import UnsupportedError
+from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.planner.costs import Load, measure_load
+from dbo_runtime.planner.fit import Sample
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.vllm_plugin import calibration, compat
+from dbo_runtime.vllm_plugin.calibration import (
+    LEAST_REPEATS,
+    MOST_REPEATS,
+    Measurements,
+    choose_repeats,
+    expect_round,
+    measure,
+    measure_beside,
+    merge_ranks,
+    overlaps_itself,
+)
+from dbo_runtime.vllm_plugin.compat import Limits
+from dbo_runtime.vllm_plugin.shapes import Shape, choose_shapes
+from tests.vllm.engine import Engine, make_prompt
+from tests.vllm.ranks import Ranks
+
+FEW_SHAPES = [Shape(2, 1, 16), Shape(1, 8), Shape(4, 8), Shape(3, 1, 200), Shape(1, 64)]
+PARTS = {part for shape in FEW_SHAPES for part in shape.measure_parts()}
+PROMPTS = [make_prompt(length, seed) for seed, length in enumerate((40, 23, 61))]
+
+limits = st.builds(
+    Limits,
+    tokens=st.integers(1, 20000),
+    length=st.integers(1, 20000),
+    requests=st.integers(1, 2000),
+    blocks=st.integers(1, 5000),
+    block_size=st.sampled_from([1, 16, 128]),
+)
+shapes = st.builds(Shape, st.integers(1, 9), st.integers(1, 40), st.integers(0, 50)).filter(lambda s: s.total > 1)
+
+
+def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[tuple[int, int, str]]]:
+    """Measure a few shapes on a worker; return what was measured and the progress that was told."""
+    told: list[tuple[int, int, str]] = []
+    runner = worker.model_runner
+    group = compat.find_groups(runner.vllm_config).everyone
+    with patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES):
+        found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))
+    return found, told
+
+
+def measure_on_rank(engine: Engine, rank: int) -> Measurements:
+    found: Measurements = engine.llm.collective_rpc(measure_few)[0][0]
+    return found
+
+
+def name_ops(program: Program) -> Counter[str]:
+    return Counter(op.name for op in program.ops)
+
+
+def assert_complete(found: Measurements, ops: Counter[str]) -> None:
+    """Assert that there are runs of all ops and steps, and of each op some alone at every load."""
+    assert Counter(step.way for step in found.steps) == dict.fromkeys(
+        ("whole", "sequential", "alternate"), len(FEW_SHAPES) * MOST_REPEATS
+    )
+    assert {step.loads for step in found.steps if step.way == "whole"} == {(s.measure_load(),) for s in FEW_SHAPES}
+    assert {step.loads for step in found.steps if step.way != "whole"} == {s.measure_parts() for s in FEW_SHAPES}
+    assert all(step.seconds > step.ops_seconds >= 0 for step in found.steps)
+    assert {sample.op for sample in found.samples} == set(ops)
+    for op in ops:
+        assert {sample.load for sample in found.samples if sample.op == op and sample.beside == 0} == PARTS
+    assert all(0 <= sample.beside <= sample.seconds for sample in found.samples)
+
+
+@given(limits)
+def test_shapes_are_within_the_limits_and_grow(limit: Limits) -> None:
+    found = choose_shapes(limit)
+    for shape in found:
+        assert 0 < shape.cut < shape.total <= limit.tokens
+        assert shape.tokens + shape.context <= limit.length
+        assert shape.requests <= limit.requests
+        assert shape.requests * -(-(shape.tokens + shape.context) // limit.block_size) <= limit.blocks
+    totals = [shape.total for shape in found]
+    assert totals == sorted(totals)
+    assert len(set(found)) == len(found)
+
+
+def test_shapes_tell_fixed_costs_from_those_of_tokens_and_of_pairs() -> None:
+    found = choose_shapes(Limits(tokens=8192, length=4096, requests=256, blocks=4000, block_size=16))
+    assert Shape(2, 1, 16) in found  # one token a part
+    assert Shape(1, 4096) in found  # as long a prefill as there can be
+    for tokens in (8, 32):  # as many tokens, and few or many pairs
+        assert len({count_pairs(shape.measure_load()) for shape in found if shape.total == tokens}) >= 3
+    assert len({shape.total for shape in found if shape.context == 0}) >= 6
+    assert {shape.tokens for shape in found if shape.context == 2048} == {32, 512}
+    assert max(shape.total for shape in found) == 4096
+    assert len(found) <= 24
+
+
+@given(shapes)
+def test_parts_of_a_shape_are_its_tokens_and_pairs(shape: Shape) -> None:
+    whole, parts = shape.measure_load(), shape.measure_parts()
+    assert sum(part.tokens for part in parts) == whole.tokens == shape.total
+    assert sum(map(count_pairs, parts)) == count_pairs(whole)
+
+
+def count_pairs(load: Load) -> float:
+    return load.causal_pairs + load.decode_pairs
+
+
+def test_the_tail_of_a_request_that_is_cut_inside_has_its_head_as_context() -> None:
+    assert Shape(1, 8).measure_parts() == (measure_load([4], [0]), measure_load([4], [4]))
+    assert Shape(1, 8, 100).measure_parts() == (measure_load([4], [100]), measure_load([4], [104]))
+    assert Shape(3, 2, 10).measure_parts() == (measure_load([2], [10]), measure_load([2, 2], [10, 10]))
+
+
+def test_a_shape_that_fits_only_the_fewest_repeats_gets_those_and_a_longer_one_none() -> None:
+    assert choose_repeats(left=100.0, round_seconds=0.1) == MOST_REPEATS
+    assert choose_repeats(left=8.0, round_seconds=1.0) == 4
+    assert choose_repeats(left=3.5, round_seconds=1.0) == LEAST_REPEATS
+    assert choose_repeats(left=2.9, round_seconds=1.0) == 0
+    assert choose_repeats(left=-1.0, round_seconds=1.0) == 0
+
+
+def test_a_round_is_expected_to_take_what_the_first_did_and_more_with_more_tokens() -> None:
+    assert expect_round([], 100) == 0.0
+    assert expect_round([(2, 1.0)], 100) == 1.0
+    assert expect_round([(2, 1.0), (8, 0.9)], 100) == 1.0
+    assert expect_round([(2, 1.0), (8, 0.9), (10, 3.0)], 40) == 9.0
+
+
+def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
+    spans = (
+        Span("compute", "a", 0, 10.0, 20.0),
+        Span("comm", "b", 1, 5.0, 12.0),
+        Span("copy", "c", 1, 11.0, 14.0),  # partly beside b, too
+        Span("comm", "d", 1, 18.0, 18.5),
+        Span("compute", "e", 0, 20.0, 21.0),
+        Span("comm", "f", 1, 21.0, 22.0),  # touches e, no more
+    )
+    assert measure_beside(Timeline(spans)) == [4.5, 2.0, 3.0, 0.5, 0.0, 0.0]
+    assert measure_beside(Timeline(())) == []
+
+
+def test_of_ranks_the_mean_computation_and_the_shortest_communication_count() -> None:
+    load = Load(4, 16, 10)
+    compute = [Sample("mlp", "compute", load, seconds, beside) for seconds, beside in ((3.0, 1.0), (5.0, 0.0))]
+    comm = [Sample("reduce", "comm", load, seconds, beside) for seconds, beside in ((3.0, 1.0), (2.0, 0.5))]
+    assert merge_ranks(compute) == Sample("mlp", "compute", load, 4.0, 0.5)
+    assert merge_ranks(comm) == comm[1]
+
+
+def test_a_program_overlaps_itself_if_an_op_does_not_need_the_communication_before_it() -> None:
+    assert not overlaps_itself(record(shares_experts=False))
+    assert overlaps_itself(record(shares_experts=True))
+
+
+def record(shares_experts: bool) -> Program:
+    p = ProgramBuilder()
+    x = p.input("x")
+    sent = p.comm("dispatch", lambda x: x, x)
+    shared = [p.compute("shared_experts", lambda x: x, x)] if shares_experts else []
+    return p.build(p.compute("experts", lambda *x: x[0], sent, *shared))
+
+
+def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> None:
+    ops = name_ops(one_rank.runner.get_model().forward.runtime.program)
+    found, told = one_rank.llm.collective_rpc(measure_few)[0]
+    assert_complete(found, ops)
+    assert len(found.samples) == ops.total() * 2 * 2 * len(FEW_SHAPES) * MOST_REPEATS  # micro-batches, ways
+    assert told[:2] == [(0, len(FEW_SHAPES), "2 x 1 tokens after 16"), (1, len(FEW_SHAPES), "1 x 8 tokens")]
+    assert told[-1] == (len(FEW_SHAPES), len(FEW_SHAPES), "all measured")
+
+
+def test_nothing_is_left_behind(one_rank: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    before = one_rank.generate(PROMPTS, tokens=4)
+    seen = look_at(one_rank)
+    caches = [cache.clone() for cache in one_rank.runner.kv_caches]
+    capsys.readouterr()
+    one_rank.llm.collective_rpc(measure_few)
+    assert "dbo_runtime" not in capsys.readouterr().err
+    assert look_at(one_rank) == seen
+    assert all(torch.equal(*pair) for pair in zip(one_rank.runner.kv_caches, caches, strict=True))
+    assert one_rank.generate(PROMPTS, tokens=4) == before
+
+
+def look_at(engine: Engine) -> tuple[Any, ...]:
+    """Return all that a measurement could leave changed."""
+    runner = engine.runner
+    forward = runner.get_model().forward
+    planner, tables = forward.planner, runner.input_batch.block_table.block_tables
+    return (
+        id(forward),
+        id(forward.runtime),
+        forward.runtime.config,
+        forward.timeline,
+        forward.wants_timeline,
+        planner.serving,
+        planner.choose_cuts,
+        planner.choose_sizes,
+        runner.uniform_decode_query_len,
+        runner.scheduler_config.max_num_seqs,
+        [(table.block_table.np.tolist(), table.num_blocks_per_row.tolist()) for table in tables],
+        engine.statistics(),
+    )
+
+
+def test_a_failure_leaves_nothing_behind(one_rank: Engine) -> None:
+    seen = look_at(one_rank)
+    runner = one_rank.runner
+    with patch.object(runner, "_build_attention_metadata", side_effect=MemoryError), pytest.raises(MemoryError):
+        one_rank.llm.collective_rpc(measure_few)
+    assert look_at(one_rank) == seen
+
+
+def test_a_model_that_cannot_be_split_is_told_why(one_rank: Engine) -> None:
+    splitter = one_rank.runner.get_model().forward.planner._splitter
+    refusal = patch.object(splitter, "read_batch", return_value=Decline("cascade attention"))
+    with refusal, pytest.raises(UnsupportedError, match=r"2 x 1 tokens after 16 cannot be split: cascade attention"):
+        one_rank.llm.collective_rpc(measure_few)
+
+
+def test_without_time_nothing_is_measured(one_rank: Engine) -> None:
+    found, told = one_rank.llm.collective_rpc(measure_few, args=(0.0,))[0]
+    assert found == Measurements()
+    assert told == [(0, len(FEW_SHAPES), "no time for more")]
+
+
+def test_tensor_parallel_ranks_measure_the_same(two_ranks: Engine) -> None:
+    before = two_ranks.generate(PROMPTS, tokens=4)
+    counts = two_ranks.statistics()
+    (found, _), (other, _) = two_ranks.llm.collective_rpc(measure_few)
+    assert found == other
+    assert {sample.op for sample in found.samples if sample.lane == "comm"} == {"attn_reduce", "mlp_reduce"}
+    assert_complete(found, Counter(sample.op for sample in found.samples))
+    assert two_ranks.statistics() == counts
+    assert two_ranks.generate(PROMPTS, tokens=4) == before
+
+
+def test_ranks_stop_at_the_same_shape(two_ranks: Engine) -> None:
+    (found, told), (other, said) = two_ranks.llm.collective_rpc(measure_few, args=(0.25,))
+    assert found == other
+    assert told == said
+
+
+@pytest.mark.parametrize("data_parallel", ["all_gather"], indirect=True)
+def test_data_parallel_ranks_measure_dispatch_alone_too(data_parallel: Ranks) -> None:
+    found, other = data_parallel.run(measure_on_rank)
+    assert found == other
+    ops = Counter(sample.op for sample in found.samples)
+    assert {"dispatch", "combine", "shared_experts", "experts"} <= set(ops)
+    assert_complete(found, ops)
+    assert any(sample.beside for sample in found.samples if sample.op == "dispatch")
