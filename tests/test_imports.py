@@ -12,8 +12,8 @@ import dbo_runtime
 import dbo_runtime.program
 
 ROOT = Path(dbo_runtime.__file__).parent
-FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "numpy")
-NOT_CORE = ("__init__", "dispatch")  # dispatch speaks torch.distributed
+FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "numpy", "matplotlib")
+NOT_CORE = ("__init__", "dispatch", "fit")  # dispatch speaks torch.distributed, and fit solves with numpy
 CORE = [
     "dbo_runtime",
     *(f"dbo_runtime.{path.stem}" for path in sorted(ROOT.glob("*.py")) if path.stem not in NOT_CORE),
@@ -22,7 +22,9 @@ CORE = [
     "dbo_runtime.devices.virtual",
     "dbo_runtime.devices.rehearsal",
     "dbo_runtime.observe",
-    *(f"dbo_runtime.observe.{path.stem}" for path in sorted(ROOT.glob("observe/*.py")) if path.stem != "__init__"),
+    *(f"dbo_runtime.observe.{path.stem}" for path in sorted(ROOT.glob("observe/*.py")) if path.stem not in NOT_CORE),
+    "dbo_runtime.planner",
+    *(f"dbo_runtime.planner.{path.stem}" for path in sorted(ROOT.glob("planner/*.py")) if path.stem not in NOT_CORE),
     "dbo_models.toy",
     "dbo_models.layers",
     "dbo_models.deepseek",
@@ -39,7 +41,7 @@ def run_fresh(code: str) -> str:
 
 def test_every_module_of_the_core_imports_where_nothing_foreign_can_be() -> None:
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in FOREIGN)
-    assert {"dbo_runtime.schedule", "dbo_runtime.runtime", "dbo_runtime.observe.timeline"} <= set(CORE)
+    assert {"dbo_runtime.runtime", "dbo_runtime.planner.planner", "dbo_runtime.observe.timeline"} <= set(CORE)
     run_fresh(f"import sys; {blocked}import {', '.join(CORE)}")
 
 

@@ -42,6 +42,11 @@ def test_any_lane_but_compute_makes_an_overlap_point() -> None:
     assert show(alternate([record("cac")] * 2)) == "0.0 0.1 1.0 1.1 0.2 1.2"
 
 
+def test_ops_on_other_lanes_that_follow_each_other_are_one_overlap_point() -> None:
+    assert show(alternate([record("cmamc")] * 2)) == "0.0 0.1 0.2 0.3 1.0 1.1 1.2 1.3 0.4 1.4"
+    assert show(alternate([record("mc")] * 2)) == "0.0 1.0 0.1 1.1"
+
+
 def test_staggered_lets_each_micro_batch_lead_the_next_by_so_many_overlap_points() -> None:
     two = [record("cmcmc")] * 2
     assert show(staggered(two, 1)) == "0.0 0.1 0.2 0.3 1.0 1.1 0.4 1.2 1.3 1.4"
@@ -68,7 +73,9 @@ def test_alternate_is_staggered_without_a_lead() -> None:
     assert alternate(two) == staggered(two, lead=0)
 
 
-@pytest.mark.parametrize(("setting", "policy"), [("sequential", sequential), ("alternate", alternate)])
+@pytest.mark.parametrize(
+    ("setting", "policy"), [("sequential", sequential), ("alternate", alternate), ("optimal", alternate)]
+)
 def test_a_setting_names_its_policy(setting: str, policy: Policy) -> None:
     assert find_policy(setting, lead=0) is policy
 
@@ -79,8 +86,8 @@ def test_the_setting_staggered_carries_its_lead() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="no policy 'optimal'; known are sequential, alternate, staggered"):
-        find_policy("optimal", lead=0)
+    with pytest.raises(ConfigError, match="no policy 'best'; known are optimal, sequential, alternate, staggered"):
+        find_policy("best", lead=0)
 
 
 @settings(max_examples=100)

@@ -193,7 +193,7 @@ def test_rule_11_sizes_that_agree_or_are_not_known() -> None:
 def test_rule_11_sizes_that_differ() -> None:
     plans = make_sized((), ((3, 4, 4), (5, 6, 6)), ((3, 4, 4), (6, 5, 6)))
     words = "gather/1 belongs to micro-batch 1, whose sizes are (6, 5, 6) here, but (5, 6, 6) for gather/1 of rank 1"
-    refuse_plans(plans, 2, 11, 3, words)
+    refuse_plans(plans, 2, 11, 4, words)
 
 
 def test_rule_11_without_a_collective_the_first_step_is_named() -> None:
@@ -208,7 +208,7 @@ def test_rule_11_without_a_collective_the_first_step_is_named() -> None:
     [
         (((3, 4),), 0, "norm/0 belongs to a schedule of 2 micro-batches, but sizes are given of 1"),
         (((3, 4), (5, 6), (7, 8)), 0, "norm/0 belongs to a schedule of 2 micro-batches, but sizes are given of 3"),
-        (((3, 4), (5,)), 3, "gather/1 belongs to micro-batch 1, whose sizes are (5,) here, but there are 2 ranks"),
+        (((3, 4), (5,)), 4, "gather/1 belongs to micro-batch 1, whose sizes are (5,) here, but there are 2 ranks"),
         (
             ((3, 4, 5), (5, 6)),
             1,

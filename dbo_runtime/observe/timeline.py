@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from dbo_runtime.schedule import Step
 
@@ -57,9 +57,9 @@ class Timeline:
         others = {lane: _cover((s.start, s.end) for s in self.spans if s.lane != lane) for lane in self.lanes}
         beside = []
         for span in self.spans:
-            times, covered = others[span.lane]
-            before, after = np.interp((span.start, span.end), times, covered)
-            beside.append(min(float(after - before), span.end - span.start))  # rounding must not make it longer
+            covered = others[span.lane]
+            seconds = _interpolate(covered, span.end) - _interpolate(covered, span.start)
+            beside.append(min(seconds, span.end - span.start))  # rounding must not make it longer
         return beside
 
     def share_beside(self, op: str, other: str) -> float:
@@ -129,15 +129,19 @@ def _measure_within(interval: tuple[float, float], others: Iterable[tuple[float,
     return sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
 
 
-def _cover(intervals: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Return times, and the seconds that the intervals cover until each; between two of them it grows evenly."""
-    times, covered = [0.0], [0.0]
-    for start, end in sorted(intervals):
-        start = max(start, times[-1])
-        if start < end:
-            times += [start, end]
-            covered += [covered[-1], covered[-1] + end - start]
-    return times, covered
+def _cover(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return (time, seconds that the intervals cover until then) wherever one begins or ends."""
+    covered = [(0.0, 0.0)]
+    for start, end in _merge(intervals):
+        covered += [(start, covered[-1][1]), (end, covered[-1][1] + end - start)]
+    return covered
+
+
+def _interpolate(points: list[tuple[float, float]], time: float) -> float:
+    """Return the value at *time* on the line through *points*, and beyond the last one its value."""
+    after = bisect_right(points, (time, math.inf))
+    (left, low), (right, high) = points[after - 1], points[min(after, len(points) - 1)]
+    return low + (high - low) * (time - left) / (right - left) if right > left else low
 
 
 def _merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from datetime import date
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.sketch import Sketch
 from dbo_runtime.program import COMM, COMPUTE, Program
 
 CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
-
-
-class Load(NamedTuple):
-    """What a micro-batch, or a whole step, asks of the ops.
-
-    Attention takes decodes and prefills by kernels of their own, which cost differently, so their pairs are apart.
-    """
-
-    tokens: int  # of all requests together
-    pairs: float  # of query and key in prefills, without masking
-    causal_pairs: float  # those of them that a causal mask leaves
-    prefills: float = 0.0  # requests that are prefills
-    context: float = 0.0  # tokens of prefills that are in the KV cache already
-    decodes: float = 0.0  # tokens of decodes
-    decode_pairs: float = 0.0  # of query and key in decodes
 
 
 ATTENTION = MappingProxyType(
@@ -41,32 +27,6 @@ ATTENTION = MappingProxyType(
     }
 )
 """What attention may add beside pairs: the cost's name for it -> the load's name for what it is paid for."""
-
-
-def measure_load(query_lens: Sequence[int], context_lens: Sequence[int], decode_len: int = 1) -> Load:
-    """Return the load of requests with *query_lens* new tokens each [requests].
-
-    *context_lens* are the tokens of each that are in the KV cache already [requests]; () stands for none anywhere. A
-    query token meets the whole context and, of the new tokens, all (pairs) or those up to itself (causal pairs).
-    Requests of up to *decode_len* tokens are decodes.
-
-    Raises:
-        ConfigError: if the two differ in length.
-    """
-    if context_lens and len(context_lens) != len(query_lens):
-        raise ConfigError(f"context_lens has {len(context_lens)} requests and query_lens {len(query_lens)}.")
-    requests = list(zip(query_lens, context_lens or (0,) * len(query_lens), strict=True))
-    prefills = [(q, context) for q, context in requests if q > decode_len]
-    decodes = [(q, context) for q, context in requests if q <= decode_len]
-    return Load(
-        tokens=sum(query_lens),
-        pairs=float(sum(q * (context + q) for q, context in prefills)),
-        causal_pairs=float(sum(q * context + q * (q + 1) // 2 for q, context in prefills)),
-        prefills=float(len(prefills)),
-        context=float(sum(context for _, context in prefills)),
-        decodes=float(sum(q for q, _ in decodes)),
-        decode_pairs=float(sum(q * (context + q) for q, context in decodes)),
-    )
 
 
 def _in_file(name: str, least: float = 0.0, optional: bool = False) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from dbo_runtime.batch import Batch, BatchSlice
-from dbo_runtime.planner.costs import ComputeCost, CostTable, Load, measure_load
+from dbo_runtime.planner.costs import ComputeCost, CostTable
+from dbo_runtime.planner.load import Load, measure_load
 from dbo_runtime.program import Program
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -10,18 +9,14 @@ from dbo_runtime.batch import Batch, Decline, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs import CostTable
 from dbo_runtime.planner.cuts import measure_slices
-from dbo_runtime.planner.planner import MOST_MICRO_BATCHES, Planner, Prediction
+from dbo_runtime.planner.gate import Prediction
+from dbo_runtime.planner.planner import Planner, list_parts
 from dbo_runtime.planner.sketch import record_sketch
 
 # Layers that the longest run of equal ones is cut down to: between these two, prologue and epilogue are the same, so
 # their difference is what layers add.
 FEW, MORE = 4, 8
 MOST_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
-
-
-def list_parts(config: RuntimeConfig) -> Sequence[int]:
-    """Return the numbers of micro-batches that are tried: the planner's own, or what the settings name."""
-    return range(2, MOST_MICRO_BATCHES + 1) if config.micro_batches is None else (config.micro_batches,)
 
 
 class Estimator:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs import ATTENTION, CommCost, ComputeCost, Cost, Load
+from dbo_runtime.planner.costs import ATTENTION, CommCost, ComputeCost, Cost
+from dbo_runtime.planner.load import Load
 from dbo_runtime.program import COMM
 
 _Array = npt.NDArray[np.float64]
@@ -94,31 +95,47 @@ def fit_contention(costs: Mapping[str, Cost], samples: Iterable[Sample]) -> dict
     """Return the factor by which each measured lane is slower while another lane runs; 1 where none ran beside it.
 
     An op that takes d seconds, o of them beside another lane, does (d - o) + o / factor of work, and alone it takes
-    that long. So factor = o / (alone - (d - o)), both summed over the samples of the lane's ops. Of repeats, the
-    middle half counts: those neither shortest nor longest.
+    that long: as it was measured alone at the same load, or what it costs. So factor = o / (alone - (d - o)), both
+    summed over the middle half of an op's repeats at one load: those neither shortest nor longest. Of these factors
+    the median counts, by the time that each stands for: small ops are disturbed by much that is no contention.
 
     Raises:
         ConfigError: if an op has no cost, or a duration is impossible.
     """
-    beside: dict[str, float] = defaultdict(float)  # seconds by lane, and how much work was done in them
-    work: dict[str, float] = defaultdict(float)
+    factors: dict[str, list[tuple[float, float]]] = defaultdict(list)  # with weights, by lane
     for op, of_op in _group_by_op(samples).items():
         if op not in costs:
             raise ConfigError(f"op {op} was measured beside another lane but has no cost; measure it alone, too.")
         lane = _find_lane(op, of_op)
-        beside[lane] += 0.0
-        overlapped = sorted((sample for sample in of_op if sample.beside), key=lambda sample: sample.load)
-        for load, group in groupby(overlapped, key=lambda sample: sample.load):
-            repeats = sorted(group, key=lambda sample: sample.seconds)
-            extreme = (len(repeats) + 1) // 4
-            for sample in repeats[extreme : len(repeats) - extreme]:
-                beside[lane] += sample.beside
-                work[lane] += costs[op].time(load) - (sample.seconds - sample.beside)
-    return {lane: _clamp_contention(beside[lane], work[lane]) for lane in beside}
+        factors[lane] += []
+        by_load = sorted(of_op, key=lambda sample: sample.load)
+        for load, repeats in groupby(by_load, key=lambda sample: sample.load):
+            found = _find_contention(list(repeats), costs[op].time(load))
+            if found is not None:
+                factors[lane].append(found)
+    return {lane: min(max(_find_middle(found), 1.0), MOST_CONTENTION) for lane, found in factors.items()}
 
 
-def _clamp_contention(beside: float, work: float) -> float:
-    return min(max(beside / work, 1.0), MOST_CONTENTION) if beside > 0 and work > 0 else 1.0
+def _find_contention(repeats: Sequence[Sample], cost: float) -> tuple[float, float] | None:
+    """Return the factor of an op at one load, with the seconds that it stands for; None if it says nothing."""
+    measured_alone = [sample.seconds for sample in repeats if not sample.beside]
+    alone = median(measured_alone) if measured_alone else cost
+    overlapped = sorted((sample for sample in repeats if sample.beside), key=lambda sample: sample.seconds)
+    extreme = (len(overlapped) + 1) // 4
+    middle = overlapped[extreme : len(overlapped) - extreme]
+    beside = sum(sample.beside for sample in middle)
+    work = sum(alone - (sample.seconds - sample.beside) for sample in middle)
+    return (beside / work, beside) if beside > 0 and work > 0 else None
+
+
+def _find_middle(weighted: Sequence[tuple[float, float]]) -> float:
+    """Return the value on either side of which lies half of the weight; 1 without any."""
+    half = sum(weight for _, weight in weighted) / 2
+    for value, weight in sorted(weighted):
+        half -= weight
+        if half <= 0:
+            return value
+    return 1.0
 
 
 def _group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
@@ -156,11 +173,11 @@ def _fit_comm(op: str, points: _Points, bytes_per_token: float) -> CommCost:
         raise ConfigError(f"bytes_per_token is {bytes_per_token:g}; it must be above 0, because op {op} communicates.")
     sizes = points.column("tokens")
     line = _fit_line(points, 0.0, bytes_per_token)
-    if len(set(sizes.tolist())) < SIZES_FOR_BUFFER:
+    if len(set(sizes.tolist())) < SIZES_FOR_BUFFER or _find_rms(points, line) < EXACT:
         return line
     kinks = np.geomspace(sizes.min(), sizes.max(), BUFFERS_TRIED, endpoint=False)
     buffered = min((_fit_line(points, float(kink), bytes_per_token) for kink in kinks), key=partial(_find_rms, points))
-    return buffered if _find_rms(points, buffered) < CLEARLY * max(_find_rms(points, line), EXACT) else line
+    return buffered if _find_rms(points, buffered) < CLEARLY * _find_rms(points, line) else line
 
 
 def _fit_line(points: _Points, free_tokens: float, bytes_per_token: float) -> CommCost:

@@ -3,23 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 STAY = 0.5  # of the margin: what a split has to gain to stay where it is done already
 
 
-class Gate:
-    """Opens where the predicted gain exceeds a margin, and closes again where it falls below half of that.
+class Prediction(NamedTuple):
+    """What is predicted of a step.
 
-    A pure function of the questions it was asked: ranks that ask the same get the same answers.
+    Attributes:
+        whole: seconds unsplit.
+        split: seconds split into so many *micro_batches*.
+        doubtful: the gain if costs are off by as much as may be, and all of it speaks against splitting.
+    """
+
+    whole: float
+    split: float
+    micro_batches: int
+    doubtful: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """The share of the whole step's time that splitting saves; negative if it costs."""
+        return find_gain(self.whole, self.split)
+
+    def __str__(self) -> str:
+        """Such as `12.10 ms whole, 9.80 ms in 2 micro-batches: 19.0% less (12.0% less if costs are off)`."""
+        times = f"{self.whole * 1e3:.2f} ms whole, {self.split * 1e3:.2f} ms in {self.micro_batches} micro-batches"
+        return f"{times}: {_describe(self.gain)} ({_describe(self.doubtful)} if costs are off)"
+
+
+class Gate:
+    """Opens where the predicted gain exceeds a margin, and nothing is lost even if costs are off.
+
+    It closes again where the gain falls below half of the margin. A pure function of the questions it was asked: ranks
+    that ask the same get the same answers.
     """
 
     def __init__(self) -> None:
         self._open: set[Hashable] = set()
 
-    def decide(self, key: Hashable, gain: float, margin: float) -> bool:
-        """Return whether to split steps like *key*, of which *gain* (a share of the unsplit time) is predicted."""
-        if gain > (margin * STAY if key in self._open else margin):
+    def decide(self, key: Hashable, prediction: Prediction, margin: float) -> bool:
+        """Return whether to split steps like *key*, for which *margin* is a share of the unsplit time."""
+        is_open = key in self._open
+        least, least_doubtful = (margin * STAY, -margin * STAY) if is_open else (margin, 0.0)
+        if prediction.gain > least and prediction.doubtful >= least_doubtful:
             self._open.add(key)
             return True
         self._open.discard(key)
         return False
+
+
+def find_gain(whole: float, split: float) -> float:
+    """Return the share of *whole* seconds that *split* seconds save."""
+    return 1 - split / whole if whole > 0 else 0.0
+
+
+def _describe(gain: float) -> str:
+    return f"{abs(gain):.1%} {'less' if gain >= 0 else 'more'}"

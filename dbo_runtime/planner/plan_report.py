@@ -10,7 +10,7 @@ from typing import Any
 from dbo_runtime.batch import Batch, Decline
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs import CostTable
-from dbo_runtime.planner.planner import Prediction
+from dbo_runtime.planner.gate import Prediction
 from dbo_runtime.planner.published_cases import PublishedCase
 from dbo_runtime.planner.scale import count_layers
 from dbo_runtime.planner.sweep import BANDWIDTH, Cell
@@ -127,7 +127,11 @@ def _describe_batch(batch: Batch) -> str:
     kind = "decode" if not batch.prefill_tokens else "prompt" if least > 1 else "request"
     sizes = "" if most == 1 else f" of {least}" if least == most else f" of {least} to {most}"
     cached = f" after {max(batch.contexts)} in the KV cache" if any(batch.contexts) else ""
-    return f"{batch.tokens} token{'s' if batch.tokens > 1 else ''}, {count} {kind}{'s' if count > 1 else ''}{sizes}{cached}"
+    return f"{_count(batch.tokens, 'token')}, {_count(count, kind)}{sizes}{cached}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def _name_lane(lane: str) -> str:

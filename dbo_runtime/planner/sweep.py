@@ -12,7 +12,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs import CostTable
 from dbo_runtime.planner.estimate import Estimator, resize_batch
-from dbo_runtime.planner.planner import Prediction
+from dbo_runtime.planner.gate import Prediction
 from dbo_runtime.planner.scale import Bandwidth, scale_bandwidth, scale_tensor
 
 TOKENS, BANDWIDTH, RANKS = "tokens", "bandwidth", "tp"

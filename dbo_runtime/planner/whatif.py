@@ -12,11 +12,12 @@ from dbo_runtime.batch import Batch, Decline, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.bound import find_bound
-from dbo_runtime.planner.costs import CostTable, Load
+from dbo_runtime.planner.costs import CostTable
 from dbo_runtime.planner.cuts import measure_slices
-from dbo_runtime.planner.estimate import Estimator, list_parts, resize_batch
+from dbo_runtime.planner.estimate import Estimator, resize_batch
 from dbo_runtime.planner.jobs import make_jobs
-from dbo_runtime.planner.planner import Choice, Planner
+from dbo_runtime.planner.load import Load
+from dbo_runtime.planner.planner import Choice, Planner, list_parts
 from dbo_runtime.planner.predict import predict_timeline
 from dbo_runtime.planner.search import ROUNDING, find_order
 from dbo_runtime.planner.sketch import record_sketch
@@ -155,7 +156,7 @@ def _measure(planner: Planner, batch: Batch, choice: Choice) -> Split:
     loads = measure_slices(batch, choice.slices)
     table, times = planner.table, _list_times(planner, loads)
     timeline = predict_timeline(choice.order.schedule, partial(_look_up, times), table.contention, table.host)
-    outside = table.host.split
+    outside = table.host.split + table.host.split_per_token * sum(load.tokens for load in loads)
     seconds = max(max(span.end for span in timeline.spans) + outside, 0.0)
     bound = max(_find_bound(planner, loads) + outside, 0.0)
     return Split(tuple(load.tokens for load in loads), choice.order.name, seconds, min(bound, seconds), timeline)

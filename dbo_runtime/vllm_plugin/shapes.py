@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dbo_runtime.planner.costs import Load, measure_load
+from dbo_runtime.planner.load import Load, measure_load
 from dbo_runtime.vllm_plugin.compat import Limits
 
 GROWTH = 4  # from one size to the next

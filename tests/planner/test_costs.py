@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Load, Origin, measure_load
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.load import Load, measure_load
 from dbo_runtime.planner.sketch import sketch_program
 from tests.programs import record_chain, record_toy
 

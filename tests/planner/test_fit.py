@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, Load, measure_load
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost
 from dbo_runtime.planner.fit import MOST_CONTENTION, Sample, fit_contention, fit_costs
+from dbo_runtime.planner.load import Load, measure_load
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPTS = tuple(measure_load([size], ()) for size in SIZES)
@@ -256,3 +257,15 @@ def test_decodes_and_cached_tokens_are_told_apart_from_prefills() -> None:
         measure_load([1] * 30, [400] * 30),
     ]
     assert [found.time(load) for load in unseen] == pytest.approx([attention.time(load) for load in unseen], rel=1e-3)
+
+
+def test_what_buffers_take_at_once_is_found() -> None:
+    link = CommCost(400e-6, 4e-8, 1024, free_bytes=48_000)
+    loads = [measure_load([size], ()) for size in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)]
+    found = fit(measure(link, loads), bytes_per_token=1024)
+    assert found.free_bytes == pytest.approx(48_000, rel=0.2)
+    assert [found.time(load) for load in UNSEEN] == pytest.approx([link.time(load) for load in UNSEEN], rel=0.02)
+
+
+def test_a_line_needs_no_buffer() -> None:
+    assert fit(measure_badly(REDUCE, PROMPTS, noise=0.05)).free_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from dbo_runtime.batch import Batch, Decline
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Load
+from dbo_runtime.planner.cost_file import save_costs
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost
 from dbo_runtime.planner.estimate import Estimator, resize_batch
-from dbo_runtime.planner.planner import Prediction
+from dbo_runtime.planner.load import Load, measure_load
+from dbo_runtime.planner.planner import Planner, Prediction
 from dbo_runtime.planner.published_cases import find_case, list_cases, open_costs
 from dbo_runtime.planner.scale import (
     Bandwidth,
@@ -26,7 +29,7 @@ from dbo_runtime.planner.scale import (
     set_layers,
     set_model,
 )
-from dbo_runtime.planner.sketch import LayerRun, OpSketch, Sketch
+from dbo_runtime.planner.sketch import LayerRun, OpSketch, Sketch, record_sketch
 from dbo_runtime.planner.sweep import GRIDS, list_grid, parse_axes, sweep
 from dbo_runtime.planner.whatif import BreakEven, Split, WhatIf, find_break_even, predict_step
 from tests.planner.test_costs import make_origin, make_table
@@ -87,34 +90,29 @@ def test_every_case_is_modelled_and_says_from_where() -> None:
         assert {"Given:", "Assumed:"} <= set(case.table.origin.source.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "whole", "compute", "comm"),
-    [
-        ("a3-layer-4894", 61 * 6.3, 61 * 2.8, 61 * 3.5),
-        ("910b-profile-4894", 3090.03, 1320.70, 1270.67),
-        ("910b-share-5591", None, 0.45, 0.55),
-        ("910c-share-5591", None, 0.65, 0.35),
-        ("r1-tp16-941", 4 / 0.90 * 1e3, None, None),
-    ],
-)
-def test_the_unsplit_step_is_what_was_published(
-    name: str, whole: float | None, compute: float | None, comm: float | None
-) -> None:
+def sum_lanes(name: str) -> tuple[float, dict[str, float]]:
+    """Return the milliseconds of the unsplit step of a case, and of each lane in it."""
     table, batch = open_case(name)
-    answer = predict_step(set_layers_if_long(table), batch, IN_TWO)
-    scale = count_layers(table) / count_layers(set_layers_if_long(table))
-    found = {lane: seconds * scale / MS for lane, seconds in answer.busy.items()}
-    total = sum(found.values()) + table.host.whole / MS
-    unit = 1.0 if whole else total
-    assert total == pytest.approx(whole or total, rel=1e-4)
-    assert found["compute"] / unit == pytest.approx(compute or found["compute"], rel=1e-4)
-    assert found["comm"] / unit == pytest.approx(comm or found["comm"], rel=1e-4)
+    program, load = record_sketch(table.program), measure_load(batch.query_lens, ())
+    lanes = {"compute": 0.0, "comm": 0.0}
+    for op, seconds in zip(program.ops, table.times(program, load), strict=True):
+        lanes[op.lane] += seconds / MS
+    return Planner(program, table).predict_whole(load) / MS, lanes
 
 
-def set_layers_if_long(table: CostTable) -> CostTable:
-    """Return fewer layers where all are alike: the rest of the step is in proportion."""
-    alike = len({tuple(op.name for op in run.ops) for run in table.program.runs}) == 1
-    return set_layers(table, (2,)) if alike else table
+def test_the_unsplit_steps_take_what_was_published() -> None:
+    whole, lanes = sum_lanes("a3-layer-4894")
+    assert (whole, lanes) == (pytest.approx(61 * 6.3), pytest.approx({"compute": 61 * 2.8, "comm": 61 * 3.5}, rel=1e-5))
+    whole, lanes = sum_lanes("910b-profile-4894")
+    assert (whole, lanes) == (pytest.approx(3090.03), pytest.approx({"compute": 1320.70, "comm": 1270.67}, rel=1e-5))
+    whole, _ = sum_lanes("r1-tp16-941")
+    assert whole == pytest.approx(4 / 0.90 * 1e3, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "share"), [("910b-share-5591", 0.55), ("910c-share-5591", 0.35)])
+def test_communication_has_the_share_that_was_published(name: str, share: float) -> None:
+    whole, lanes = sum_lanes(name)
+    assert lanes["comm"] / whole == pytest.approx(share, rel=1e-5)
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(8, 1.639), (61, 1.6745)])
@@ -152,9 +150,7 @@ def test_the_r1_run_could_gain_more_than_its_own_overlap_did() -> None:
     assert answer.measure_overlap(split) == pytest.approx(1.0, abs=0.01)  # of the little communication, nearly all
 
 
-def test_a_case_is_found_by_name_and_a_file_by_path(tmp_path: Any) -> None:
-    from dbo_runtime.planner.cost_file import save_costs
-
+def test_a_case_is_found_by_name_and_a_file_by_path(tmp_path: Path) -> None:
     assert open_costs("a3-layer-4894")[1] == (1024,) * 4
     save_costs(make_table(), tmp_path / "mine.json")
     assert open_costs(str(tmp_path / "mine.json")) == (make_table(), None)
@@ -215,7 +211,7 @@ def test_compute_that_gets_slower_counts_against_overlap() -> None:
 
 
 def test_what_the_host_adds_is_part_of_both_steps() -> None:
-    host = HostCost(whole=3 * MS, split=5 * MS)
+    host = HostCost(whole=1 * MS, split=2 * MS, whole_per_token=2e-6, split_per_token=3e-6)
     answer, split = predict_in_two(make_pair(host=host), make_prompts(500, 500))
     assert answer.whole == pytest.approx(7 * MS)
     assert split.seconds == split.bound == pytest.approx(7.5 * MS)
@@ -367,7 +363,7 @@ def test_a_factor_is_read(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "x", "0x", "-1x", "nanx", "1e3x", "5 GB", "infGB/s"])
 def test_another_bandwidth_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="it must be a factor such as 0.5x, or a rate such as 100GB/s"):
+    with pytest.raises(ConfigError, match=r"it must be a factor such as 0\.5x, or a rate such as 100GB/s"):
         parse_bandwidth(text)
 
 
@@ -403,7 +399,7 @@ def test_layers_that_do_not_match_a_model_are_refused() -> None:
         set_model(table, "deepseek-v3")
     with pytest.raises(ConfigError, match="3 kinds of layers, but counts for 1"):
         set_layers(table, (4,))
-    with pytest.raises(ConfigError, match="0 layers of gather, .* are fewer"):
+    with pytest.raises(ConfigError, match=r"0 layers of gather, .* are fewer"):
         set_layers(find_case("a3-layer-4894").table, (0,))
 
 

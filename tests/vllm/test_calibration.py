@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dbo_runtime.batch import Decline
 from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.planner.costs import Load, measure_load
+from dbo_runtime.planner.load import Load, measure_load
 from dbo_runtime.planner.fit import Sample
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin import calibration, compat

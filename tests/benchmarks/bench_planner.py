@@ -1,0 +1,110 @@
+"""What planning from costs costs: the search for an order, the first plan of a step, and one that is remembered.
+
+    python -m pytest tests/benchmarks/bench_planner.py -o python_files='bench_*.py' -q -s
+
+Figures are for a model of 61 layers of 9 ops (DeepSeek-V3); targets are generous, for a machine that does other things,
+too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from dbo_runtime.batch import Batch, Decline
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Load, Origin
+from dbo_runtime.planner.jobs import make_jobs
+from dbo_runtime.planner.planner import Planner
+from dbo_runtime.planner.predict import predict_timeline
+from dbo_runtime.planner.search import find_order
+from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.policies import alternate
+from dbo_runtime.program import Program
+from dbo_runtime.schedule import lower
+from tests.benchmarks.bench_core import LAYERS, best, record_decoder
+
+MOST_SEARCH = 10.0  # seconds
+MOST_COLD = 20.0  # seconds
+MOST_CACHED = 50e-6  # seconds
+BYTES = 14336.0  # a token
+LOAD = Load(2047, 4e6, 2e6)
+PROMPT = Batch((4096,), 4096)
+MIXED = Batch((1,) * 200 + (800, 1700, 1200), 3700, context_lens=(1000,) * 203)
+DECODES = Batch((1,) * 256, 0, context_lens=(1000,) * 256)
+BATCHES = {"a prompt": PROMPT, "decodes and prompts": MIXED, "decodes": DECODES}
+
+COSTS: dict[str, Cost] = {
+    "attn_norm": ComputeCost(3e-6, 5e-9),
+    "attention": ComputeCost(20e-6, 0.25e-6, 60e-6, 2e-11),
+    "attn_reduce": CommCost(25e-6, 0.09e-6 / BYTES, BYTES),
+    "mlp_norm": ComputeCost(3e-6, 5e-9),
+    "dispatch": CommCost(40e-6, 0.12e-6 / BYTES, BYTES),
+    "shared_experts": ComputeCost(5e-6, 0.06e-6, 15e-6),
+    "experts": ComputeCost(20e-6, 0.17e-6, 200e-6),
+    "combine": CommCost(40e-6, 0.2e-6 / BYTES, BYTES),
+    "merge": ComputeCost(3e-6, 5e-9),
+}
+
+
+def make_table(program: Program) -> CostTable:
+    origin = Origin("modelled", "bench_planner.py", "2026-11-21", {}, {}, {}, {})
+    contention = {"compute": 1.05, "comm": 1.2}
+    return CostTable(origin, sketch_program(program), COSTS, contention, HostCost(issue=5e-6), {})
+
+
+def take(planner: Planner, batch: Batch, config: RuntimeConfig) -> float:
+    """Return the seconds of one decision."""
+    start = time.perf_counter()
+    planner.choose(batch, config)
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_an_order_is_found_in_seconds(micro_batches: int) -> None:
+    program = record_decoder(LAYERS)
+    times = [make_table(program).times(program, LOAD)] * micro_batches
+    start = time.perf_counter()
+    jobs = make_jobs([program] * micro_batches, times)
+    made = time.perf_counter()
+    found = find_order(jobs)
+    seconds = time.perf_counter() - made
+    print(
+        f"\n{LAYERS} layers, {micro_batches} micro-batches: order found in {seconds:.2f} s (target {MOST_SEARCH:.0f}), "
+        f"jobs made in {made - start:.3f} s; {'optimal' if found.is_optimal else f'gap {found.gap:.1%}'}"
+    )
+    assert seconds <= MOST_SEARCH
+
+
+def test_a_step_is_predicted_in_milliseconds() -> None:
+    program = record_decoder(LAYERS)
+    table = make_table(program)
+    times = table.times(program, LOAD)
+    schedule = lower([program] * 2, alternate([program] * 2))
+    alone = best(5, lambda: predict_timeline(schedule, lambda step: times[step.issue.position]))
+    full = best(
+        5, lambda: predict_timeline(schedule, lambda step: times[step.issue.position], table.contention, table.host)
+    )
+    print(f"\n{len(schedule.steps)} steps predicted in {alone * 1e3:.1f} ms, with contention {full * 1e3:.1f} ms")
+
+
+def test_a_plan_takes_seconds_at_first_and_microseconds_when_remembered() -> None:
+    program = record_decoder(LAYERS)
+    planner = Planner(program, make_table(program))
+    config = RuntimeConfig()
+    print()
+    for name, batch in BATCHES.items():
+        cold = take(planner, batch, config)
+        similar = replace(batch, query_lens=(*batch.query_lens[:-1], batch.query_lens[-1] + 1))
+        known_shape = take(planner, similar, config)
+        cached = best(200, lambda batch=batch: planner.choose(batch, config))  # type: ignore[misc]
+        choice = planner.choose(batch, config)
+        outcome = choice if isinstance(choice, Decline) else choice.prediction
+        print(
+            f"{name}: {cold:.2f} s at first (target {MOST_COLD:.0f}), {known_shape * 1e3:.1f} ms with one token more, "
+            f"{cached * 1e6:.1f} us when remembered (target {MOST_CACHED * 1e6:.0f})\n  {outcome}"
+        )
+        assert cold <= MOST_COLD
+        assert cached <= MOST_CACHED

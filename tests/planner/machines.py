@@ -1,0 +1,96 @@
+"""Machines that are known by what their ops cost: layers of one compute op and one that communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost
+from dbo_runtime.planner.cuts import measure_slices
+from dbo_runtime.planner.load import Load
+from dbo_runtime.planner.planner import Choice
+from dbo_runtime.planner.predict import predict_timeline
+from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.program import Program, ProgramBuilder
+from tests.planner.shop import do_nothing
+from tests.planner.test_costs import make_origin
+
+BYTES = 14336.0  # a token
+RATIOS = (0.1, 0.2, 0.35, 0.55, 1.0, 1.5)  # M / C of theory.md
+WEIGHTS = (0.0, 0.1, 0.3, 0.5, 0.75, 1.0)  # w: the share of compute that does not shrink with the micro-batch
+ALPHAS = (0.0, 0.02, 0.1)  # the same of communication
+
+
+def record_layers(layers: int = 16, ops: Sequence[str] = ("attention", "reduce")) -> Program:
+    """Return layers of ops, one after the other; those whose name has `reduce` in it communicate."""
+    p = ProgramBuilder()
+    x = p.input("x")
+    for index in range(layers):
+        with p.layer(index):
+            for op in ops:
+                lane = "comm" if "reduce" in op else "compute"
+                x = p.op(op, do_nothing, x, lane=lane, ordered=op == "attention")
+    return p.build(x)
+
+
+PROGRAM = record_layers()
+
+
+def make_table(program: Program, ops: dict[str, Cost], error: float | None = 0.0, **changes: object) -> CostTable:
+    """Return costs that are off by *error*; None if nobody knows."""
+    errors = {} if error is None else dict.fromkeys(ops, error)
+    return replace(CostTable(make_origin(), sketch_program(program), ops, {}, HostCost(), errors), **changes)
+
+
+class Machine(NamedTuple):
+    """A point of the grid: what the ops of a step of *tokens* tokens cost, as theory.md has it."""
+
+    ratio: float
+    weights: float
+    alpha: float
+    tokens: int
+
+    def find_costs(self, roofline: bool) -> dict[str, Cost]:
+        """Return the costs of ops of which the compute one takes 1 ms at this size."""
+        compute, comm = 1e-3, self.ratio * 1e-3
+        if roofline:  # half a step waits for the weights, and a whole one may not
+            attention = ComputeCost(per_token=compute / self.tokens, weights=compute * (1 + self.weights) / 2)
+        else:
+            attention = ComputeCost(compute * self.weights, compute * (1 - self.weights) / self.tokens)
+        beta = comm * (1 - self.alpha) / self.tokens / BYTES
+        return {"attention": attention, "reduce": CommCost(comm * self.alpha, beta, BYTES)}
+
+
+def list_machines(tokens: Sequence[int]) -> Iterator[Machine]:
+    """Yield the grid."""
+    return (Machine(*point) for point in product(RATIOS, WEIGHTS, ALPHAS, tokens))
+
+
+def simulate_split(program: Program, table: CostTable, choice: Choice, loads: Sequence[Load]) -> float:
+    """Return what a step takes with the very loads of its micro-batches."""
+    times = [table.times(program, load) for load in loads]
+    timeline = predict_timeline(
+        choice.order.schedule,
+        lambda step: times[step.issue.micro_batch][step.issue.position],
+        table.contention,
+        table.host,
+    )
+    return max(span.end for span in timeline.spans) + table.host.split
+
+
+def measure_whole(batch: Batch) -> Load:
+    """Return the load of a step that is not split."""
+    (load,) = measure_slices(batch, slice_batch(batch, ()))
+    return load
+
+
+def find_gain(costs: dict[str, Cost], batch: Batch, choice: Choice | Decline) -> float:
+    """Return the share of the unsplit time that a choice saves if ops cost *costs*."""
+    if isinstance(choice, Decline):
+        return 0.0
+    table = make_table(PROGRAM, costs)
+    whole = sum(table.times(PROGRAM, measure_whole(batch)))
+    return 1 - simulate_split(PROGRAM, table, choice, measure_slices(batch, choice.slices)) / whole

@@ -1,0 +1,253 @@
+"""The commands of `python -m dbo_runtime`: what they print, write and refuse, with no device and no framework."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import dbo_runtime
+from dbo_runtime import __main__ as program
+from dbo_runtime.planner.cost_file import save_costs
+from dbo_runtime.planner.published_cases import find_case
+from dbo_runtime.planner.scale import set_layers
+
+ROOT = Path(dbo_runtime.__file__).parents[1]
+FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "matplotlib")
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    """Return the path of a cost file of four layers, which is planned in no time."""
+    path = tmp_path / "costs.json"
+    save_costs(set_layers(find_case("a3-layer-4894").table, (4,)), path)
+    return str(path)
+
+
+def run_plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    status = program.main(["plan", *words])
+    output, errors = capsys.readouterr()
+    assert (status, errors) == (0, "")
+    return output
+
+
+def test_a_plan_says_all_that_there_is_to_know(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_plan(capsys, "--costs", costs, "--tokens", "4096", "--requests", "4").splitlines()
+    assert lines[0] == f"costs: {costs}, modelled, 2026-11-21"
+    text = "\n".join(lines)
+    assert "vllm-project/vllm-ascend#4894" in text
+    assert "step: 4096 tokens, 4 prompts of 1024; DeepSeek-V3, 4 layers, tensor parallel 8" in text
+    assert "unsplit: 25.20 ms = 11.20 compute + 14.00 communication" in text
+    assert re.search(r"^ +2 .* 1\.\d{3}x +\d+\.\d\d +1\.\d{3}x +optimal +\d+\.\d% +2048\+2048$", text, re.MULTILINE)
+    assert re.search(r"^ +3 .* <?\d\.\d\d% +\d+\.\d% +1365\+1366\+1365$", text, re.MULTILINE)
+    assert text.count(" * ") == 1  # the best one
+    assert re.search(r"^decision: +split in [23]: gains \d+\.\d%, more than the margin of 2\.0%$", text, re.MULTILINE)
+    assert re.search(r"^break-even: \d+ tokens: from there on .* \(looked up to 32768\)$", text, re.MULTILINE)
+    assert re.search(r"^order: +optimal-\S+; with these cuts n", text, re.MULTILINE)
+    assert re.search(r"^ compute \|[.0-2]{100}\|$", text, re.MULTILINE)
+    assert re.search(r"^ +comm \|[.0-2]{100}\|$", text, re.MULTILINE)
+
+
+def test_figures_come_as_json_too(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--costs", costs, "--query-lens", "2048,2048", "--micro-batches", "2", "--margin", "0.9", "--json")
+    found = json.loads(run_plan(capsys, *words))
+    assert (found["kind"], found["tokens"], found["layers"]) == ("modelled", 4096, 4)
+    assert found["lanes_ms"]["compute"] + found["lanes_ms"]["comm"] == pytest.approx(found["unsplit_ms"])
+    (split,) = found["splits"]
+    assert split["speed_up"] == pytest.approx(found["unsplit_ms"] / split["ms"])
+    assert split["proven_optimal"] is True
+    assert split["bound_ms"] == split["ms"]
+    assert (found["split"], found["break_even_tokens"]) == (False, None)  # nothing gains 90 %
+    assert found["decision"].startswith("leave whole: no gain predicted")
+
+
+def test_a_published_case_comes_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_plan(capsys, "--costs", "910c-share-5591", "--micro-batches", "2")
+    assert "costs: 910c-share-5591, modelled" in output
+    assert "step: 8192 tokens, 2 prompts of 4096; DeepSeek-V3, 61 layers, tensor parallel 16" in output
+    assert "the first 3 of 61 layers of micro-batch 0" in output
+
+
+def test_costs_are_scaled_before_they_are_asked(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--tp", "16", "--bandwidth", "2x", "--model", "deepseek-v2-lite", "--micro-batches", "2")
+    output = run_plan(capsys, "--costs", costs, "--tokens", "64", "--context", "100", *machine)
+    assert "step: 64 tokens, 1 prompt of 64 after 100 in the KV cache; deepseek-v2-lite, 27 layers" in output
+    assert "Scaled: tensor parallel 16 instead of 8. Scaled: bandwidth 2x." in " ".join(output.split())
+    assert "leave whole: no gain predicted" in output
+
+
+def test_decodes_are_a_step_too(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_plan(capsys, "--costs", costs, "--query-lens", "1,1,1,1", "--context", "512")
+    assert "step: 4 tokens, 4 decodes after 512 in the KV cache;" in output
+    assert "leave whole" in output
+
+
+def test_a_step_that_cannot_be_cut_is_told_so(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_plan(capsys, "--costs", costs, "--tokens", "1")
+    assert "step: 1 token, 1 request;" in output
+    assert "this step cannot be cut" in output
+    assert "leave whole: nowhere to cut" in output
+
+
+def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    trace, figure = tmp_path / "trace.json", tmp_path / "figure.png"
+    run_plan(capsys, "--costs", costs, "--micro-batches", "2", "--trace", str(trace), "--figure", str(figure))
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2 * 4 * 7  # micro-batches, layers, ops
+    header = figure.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    assert min(struct.unpack(">II", header[16:])) > 100
+
+
+def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_plan(capsys, "--list")
+    assert output.count("(modelled; ") == 5
+    assert "a3-layer-4894 (modelled; 4096 tokens in 4 prompts)" in output
+    for number in (4894, 5591, 941):
+        assert f"vllm-project/vllm-ascend#{number}" in output
+
+
+def test_a_sweep_of_one_axis_has_all_figures(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line.split() for line in run_plan(capsys, "--costs", costs, "--sweep", "tokens").splitlines()]
+    assert rows[0] == ["tokens", "unsplit", "ms", "split", "ms", "speed-up", "n"]
+    assert [row[0] for row in rows[1:]] == ["256", "512", "1024", "2048", "4096", "8192", "16384", "32768"]
+    assert rows[1][-1] == "-"  # too small to pay
+    assert rows[-1][-1] in "23"
+
+
+def test_a_sweep_of_two_axes_is_a_table_up_to_a_thousand_chips(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    note, blank, head, *rows = run_plan(capsys, "--costs", costs, "--sweep", "bandwidth,tp").splitlines()
+    assert note.startswith("speed-up/micro-batches of the best split; - where it gains no more than 2.0%")
+    assert blank == ""
+    assert head.split() == ["bandwidth", "\\", "tp", "4", "8", "16", "32", "64", "128", "256", "512", "1024"]
+    assert [row.split()[0] for row in rows] == ["0.25x", "0.5x", "1x", "2x", "4x"]
+    assert {len(row) for row in (head, *rows)} == {len(head)}  # aligned
+    cells = [cell for row in rows for cell in row.split()[1:]]
+    assert len(cells) == 45
+    assert "-" in cells
+    assert all(re.fullmatch(r"-|\d\.\d\d/[23]", cell) for cell in cells)
+
+
+def test_a_sweep_of_three_axes_is_a_table_for_each_value_of_the_first(
+    costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--sweep", "bandwidth,tokens,tp", "--micro-batches", "2")
+    _, *tables = run_plan(capsys, "--costs", costs, *words).strip().split("\n\n")
+    assert [table.splitlines()[0] for table in tables] == ["bandwidth 0.25x", "bandwidth 1x", "bandwidth 4x"]
+    assert all(len(table.splitlines()) == 2 + 4 for table in tables)
+
+
+def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads(run_plan(capsys, "--costs", costs, "--sweep", "bandwidth", "--json"))
+    assert [cell["bandwidth"] for cell in cells] == [0.25, 0.5, 1, 2, 4]
+    assert all(cell["split"] == (cell["split_ms"] < 0.98 * cell["unsplit_ms"]) for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 8192", "--costs is missing"),
+        ("--costs a4-layer", "neither a file nor a published case"),
+        ("--costs COSTS --tokens 0", "--tokens has '0'; it takes whole numbers from 1"),
+        ("--costs COSTS --tokens many", "--tokens has 'many'"),
+        ("--costs COSTS --tokens 99999999", "--tokens has '99999999'"),
+        ("--costs COSTS --requests 9 --tokens 8", "--requests is 9, but there are 8 tokens"),
+        ("--costs COSTS --query-lens 5,,5", "--query-lens has ''"),
+        ("--costs COSTS --query-lens 5 --tokens 5", "--query-lens says all about the requests"),
+        ("--costs COSTS --context -1", "--context has '-1'"),
+        ("--costs COSTS --tp 12", "tp is 12; it must be a power of two"),
+        ("--costs COSTS --tp 0", "--tp has '0'"),
+        ("--costs COSTS --bandwidth fast", "bandwidth is 'fast'"),
+        ("--costs COSTS --model gpt", "model is 'gpt'; known are deepseek-v3"),
+        ("--costs COSTS --micro-batches 1", "DBO_MICRO_BATCHES='1' is not allowed"),
+        ("--costs COSTS --margin lots", "DBO_MARGIN='lots' is not allowed"),
+        ("--costs COSTS --policy best", "DBO_POLICY='best' is not allowed"),
+        ("--costs COSTS --sweep chips", "sweep is 'chips'"),
+        ("--costs COSTS --sweep tokens,tokens", "each once"),
+        ("--costs COSTS --sweep tp --trace t.json", "--trace and --figure show one step"),
+        ("--costs COSTS --tokens 64 --trace /nowhere/t.json", "cannot be written to path '/nowhere/t.json'"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line_on_standard_error(
+    words: str, message: str, costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["plan", *words.replace("COSTS", costs).split()]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("dbo_runtime plan: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 7}', '{"format": 1}', "\x00"])
+def test_a_corrupt_file_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "corrupt.json"
+    path.write_text(text)
+    assert program.main(["plan", "--costs", str(path)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"dbo_runtime plan: cost file {path}: ")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["bogus"], ["plan", "--bogus"], ["--bogus", "plan"]])
+def test_unknown_commands_and_arguments_show_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        program.main(words)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: python -m dbo_runtime")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"]])
+def test_help_and_version_are_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        program.main(words)
+    assert stopped.value.code == 0
+    assert ("plan" in capsys.readouterr().out) == ("--help" in words)
+
+
+def test_calibrate_needs_vllm_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert program.main(["calibrate", "model", "--output", "costs.json"]) == 2
+    assert capsys.readouterr().err == (
+        "dbo_runtime calibrate: needs vllm, which is not installed: pip install 'dbo-runtime[vllm]'\n"
+    )
+
+
+def test_what_a_command_does_not_know_is_passed_on_if_it_wants_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    module = types.ModuleType("a_command")
+    module.add_arguments = lambda parser: parser.add_argument("model")  # type: ignore[attr-defined]
+    module.run = lambda arguments, words: seen.append((arguments.model, words)) or 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_command", module)
+    commands = {"measure": program.Command("a_command", "measure", passes_on=True)}
+    monkeypatch.setattr(program, "COMMANDS", commands)
+    assert program.main(["measure", "tiny", "--tensor-parallel-size", "2", "--enforce-eager"]) == 3
+    assert seen == [("tiny", ["--tensor-parallel-size", "2", "--enforce-eager"])]
+
+
+def test_planning_needs_no_device_and_no_framework(costs: str) -> None:
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in FOREIGN)
+    code = f"""
+import runpy, sys; {blocked}
+sys.argv = ["dbo_runtime", "plan", "--costs", {costs!r}, "--tokens", "512"]
+runpy.run_module("dbo_runtime", run_name="__main__")
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step: 512 tokens, 1 prompt of 512;" in done.stdout
+
+
+def test_the_module_is_a_program(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "dbo_runtime", "plan", "--costs", "nothing"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("dbo_runtime plan: costs 'nothing' are neither a file nor a published case")
