@@ -98,7 +98,7 @@ class MicroBatchRuntime:
         """Return why a step of *tokens* tokens runs whole whatever is in it, so that nobody need look at what is."""
         if self.planner is None or self.config.mode == "off":
             return decline_early(tokens, self.config)
-        return None
+        return self.planner.decline_early(tokens) if self.config.mode == "auto" else None
 
     def plan(self, batch: Batch, cuts: Sequence[int] | None = None, shared: Shared | None = None) -> Plan | Decline:
         """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
@@ -164,8 +164,12 @@ class MicroBatchRuntime:
         policy = self.config.policy
         key = (policy if choice is None else choice.order.name), micro_batches
         if key not in self._named:
-            order = find_policy(*policy)((self.program,) * micro_batches) if choice is None else choice.order.order
-            self._named[key] = self._make_executor(order, micro_batches, name_policy(*policy))
+            if choice is not None:
+                order, name = choice.order.order, choice.order.name
+            else:
+                order = find_policy(*policy)((self.program,) * micro_batches)
+                name = name_policy(*(("alternate", 0) if policy[0] == "optimal" else policy))
+            self._named[key] = self._make_executor(order, micro_batches, name)
         return self._named[key]
 
     def _make_executor(self, order: Order, micro_batches: int, policy: str) -> str:

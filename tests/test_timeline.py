@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from tests.programs import lower_toy
@@ -39,6 +41,53 @@ def test_overlap_is_when_both_lanes_are_busy() -> None:
 
 def test_lanes_that_only_touch_do_not_overlap() -> None:
     assert make_timeline(("a", "x", 0, 0, 1), ("b", "y", 0, 1, 2)).overlap("a", "b") == 0
+
+
+def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
+    timeline = make_timeline(
+        ("compute", "a", 0, 10.0, 20.0),
+        ("comm", "b", 1, 5.0, 12.0),
+        ("copy", "c", 1, 11.0, 14.0),  # partly beside b, too
+        ("comm", "d", 1, 18.0, 18.5),
+        ("compute", "e", 0, 20.0, 21.0),
+        ("comm", "f", 1, 21.0, 22.0),  # touches e, no more
+    )
+    assert timeline.measure_beside() == [4.5, 2.0, 3.0, 0.5, 0.0, 0.0]
+    assert Timeline(()).measure_beside() == []
+
+
+spans_in_halves = st.lists(
+    st.builds(
+        lambda lane, start, length: Span(lane, "x", 0, start / 2, (start + length) / 2),
+        st.sampled_from(["compute", "comm", "aux"]),
+        st.integers(0, 40),
+        st.integers(0, 12),
+    ),
+    max_size=12,
+)
+
+
+@given(spans_in_halves)
+def test_seconds_beside_and_idle_are_those_that_counting_moments_finds(spans: list[Span]) -> None:
+    """Spans begin and end at half seconds, so every half second is either within a span or outside it."""
+    running = [
+        {number for number, span in enumerate(spans) if span.start <= half / 2 < span.end} for half in range(60)
+    ]
+    lanes = [{spans[number].lane for number in numbers} for numbers in running]
+    timeline = Timeline(tuple(spans))
+    assert timeline.measure_beside() == [
+        sum(number in numbers and lane != {span.lane} for numbers, lane in zip(running, lanes, strict=True)) / 2
+        for number, span in enumerate(spans)
+    ]
+    begin, end = (min(s.start for s in spans), max(s.end for s in spans)) if spans else (0, 0)
+    assert timeline.idle == sum(not lane and begin <= half / 2 < end for half, lane in enumerate(lanes)) / 2
+
+
+def test_idle_time_is_when_no_lane_runs_anything() -> None:
+    assert OVERLAPPING.idle == 0
+    gaps = make_timeline(("a", "x", 0, 5, 6), ("b", "y", 0, 8, 9), ("a", "z", 0, 8.5, 10), ("b", "z", 1, 10.5, 11))
+    assert gaps.idle == 2.5
+    assert Timeline(()).idle == 0
 
 
 def test_a_lane_that_is_not_there_is_never_busy() -> None:

@@ -50,7 +50,7 @@ class Estimator:
         loads = measure_slices(batch, choice.slices)
         whole = self._extend([planner.predict_whole(load) for planner in self._planners])
         split = self._extend([planner.predict_split(loads, config) for planner in self._planners])
-        return Prediction(whole, split, len(loads))
+        return Prediction(whole, split, len(loads), choice.prediction.doubtful)  # a ratio: layers change it little
 
     def _extend(self, seconds: list[float]) -> float:
         """Return the seconds with all layers from those with MORE and FEW."""

@@ -27,6 +27,10 @@ class Prediction(NamedTuple):
         """The share of the whole step's time that splitting saves; negative if it costs."""
         return find_gain(self.whole, self.split)
 
+    def pays(self, margin: float) -> bool:
+        """Whether more than *margin* is gained, and nothing lost even if costs are off."""
+        return self.gain > margin and self.doubtful >= 0
+
     def __str__(self) -> str:
         """Such as `12.10 ms whole, 9.80 ms in 2 micro-batches: 19.0% less (12.0% less if costs are off)`."""
         times = f"{self.whole * 1e3:.2f} ms whole, {self.split * 1e3:.2f} ms in {self.micro_batches} micro-batches"
@@ -45,9 +49,8 @@ class Gate:
 
     def decide(self, key: Hashable, prediction: Prediction, margin: float) -> bool:
         """Return whether to split steps like *key*, for which *margin* is a share of the unsplit time."""
-        is_open = key in self._open
-        least, least_doubtful = (margin * STAY, -margin * STAY) if is_open else (margin, 0.0)
-        if prediction.gain > least and prediction.doubtful >= least_doubtful:
+        stays = prediction.gain > margin * STAY and prediction.doubtful >= -margin * STAY
+        if prediction.pays(margin) or (key in self._open and stays):
             self._open.add(key)
             return True
         self._open.discard(key)

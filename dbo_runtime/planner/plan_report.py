@@ -77,7 +77,7 @@ def describe_sweep(cells: Sequence[Cell], margin: float) -> str:
         return _align(
             [(axes[0], "unsplit ms", "split ms", "speed-up", "n"), *(_list_row(cell, margin) for cell in cells)]
         )
-    note = f"speed-up/micro-batches of the best split; {DECLINED} where it gains no more than {margin:.1%}"
+    note = f"speed-up/micro-batches of the best split; {DECLINED} where it does not pay (by {margin:.1%}, and if costs are off)"
     if len(axes) == 2:
         return f"{note}\n\n{_tabulate(cells, margin)}"
     outer = axes[0]
@@ -184,8 +184,8 @@ def _describe_decision(answer: WhatIf, margin: float) -> str:
 
 def _describe_break_even(even: BreakEven, margin: float) -> str:
     if even.tokens is None:
-        return f"none up to {even.most} tokens: splitting gains no more than {margin:.1%} anywhere"
-    text = f"{even.tokens} tokens: from there on splitting gains more than {margin:.1%}"
+        return f"none up to {even.most} tokens: splitting does not pay by {margin:.1%} anywhere"
+    text = f"{even.tokens} tokens: from there on splitting pays by {margin:.1%}, even if costs are off"
     if even.exceptions:
         text += f", but not at {', '.join(map(str, even.exceptions))}"
     return f"{text} (looked up to {even.most})"

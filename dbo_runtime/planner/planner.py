@@ -11,7 +11,7 @@ from dbo_runtime.batch import Batch, BatchSlice, Decline, find_cuts, share_evenl
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.correction import SPLIT, WHOLE, Correction
-from dbo_runtime.planner.costs import CostTable
+from dbo_runtime.planner.costs import CommCost, CostTable
 from dbo_runtime.planner.cuts import balance_targets, find_density, measure_slices
 from dbo_runtime.planner.gate import Gate, Prediction, find_gain
 from dbo_runtime.planner.jobs import make_jobs
@@ -78,7 +78,18 @@ class Planner:
         self._most_states = most_states
         self._density = find_density(table, program)
         self._orders: dict[tuple[object, ...], NamedOrder] = {}
-        self._decisions: dict[tuple[Batch, RuntimeConfig], Choice | Decline] = {}
+        self._decisions: dict[tuple[Batch | tuple[int, ...], RuntimeConfig], Choice | Decline] = {}
+        self._too_small: dict[int, Decline | None] = {}
+
+    def decline_early(self, tokens: int) -> Decline | None:
+        """Return why a step of *tokens* tokens is not worth a look at what is in it, if it is not.
+
+        It is not if all its communication, and what attention saves where it does not mask, is less than what every
+        micro-batch pays again.
+        """
+        if tokens not in self._too_small:
+            self._too_small[tokens] = self._judge_size(tokens)
+        return self._too_small[tokens]
 
     def choose(self, batch: Batch, config: RuntimeConfig) -> Choice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
@@ -86,11 +97,7 @@ class Planner:
         A batch that was seen before is decided at once, as long as the correction stays what it was.
         """
         known = self._decisions.get((batch, config))
-        if known is None:
-            if len(self._decisions) >= REMEMBERED:
-                self._decisions.clear()
-            known = self._decisions[batch, config] = self._choose(batch, config)
-        return known
+        return self._remember(batch, config, self._choose(batch, config)) if known is None else known
 
     def choose_together(self, tokens: Sequence[int], config: RuntimeConfig) -> Choice | Decline:
         """Return how all data parallel ranks split a step: *tokens* of each [ranks] are all they know of each other.
@@ -98,6 +105,9 @@ class Planner:
         The slowest rank keeps the others waiting, so the largest load counts. Contexts and the lengths of requests are
         not known, and attention to them is left out.
         """
+        key = tuple(tokens)
+        if (key, config) in self._decisions:
+            return self._decisions[key, config]
         load = Load(max(tokens), 0.0, 0.0)
         options = []
         for parts in list_parts(config):
@@ -105,7 +115,7 @@ class Planner:
             if not isinstance(sizes, Decline):
                 loads = [Load(max(part), 0.0, 0.0) for part in sizes]
                 options.append(self._make_choice(load, loads, config, sizes=sizes))
-        return self._decide(options, load, config)
+        return self._remember(key, config, self._decide(options, load, config))
 
     def predict_whole(self, load: Load) -> float:
         """Return the seconds of a step that is not split."""
@@ -131,6 +141,25 @@ class Planner:
         """Apply what all ranks propose; decisions are made anew."""
         self.correction.apply(proposals)
         self._decisions.clear()
+
+    def _remember(
+        self, key: Batch | tuple[int, ...], config: RuntimeConfig, decision: Choice | Decline
+    ) -> Choice | Decline:
+        if len(self._decisions) >= REMEMBERED:
+            self._decisions.clear()
+        self._decisions[key, config] = decision
+        return decision
+
+    def _judge_size(self, tokens: int) -> Decline | None:
+        load = Load(tokens, 0.0, 0.0)
+        costs = [self.table.ops[op.name] for op in self.program.ops]
+        hidden = sum(cost.time(load) for cost in costs if isinstance(cost, CommCost)) + self._density.pair * tokens**2
+        again = sum(cost.alpha if isinstance(cost, CommCost) else cost.fixed for cost in costs)
+        again += self.table.host.split - self.table.host.whole
+        if hidden >= again:
+            return None
+        figures = f"at most {hidden * 1e3:.2f} ms to hide, and splitting costs at least {again * 1e3:.2f} ms"
+        return Decline("no gain predicted", f"{tokens} tokens have {figures}")
 
     def _choose(self, batch: Batch, config: RuntimeConfig) -> Choice | Decline:
         (load,) = measure_slices(batch, slice_batch(batch, ()))

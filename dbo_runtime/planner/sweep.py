@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
     def pays(self, margin: float) -> bool:
         """Whether the runtime would split."""
-        return self.prediction is not None and self.prediction.gain > margin
+        return self.prediction is not None and self.prediction.pays(margin)
 
 
 def parse_axes(text: str) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def find_break_even(estimator: Estimator, batch: Batch, config: RuntimeConfig, m
 
     def pays(tokens: int) -> bool:
         prediction = estimator.estimate(resize_batch(batch, tokens), config)
-        return prediction is not None and prediction.gain > config.margin
+        return prediction is not None and prediction.pays(config.margin)
 
     sizes = [1 << power for power in range(1, most.bit_length())]
     paying = [size for size in sizes if pays(size)]

@@ -113,7 +113,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
         data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,
         transport=transport,
         mode=config.mode,
-        micro_batches=config.micro_batches,
+        micro_batches=config.micro_batches or "auto",
         policy=name_policy(*config.policy),
         dispatch=config.dispatch,
         min_tokens=config.min_tokens,

@@ -404,16 +404,16 @@ def test_metadata_that_was_copied_for_another_group_of_layers_declines() -> None
 
 
 @pytest.mark.usefixtures("_traced")
-def test_a_batch_is_read_as_its_query_lengths() -> None:
+def test_a_batch_is_read_as_its_query_and_context_lengths() -> None:
     found = make_splitter().read_batch(make_context(build(make_group())), TOKENS)
-    assert found == Batch(QUERY_LENS, prefill_tokens=TOKENS, cuttable=True, decode_len=1)
+    assert found == Batch(QUERY_LENS, prefill_tokens=TOKENS, cuttable=True, decode_len=1, context_lens=COMPUTED)
 
 
 @pytest.mark.usefixtures("_traced")
 def test_what_a_backend_takes_as_decodes_is_not_counted_as_prefill() -> None:
     context = make_context({**build(make_group(FakeBuilder, "layers.0")), **build(make_group(DecodeFirst, "layers.1"))})
     found = make_splitter().read_batch(context, TOKENS)
-    assert found == Batch(QUERY_LENS, prefill_tokens=5 + 8, cuttable=True, decode_len=4)
+    assert found == Batch(QUERY_LENS, prefill_tokens=5 + 8, cuttable=True, decode_len=4, context_lens=COMPUTED)
 
 
 @pytest.mark.usefixtures("_traced")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 from unittest.mock import patch
@@ -13,19 +14,17 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Decline
 from dbo_runtime.errors import UnsupportedError
-from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.load import Load, measure_load
 from dbo_runtime.planner.fit import Sample
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin import calibration, compat
 from dbo_runtime.vllm_plugin.calibration import (
-    LEAST_REPEATS,
     MOST_REPEATS,
     Measurements,
     choose_repeats,
+    choose_ways,
     expect_round,
     measure,
-    measure_beside,
     merge_ranks,
     overlaps_itself,
 )
@@ -35,7 +34,9 @@ from tests.vllm.engine import Engine, make_prompt
 from tests.vllm.ranks import Ranks
 
 FEW_SHAPES = [Shape(2, 1, 16), Shape(1, 8), Shape(4, 8), Shape(3, 1, 200), Shape(1, 64)]
-PARTS = {part for shape in FEW_SHAPES for part in shape.measure_parts()}
+WAYS = ("whole", "sequential", "alternate")
+IN_TURNS = {shape.measure_parts(shape.cuts[0]) for shape in FEW_SHAPES}
+ALONE = {shape.measure_parts(cut) for shape in FEW_SHAPES for cut in shape.cuts}
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate((40, 23, 61))]
 
 limits = st.builds(
@@ -54,7 +55,8 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
     told: list[tuple[int, int, str]] = []
     runner = worker.model_runner
     group = compat.find_groups(runner.vllm_config).everyone
-    with patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES):
+    shapes = patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES)
+    with shapes, patch.object(calibration, "LONG", math.inf):  # however slow this machine is
         found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))
     return found, told
 
@@ -70,15 +72,15 @@ def name_ops(program: Program) -> Counter[str]:
 
 def assert_complete(found: Measurements, ops: Counter[str]) -> None:
     """Assert that there are runs of all ops and steps, and of each op some alone at every load."""
-    assert Counter(step.way for step in found.steps) == dict.fromkeys(
-        ("whole", "sequential", "alternate"), len(FEW_SHAPES) * MOST_REPEATS
-    )
-    assert {step.loads for step in found.steps if step.way == "whole"} == {(s.measure_load(),) for s in FEW_SHAPES}
-    assert {step.loads for step in found.steps if step.way != "whole"} == {s.measure_parts() for s in FEW_SHAPES}
-    assert all(step.seconds > step.ops_seconds >= 0 for step in found.steps)
+    assert Counter(step.way for step in found.steps) == dict.fromkeys(WAYS, len(FEW_SHAPES) * MOST_REPEATS)
+    loads = {way: {step.loads for step in found.steps if step.way == way} for way in WAYS}
+    assert loads == {"whole": {(s.measure_load(),) for s in FEW_SHAPES}, "sequential": ALONE, "alternate": IN_TURNS}
+    assert all(step.seconds > step.idle >= 0 for step in found.steps)
+    assert all(step.idle == 0 for step in found.steps if step.way == "whole")
     assert {sample.op for sample in found.samples} == set(ops)
+    parts = {part for loads in ALONE for part in loads}
     for op in ops:
-        assert {sample.load for sample in found.samples if sample.op == op and sample.beside == 0} == PARTS
+        assert {sample.load for sample in found.samples if sample.op == op and sample.beside == 0} == parts
     assert all(0 <= sample.beside <= sample.seconds for sample in found.samples)
 
 
@@ -86,7 +88,7 @@ def assert_complete(found: Measurements, ops: Counter[str]) -> None:
 def test_shapes_are_within_the_limits_and_grow(limit: Limits) -> None:
     found = choose_shapes(limit)
     for shape in found:
-        assert 0 < shape.cut < shape.total <= limit.tokens
+        assert 1 < shape.total <= limit.tokens
         assert shape.tokens + shape.context <= limit.length
         assert shape.requests <= limit.requests
         assert shape.requests * -(-(shape.tokens + shape.context) // limit.block_size) <= limit.blocks
@@ -109,9 +111,27 @@ def test_shapes_tell_fixed_costs_from_those_of_tokens_and_of_pairs() -> None:
 
 @given(shapes)
 def test_parts_of_a_shape_are_its_tokens_and_pairs(shape: Shape) -> None:
-    whole, parts = shape.measure_load(), shape.measure_parts()
-    assert sum(part.tokens for part in parts) == whole.tokens == shape.total
-    assert sum(map(count_pairs, parts)) == count_pairs(whole)
+    whole = shape.measure_load()
+    for cut in shape.cuts:
+        parts = shape.measure_parts(cut)
+        assert all(part.tokens > 0 for part in parts)
+        assert sum(part.tokens for part in parts) == whole.tokens == shape.total
+        assert sum(map(count_pairs, parts)) == count_pairs(whole)
+
+
+def test_a_shape_is_cut_in_the_middle_and_near_its_end() -> None:
+    assert Shape(1, 100).cuts == (50, 98)
+    assert Shape(1, 8).cuts == (4, 6)
+    assert Shape(6, 10).cuts == (30, 50)
+    assert Shape(2, 1, 16).cuts == (1,)
+
+
+@given(shapes)
+def test_a_shape_is_cut_between_requests_or_inside_the_only_one(shape: Shape) -> None:
+    if shape.requests > 1:
+        assert all(cut % shape.tokens == 0 for cut in shape.cuts)
+    elif shape.tokens > 3:
+        assert all(1 < cut < shape.tokens - 1 for cut in shape.cuts)  # no part is as short as a decode
 
 
 def count_pairs(load: Load) -> float:
@@ -119,37 +139,34 @@ def count_pairs(load: Load) -> float:
 
 
 def test_the_tail_of_a_request_that_is_cut_inside_has_its_head_as_context() -> None:
-    assert Shape(1, 8).measure_parts() == (measure_load([4], [0]), measure_load([4], [4]))
-    assert Shape(1, 8, 100).measure_parts() == (measure_load([4], [100]), measure_load([4], [104]))
-    assert Shape(3, 2, 10).measure_parts() == (measure_load([2], [10]), measure_load([2, 2], [10, 10]))
+    assert Shape(1, 8).measure_parts(4) == (measure_load([4], [0]), measure_load([4], [4]))
+    assert Shape(1, 8, 100).measure_parts(6) == (measure_load([6], [100]), measure_load([2], [106]))
+    assert Shape(3, 2, 10).measure_parts(2) == (measure_load([2], [10]), measure_load([2, 2], [10, 10]))
 
 
-def test_a_shape_that_fits_only_the_fewest_repeats_gets_those_and_a_longer_one_none() -> None:
+def test_shapes_run_all_ways_while_there_is_time() -> None:
+    assert choose_ways(WAYS, left=3.0, expected=3.0, requests=4) == WAYS
+    assert choose_ways(WAYS, left=2.9, expected=3.0, requests=4) == ()
+
+
+def test_a_single_prompt_is_run_one_way_where_there_is_no_time_for_all() -> None:
+    assert choose_ways(WAYS, left=1.0, expected=3.0, requests=1) == ("sequential",)
+    assert choose_ways(WAYS, left=0.9, expected=3.0, requests=1) == ()
+
+
+def test_a_shape_is_repeated_in_half_of_the_time_that_is_left() -> None:
     assert choose_repeats(left=100.0, round_seconds=0.1) == MOST_REPEATS
     assert choose_repeats(left=8.0, round_seconds=1.0) == 4
-    assert choose_repeats(left=3.5, round_seconds=1.0) == LEAST_REPEATS
-    assert choose_repeats(left=2.9, round_seconds=1.0) == 0
+    assert choose_repeats(left=3.9, round_seconds=1.0) == 1
+    assert choose_repeats(left=1.9, round_seconds=1.0) == 0
     assert choose_repeats(left=-1.0, round_seconds=1.0) == 0
 
 
 def test_a_round_is_expected_to_take_what_the_first_did_and_more_with_more_tokens() -> None:
-    assert expect_round([], 100) == 0.0
+    assert expect_round([(1, 0.0)], 100) == 0.0  # nothing is known
     assert expect_round([(2, 1.0)], 100) == 1.0
     assert expect_round([(2, 1.0), (8, 0.9)], 100) == 1.0
-    assert expect_round([(2, 1.0), (8, 0.9), (10, 3.0)], 40) == 9.0
-
-
-def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
-    spans = (
-        Span("compute", "a", 0, 10.0, 20.0),
-        Span("comm", "b", 1, 5.0, 12.0),
-        Span("copy", "c", 1, 11.0, 14.0),  # partly beside b, too
-        Span("comm", "d", 1, 18.0, 18.5),
-        Span("compute", "e", 0, 20.0, 21.0),
-        Span("comm", "f", 1, 21.0, 22.0),  # touches e, no more
-    )
-    assert measure_beside(Timeline(spans)) == [4.5, 2.0, 3.0, 0.5, 0.0, 0.0]
-    assert measure_beside(Timeline(())) == []
+    assert expect_round([(2, 1.0), (8, 0.9), (10, 3.0)], 40) == 1.0 + 2.0 * 4
 
 
 def test_of_ranks_the_mean_computation_and_the_shortest_communication_count() -> None:
@@ -178,8 +195,12 @@ def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> Non
     found, told = one_rank.llm.collective_rpc(measure_few)[0]
     assert_complete(found, ops)
     assert len(found.samples) == ops.total() * 2 * 2 * len(FEW_SHAPES) * MOST_REPEATS  # micro-batches, ways
-    assert told[:2] == [(0, len(FEW_SHAPES), "2 x 1 tokens after 16"), (1, len(FEW_SHAPES), "1 x 8 tokens")]
-    assert told[-1] == (len(FEW_SHAPES), len(FEW_SHAPES), "all measured")
+    assert told == [*enumerate_shapes(), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
+    assert told[0] == (0, len(FEW_SHAPES), "2 x 1 tokens after 16")
+
+
+def enumerate_shapes() -> list[tuple[int, int, str]]:
+    return [(number, len(FEW_SHAPES), str(shape)) for number, shape in enumerate(FEW_SHAPES)]
 
 
 def test_nothing_is_left_behind(one_rank: Engine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,10 +251,11 @@ def test_a_model_that_cannot_be_split_is_told_why(one_rank: Engine) -> None:
         one_rank.llm.collective_rpc(measure_few)
 
 
-def test_without_time_nothing_is_measured(one_rank: Engine) -> None:
+def test_without_time_the_first_shape_is_run_once_and_no_other(one_rank: Engine) -> None:
     found, told = one_rank.llm.collective_rpc(measure_few, args=(0.0,))[0]
-    assert found == Measurements()
-    assert told == [(0, len(FEW_SHAPES), "no time for more")]
+    assert [step.way for step in found.steps] == list(WAYS)
+    assert {step.loads for step in found.steps[1:]} == {FEW_SHAPES[0].measure_parts(1)}
+    assert told == [enumerate_shapes()[0], (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
 
 
 def test_tensor_parallel_ranks_measure_the_same(two_ranks: Engine) -> None:

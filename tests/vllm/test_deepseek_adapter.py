@@ -22,7 +22,7 @@ from tests.vllm.engine import Engine
 
 GOLDEN = Path(__file__).with_name("golden") / "deepseek_2_alternate.txt"
 LAYERS = 3
-LAYER = [
+DENSE = [
     ("attn_norm", "compute"),
     ("attention", "compute"),
     ("attn_reduce", "comm"),
@@ -30,6 +30,7 @@ LAYER = [
     ("mlp", "compute"),
     ("mlp_reduce", "comm"),
 ]
+EXPERTS = [("moe" if name == "mlp" else name, lane) for name, lane in DENSE]
 
 
 def test_it_keeps_the_contract_of_adapters() -> None:
@@ -125,7 +126,9 @@ def test_it_takes_the_model_that_is_served(one_rank: Engine) -> None:
 
 
 def test_each_layer_is_norm_attention_reduce_norm_mlp_reduce(program: Program) -> None:
-    expected = [(f"L{layer}.{name}", lane) for layer in range(LAYERS) for name, lane in LAYER]
+    """The first layer is dense. Experts have a name of their own: they cost something else."""
+    layers = [DENSE, *[EXPERTS] * (LAYERS - 1)]
+    expected = [(f"L{number}.{name}", lane) for number, layer in enumerate(layers) for name, lane in layer]
     assert [(op.label, op.lane) for op in program.ops] == [*expected, ("final_norm", "compute")]
     assert program.lanes == ("compute", "comm")
 
@@ -137,7 +140,7 @@ def test_only_attention_keeps_the_order_of_micro_batches(program: Program) -> No
 
 def test_norms_and_reduces_overwrite_what_they_read_and_nothing_else_does(program: Program) -> None:
     for op in program.ops:
-        expected = () if op.name in ("attention", "mlp") else op.reads
+        expected = () if op.name in ("attention", "mlp", "moe") else op.reads
         assert op.overwrites == expected, op.label
 
 
@@ -159,7 +162,7 @@ def test_every_reduce_of_one_micro_batch_stands_beside_computation_of_the_other(
         if step.op.lane == "comm" and step.issue.micro_batch == 0:
             waiter = next(n for n, later in enumerate(steps) if step.issue in later.waits)
             between = steps[number + 1 : waiter]
-            assert {"attention", "mlp"} & {s.op.name for s in between if s.issue.micro_batch == 1}, step.label
+            assert {"attention", "mlp", "moe"} & {s.op.name for s in between if s.issue.micro_batch == 1}, step.label
 
 
 def test_the_schedule_of_two_micro_batches_is_the_one_on_file(schedule: Schedule) -> None:

@@ -95,7 +95,7 @@ def test_vllm_is_left_as_it_is_unless_the_plugin_is_turned_on(case: str, untouch
 BAD = {
     f"{ENABLE}=yes": (f"{ENABLE}='yes' is not allowed", "it takes 0 or 1"),
     "DBO_MODE=sometimes": ("DBO_MODE='sometimes' is not allowed", "it takes auto, always or off"),
-    "DBO_MICRO_BATCHES=1": ("DBO_MICRO_BATCHES='1' is not allowed", "it takes a whole number, at least 2"),
+    "DBO_MICRO_BATCHES=1": ("DBO_MICRO_BATCHES='1' is not allowed", "it takes auto, or a whole number, at least 2"),
     "DBO_TYPO=1": ("DBO_TYPO is not a setting", "Correct or unset it."),
     "DBO_MIN_TOKEN=8": ("DBO_MIN_TOKEN is not a setting", "did you mean DBO_MIN_TOKENS?"),
 }
