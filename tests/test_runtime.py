@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Recorder
+from dbo_runtime.planner.costs import CommCost, ComputeCost, CostTable, HostCost, Origin
+from dbo_runtime.planner.planner import Planner
+from dbo_runtime.planner.sketch import sketch_program
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from dbo_runtime.runtime import MicroBatchRuntime, Plan, Shared
 from tests.programs import record_three_lanes, record_toy
 
 BATCH = Batch((512, 512), prefill_tokens=1024)
@@ -85,7 +89,7 @@ def test_each_new_plan_is_logged_once(runtime: MicroBatchRuntime, log: Log) -> N
         ("new plan", 3, 39),
     ]
     assert [line["digest"] for line in log.lines] == [two.digest, three.digest]
-    assert all(line["policy"] == "optimal" and line["waits"] > 0 for line in log.lines)
+    assert all(line["policy"] == "alternate" and line["waits"] > 0 for line in log.lines)
 
 
 def test_the_first_decline_of_each_reason_is_logged_and_all_are_counted(runtime: MicroBatchRuntime, log: Log) -> None:
@@ -175,3 +179,63 @@ def test_plans_that_several_ranks_share_must_fit_together(log: Log) -> None:
     assert isinstance(MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log).plan(BATCH), Plan)
     with pytest.raises(ScheduleError, match=r"rule 9, step 1: gather/0 is a collective on lane 'side'"):
         MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log, ranks=16).plan(BATCH)
+
+
+def use_costs(runtime: MicroBatchRuntime, alpha: float) -> None:
+    """Let the runtime plan by costs of which communication is half, and so long however little is sent."""
+    ops: dict[str, ComputeCost | CommCost] = {
+        op.name: CommCost(alpha, 1e-9, 1000.0) if op.lane == "comm" else ComputeCost(1e-6, per_token=1e-6 / 2)
+        for op in runtime.program.ops
+    }
+    origin = Origin("modelled", "a test", "2026-01-31", {}, {}, {}, {})
+    runtime.planner = Planner(
+        runtime.program, CostTable(origin, sketch_program(runtime.program), ops, {}, HostCost(), {})
+    )
+
+
+def test_costs_decide_instead_of_thresholds(runtime: MicroBatchRuntime) -> None:
+    small = Batch((40, 40), prefill_tokens=80)
+    assert isinstance(runtime.plan(small), Decline)
+    use_costs(runtime, alpha=0.0)
+    found = plan(runtime, small)
+    assert found.expected is not None
+    assert found.expected < 80e-6 * 6  # what it would take unsplit
+    inputs = [(part, part) for part in range(len(found.slices))]
+    assert runtime.run(found, inputs) == run_sequential([record_toy()] * len(inputs), inputs)
+
+
+def test_what_costs_more_than_it_gains_is_declined_with_the_figures(runtime: MicroBatchRuntime) -> None:
+    assert plan(runtime).expected is None
+    use_costs(runtime, alpha=10.0)
+    decline = runtime.plan(BATCH)
+    assert isinstance(decline, Decline)
+    assert decline.reason == "no gain predicted"
+    assert "ms whole, " in decline.detail
+    assert decline.expected == pytest.approx(40.0, rel=0.01)
+    runtime.config = replace(runtime.config, mode="always")
+    assert plan(runtime).expected == pytest.approx(60.0, rel=0.4)
+
+
+def test_steps_too_small_to_hide_anything_are_declined_unseen(runtime: MicroBatchRuntime) -> None:
+    use_costs(runtime, alpha=0.0)
+    early = runtime.decline_early(1)
+    assert early is not None
+    assert early.reason == "no gain predicted"
+    assert runtime.decline_early(80) is None
+    runtime.config = replace(runtime.config, mode="always")
+    assert runtime.decline_early(1) is None
+    runtime.config = replace(runtime.config, mode="off")
+    assert runtime.decline_early(80) == Decline("DBO_MODE is off")
+
+
+def test_data_parallel_ranks_plan_together_by_costs(runtime: MicroBatchRuntime) -> None:
+    use_costs(runtime, alpha=0.0)
+    shared = runtime.plan_together([1024, 700])
+    assert isinstance(shared, Shared)
+    assert [sum(sizes) for sizes in zip(*shared.sizes, strict=True)] == [1024, 700]
+    own = runtime.plan(BATCH, list(accumulate(part[0] for part in shared.sizes))[:-1], shared)
+    assert isinstance(own, Plan)
+    assert shared.choice is not None
+    assert own.expected == shared.choice.prediction.split
+    use_costs(runtime, alpha=10.0)
+    assert isinstance(runtime.plan_together([1024, 700]), Decline)

@@ -15,8 +15,9 @@ import pytest
 
 from dbo_runtime.batch import Batch, Decline
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Load, Origin
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
 from dbo_runtime.planner.jobs import make_jobs
+from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.planner import Planner
 from dbo_runtime.planner.predict import predict_timeline
 from dbo_runtime.planner.search import find_order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 from unittest.mock import patch
@@ -30,10 +29,10 @@ from dbo_runtime.vllm_plugin.calibration import (
 )
 from dbo_runtime.vllm_plugin.compat import Limits
 from dbo_runtime.vllm_plugin.shapes import Shape, choose_shapes
+from tests.vllm.costs import FEW_SHAPES, measure_few
 from tests.vllm.engine import Engine, make_prompt
 from tests.vllm.ranks import Ranks
 
-FEW_SHAPES = [Shape(2, 1, 16), Shape(1, 8), Shape(4, 8), Shape(3, 1, 200), Shape(1, 64)]
 WAYS = ("whole", "sequential", "alternate")
 IN_TURNS = {shape.measure_parts(shape.cuts[0]) for shape in FEW_SHAPES}
 ALONE = {shape.measure_parts(cut) for shape in FEW_SHAPES for cut in shape.cuts}
@@ -48,17 +47,6 @@ limits = st.builds(
     block_size=st.sampled_from([1, 16, 128]),
 )
 shapes = st.builds(Shape, st.integers(1, 9), st.integers(1, 40), st.integers(0, 50)).filter(lambda s: s.total > 1)
-
-
-def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[tuple[int, int, str]]]:
-    """Measure a few shapes on a worker; return what was measured and the progress that was told."""
-    told: list[tuple[int, int, str]] = []
-    runner = worker.model_runner
-    group = compat.find_groups(runner.vllm_config).everyone
-    shapes = patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES)
-    with shapes, patch.object(calibration, "LONG", math.inf):  # however slow this machine is
-        found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))
-    return found, told
 
 
 def measure_on_rank(engine: Engine, rank: int) -> Measurements:

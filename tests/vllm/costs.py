@@ -1,0 +1,87 @@
+"""Costs of the tiny model: measured in little time, or made up; and a log that keeps what it is told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.planner import Planner
+from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin import calibration, compat
+from dbo_runtime.vllm_plugin.calibration import Measurements, measure
+from dbo_runtime.vllm_plugin.shapes import Shape
+
+FEW_SHAPES = [Shape(2, 1, 16), Shape(1, 8), Shape(4, 8), Shape(3, 1, 200), Shape(1, 64)]
+BYTES = 512.0  # a token of the tiny model: 128 numbers in float32
+
+
+class Lines:
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str, dict[str, Any]]] = []
+
+    def info(self, event: str, **figures: Any) -> None:
+        self.lines.append(("info", event, figures))
+
+    def warning(self, event: str, **figures: Any) -> None:
+        self.lines.append(("warning", event, figures))
+
+    def error(self, event: str, **figures: Any) -> None:
+        self.lines.append(("error", event, figures))
+
+    def find(self, event: str) -> list[dict[str, Any]]:
+        """Return the figures of all lines about an event."""
+        return [figures for _, told, figures in self.lines if told == event]
+
+
+def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[tuple[int, int, str]]]:
+    """Measure a few shapes on a worker; return what was measured and the progress that was told."""
+    told: list[tuple[int, int, str]] = []
+    runner = worker.model_runner
+    group = compat.find_groups(runner.vllm_config).everyone
+    shapes = patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES)
+    with shapes, patch.object(calibration, "LONG", math.inf):  # however slow this machine is
+        found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))
+    return found, told
+
+
+def calibrate_few(worker: Any, path: str = "", repeats: int = 2) -> tuple[str | None, str]:
+    """Calibrate a worker by a few shapes; return the report and the digest of what it plans by from now on."""
+    shapes = patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES)
+    with shapes, patch.object(calibration, "MOST_REPEATS", repeats):
+        report = worker.dbo_calibrate(path, 600.0)
+    return report, worker.model_runner.get_model().forward.runtime.planner.table.digest
+
+
+def forget_costs(worker: Any) -> None:
+    """Let a worker plan without costs again."""
+    worker.model_runner.get_model().forward.runtime.planner = None
+
+
+def make_planner(program: Program, ops: dict[str, Cost] | None = None, host: HostCost | None = None) -> Planner:
+    """Return a planner whose costs are known to be right: *ops*, and nothing for all others."""
+    costs: dict[str, Cost] = {
+        op.name: CommCost(0.0, 0.0, BYTES) if op.lane == "comm" else ComputeCost() for op in program.ops
+    }
+    costs.update(ops or {})
+    origin = Origin("modelled", "a test", "2026-01-31", {}, {}, {}, {})
+    errors = dict.fromkeys(costs, 0.0)
+    return Planner(program, CostTable(origin, sketch_program(program), costs, {}, host or HostCost(), errors))
+
+
+def make_paying_ops(program: Program) -> dict[str, Cost]:
+    """Return costs by which a step is shorter the more often it is split: much to hide, and nothing is paid twice."""
+    return {name: make_cost(lane, per_token=10e-6) for name, lane in {(op.name, op.lane) for op in program.ops}}
+
+
+def make_losing_ops(program: Program) -> dict[str, Cost]:
+    """Return costs by which 128 tokens lose a little: 7.2 ms are paid twice, and of 7.7 not all can be hidden."""
+    return make_paying_ops(program) | {"attention": ComputeCost(fixed=2.4e-3, per_token=10e-6)}
+
+
+def make_cost(lane: str, per_token: float) -> Cost:
+    return CommCost(0.0, per_token / BYTES, BYTES) if lane == "comm" else ComputeCost(per_token=per_token)
