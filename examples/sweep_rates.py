@@ -23,6 +23,7 @@ from two_hosts import OPTIONS, join_tensor_parallel, run_both
 
 MODES = ("off", "auto", "always")
 NO_LIMIT = "none"
+MOST_REPEATS, ENOUGH = 25, 3.0  # short steps are disturbed most: they are repeated so often, or for so many seconds
 TITLES = (
     f"{'tokens':>7}{'off':>11}{'always':>11}{'auto':>11}{'off/auto':>10}  {'auto':<6}"
     f"{'predicted whole':>17}{'split':>11}{'errors':>11}"
@@ -80,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
         "--rates", nargs="+", default=["50mbit", "200mbit", "1gbit", NO_LIMIT], help="of the link, in the words of tc"
     )
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 512, 1024, 2048, 4096])
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each mode, interleaved (default: 5)")
+    parser.add_argument("--repeat", type=int, default=5, help="least runs of each mode, interleaved (default: 5)")
     parser.add_argument("--budget", type=float, default=40, help="seconds of each calibration (default: 40)")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
@@ -131,7 +132,8 @@ def measure_point(llm: Any, rate: str, tokens: int, repeat: int) -> Point:
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     way = ""
     predicted = llm.collective_rpc("dbo_predict", args=([tokens],))[0] or {}
-    for turn in range(repeat + 1):
+    turn = 0
+    while turn <= repeat or (turn <= MOST_REPEATS and sum(seconds["off"]) < ENOUGH):
         for mode in MODES:
             llm.collective_rpc("dbo_configure", args=({"DBO_MODE": mode},))
             llm.generate([prompt], sampling, use_tqdm=False)
@@ -140,6 +142,7 @@ def measure_point(llm: Any, rate: str, tokens: int, repeat: int) -> Point:
                 way = step["way"]
             if turn:
                 seconds[mode].append(step["seconds"])
+        turn += 1
     return Point(rate, tokens, seconds, way, {way: predicted[way] for way in ("whole", "split") if way in predicted})
 
 

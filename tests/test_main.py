@@ -125,7 +125,9 @@ def test_a_sweep_of_one_axis_has_all_figures(costs: str, capsys: pytest.CaptureF
 
 def test_a_sweep_of_two_axes_is_a_table_up_to_a_thousand_chips(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     note, blank, head, *rows = run_plan(capsys, "--costs", costs, "--sweep", "bandwidth,tp").splitlines()
-    assert note.startswith("speed-up/micro-batches of the best split; - where it does not pay (by 2.0%, and if costs are off)")
+    assert note.startswith(
+        "speed-up/micro-batches of the best split; - where it does not pay (by 2.0%, and if costs are off)"
+    )
     assert blank == ""
     assert head.split() == ["bandwidth", "\\", "tp", "4", "8", "16", "32", "64", "128", "256", "512", "1024"]
     assert [row.split()[0] for row in rows] == ["0.25x", "0.5x", "1x", "2x", "4x"]

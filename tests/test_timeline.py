@@ -70,9 +70,7 @@ spans_in_halves = st.lists(
 @given(spans_in_halves)
 def test_seconds_beside_and_idle_are_those_that_counting_moments_finds(spans: list[Span]) -> None:
     """Spans begin and end at half seconds, so every half second is either within a span or outside it."""
-    running = [
-        {number for number, span in enumerate(spans) if span.start <= half / 2 < span.end} for half in range(60)
-    ]
+    running = [{number for number, span in enumerate(spans) if span.start <= half / 2 < span.end} for half in range(60)]
     lanes = [{spans[number].lane for number in numbers} for numbers in running]
     timeline = Timeline(tuple(spans))
     assert timeline.measure_beside() == [

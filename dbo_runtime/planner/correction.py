@@ -39,7 +39,7 @@ class Correction:
 
     def note(self, way: str, predicted: float, measured: float) -> None:
         """Take in a step that was predicted (without correction) and measured, in seconds."""
-        if predicted > 0 and measured > 0:
+        if 0 < predicted < math.inf and 0 < measured < math.inf:
             self._errors[way].append(math.log(measured / predicted))
 
     def propose(self) -> dict[str, float]:

@@ -77,7 +77,8 @@ def describe_sweep(cells: Sequence[Cell], margin: float) -> str:
         return _align(
             [(axes[0], "unsplit ms", "split ms", "speed-up", "n"), *(_list_row(cell, margin) for cell in cells)]
         )
-    note = f"speed-up/micro-batches of the best split; {DECLINED} where it does not pay (by {margin:.1%}, and if costs are off)"
+    pays = f"by {margin:.1%}, and if costs are off"
+    note = f"speed-up/micro-batches of the best split; {DECLINED} where it does not pay ({pays})"
     if len(axes) == 2:
         return f"{note}\n\n{_tabulate(cells, margin)}"
     outer = axes[0]

@@ -11,7 +11,7 @@ from dbo_runtime.batch import Batch, BatchSlice, Decline, find_cuts, share_evenl
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.correction import SPLIT, WHOLE, Correction
-from dbo_runtime.planner.costs import CommCost, CostTable
+from dbo_runtime.planner.costs import CommCost, ComputeCost, CostTable, HostCost
 from dbo_runtime.planner.cuts import balance_targets, find_density, measure_slices
 from dbo_runtime.planner.gate import Gate, Prediction, find_gain
 from dbo_runtime.planner.jobs import make_jobs
@@ -23,7 +23,6 @@ from dbo_runtime.planner.predictor import (
     doubt_costs,
     find_bucket,
     find_end,
-    find_middle,
 )
 from dbo_runtime.planner.search import find_order
 from dbo_runtime.policies import Order, alternate, find_policy, staggered
@@ -31,8 +30,9 @@ from dbo_runtime.program import Program
 from dbo_runtime.schedule import Schedule, lower
 
 MOST_MICRO_BATCHES = 3  # that `auto` tries: more add little where phases match, and pay every fixed cost again
-MOST_STATES = 40_000  # of the search while a step waits for its plan: half a second
-COARSE = 1  # buckets an octave of loads that share an order: few orders are needed
+MOST_STATES = 40_000  # of the search while a step waits for its plan: about a second
+ORDER_BUCKETS = 2  # an octave of an op's share of the time: few orders are needed
+LEAST_SHARE = -6.0  # the logarithm below which shares count as equal
 UNKNOWN_DOUBT = 0.2  # by which share costs may be off that do not say it of themselves
 MOST_DOUBT = 0.3  # and at most
 REMEMBERED = 4096  # batches whose decision is kept
@@ -84,8 +84,8 @@ class Planner:
     def decline_early(self, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens is not worth a look at what is in it, if it is not.
 
-        It is not if all its communication, and what attention saves where it does not mask, is less than what every
-        micro-batch pays again.
+        It is not if all its communication, and what attention saves where it does not mask, is less than what the
+        compute lane pays again for every micro-batch.
         """
         if tokens not in self._too_small:
             self._too_small[tokens] = self._judge_size(tokens)
@@ -154,7 +154,7 @@ class Planner:
         load = Load(tokens, 0.0, 0.0)
         costs = [self.table.ops[op.name] for op in self.program.ops]
         hidden = sum(cost.time(load) for cost in costs if isinstance(cost, CommCost)) + self._density.pair * tokens**2
-        again = sum(cost.alpha if isinstance(cost, CommCost) else cost.fixed for cost in costs)
+        again = sum(cost.fixed for cost in costs if isinstance(cost, ComputeCost))  # what else is paid again may hide
         again += self.table.host.split - self.table.host.whole
         if hidden >= again:
             return None
@@ -207,34 +207,38 @@ class Planner:
     def _decide(self, options: Sequence[Choice], load: Load, config: RuntimeConfig) -> Choice | Decline:
         if not options:
             return Decline("nowhere to cut", f"{load.tokens} tokens")
-        best = min(options, key=lambda choice: choice.prediction.split)
-        if config.mode == "always" or self._gate.decide(find_bucket(load, FINE), best.prediction, config.margin):
-            return best
-        return _decline(best.prediction, config)
+        ranked = sorted(options, key=lambda choice: choice.prediction.split)
+        if config.mode == "always":
+            return ranked[0]
+        bucket = find_bucket(load, FINE)
+        for choice in ranked:  # what would be fastest may be unsafe where something slower is not
+            if self._gate.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
+                return choice
+        return _decline(ranked[0].prediction, config)
 
     def _find_order(self, loads: Sequence[Load], config: RuntimeConfig) -> NamedOrder:
-        """Return the order for loads like these: what the settings name, or the best that is known for their octave."""
+        """Return the order for loads like these: what the settings name, or the best for such shares of time."""
         policy = config.policy
         each = Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
-        bucket = find_bucket(each, COARSE) if policy[0] == "optimal" else None
-        key = len(loads), policy, bucket
+        shares = self._predictor.measure_shares(each, ORDER_BUCKETS, LEAST_SHARE) if policy[0] == "optimal" else ()
+        key = len(loads), policy, shares
         if key not in self._orders:
             programs = (self.program,) * len(loads)
-            if bucket is None:
-                order = find_policy(*policy)(programs)
-            else:
-                order = self._search(programs, find_middle(bucket, COARSE))
-            name = "-".join(map(str, (policy[0], policy[1], len(loads), *(bucket or ()))))
+            order = self._search(programs, shares) if shares else find_policy(*policy)(programs)
+            name = "-".join([*policy[:1], *map(str, (policy[1], len(loads), *map(abs, shares)))])
             self._orders[key] = NamedOrder(name, order, lower(programs, order))
         return self._orders[key]
 
-    def _search(self, programs: Sequence[Program], load: Load) -> Order:
+    def _search(self, programs: Sequence[Program], shares: Sequence[int]) -> Order:
         """Return the best of the order that is optimal without contention, and of what everyone else uses."""
-        times = self.table.times(self.program, load)
-        found = find_order(make_jobs(programs, [times] * len(programs)), self._most_states)
+        times = [self._predictor.restore_times(shares, ORDER_BUCKETS)] * len(programs)
+        found = find_order(make_jobs(programs, times), self._most_states)
         candidates = (found.order, alternate(programs), staggered(programs, 1))
-        loads = [load] * len(programs)
-        return min(candidates, key=lambda order: find_end(self._predictor.simulate(lower(programs, order), loads)))
+        host = HostCost(computes=self.table.host.computes)
+        return min(
+            candidates,
+            key=lambda order: find_end(self._predictor.simulate_times(lower(programs, order), times, host)),
+        )
 
 
 def _decline(prediction: Prediction, config: RuntimeConfig) -> Decline:
@@ -248,7 +252,8 @@ def list_parts(config: RuntimeConfig) -> Sequence[int]:
 
 
 def find_doubt(table: CostTable) -> float:
-    """Return by which share costs may be off: the median error of their fits, within reason."""
-    if not table.errors:
-        return UNKNOWN_DOUBT
-    return min(median(table.errors.values()), MOST_DOUBT)
+    """Return by which share costs may be off, all of them at once: by the median error of their fits, within reason.
+
+    A single op may be off by more; but what counts is sums over several kinds of op, whose errors cancel in part.
+    """
+    return min(median(table.errors.values()), MOST_DOUBT) if table.errors else UNKNOWN_DOUBT

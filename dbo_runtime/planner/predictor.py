@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
 
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.costs import ATTENTION, CommCost, Cost, CostTable
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost
 from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.predict import predict_timeline
 from dbo_runtime.policies import Order
@@ -18,6 +17,7 @@ from dbo_runtime.program import Program
 from dbo_runtime.schedule import Schedule, Step
 
 FINE = 8  # buckets an octave of loads that one simulation serves
+AGAIN = frozenset({"fixed", "weights", "per_prefill", "per_context", "alpha"})  # what every micro-batch pays again
 
 Bucket = tuple[int, ...]
 """Where a load is among others: tokens, and all else for each token, in parts of an octave [fields of a load]."""
@@ -74,19 +74,47 @@ class Predictor:
 
     def simulate(self, schedule: Schedule, loads: Sequence[Load]) -> Timeline:
         """Return when each op would run."""
-        times = [self._table.times(self._program, load) for load in loads]
-        return predict_timeline(schedule, partial(_look_up, times), self._table.contention, self._table.host)
+        return self.simulate_times(
+            schedule, [self._table.times(self._program, load) for load in loads], self._table.host
+        )
+
+    def simulate_times(self, schedule: Schedule, times: Sequence[Sequence[float]], host: HostCost) -> Timeline:
+        """Return when each op would run if ops took *times* by themselves [micro-batches][ops]."""
+        return predict_timeline(schedule, partial(_look_up, times), self._table.contention, host)
+
+    def measure_shares(self, load: Load, per_octave: int, least: float) -> tuple[int, ...]:
+        """Return the share that each kind of op has of the time: rounded logarithms, in parts of an octave [kinds].
+
+        An order that is good for some shares is good for any length of step. Shares below 2 ** *least* count as that.
+        """
+        seconds = [count * self._table.ops[name].time(load) for name, count in self._kinds.items()]
+        total = sum(seconds)
+        logs = (math.log2(part / total) if part > 0 else least for part in seconds)
+        return tuple(round(per_octave * max(log, least)) for log in logs)
+
+    def restore_times(self, shares: Sequence[int], per_octave: int) -> list[float]:
+        """Return times, in no unit, that have these shares [ops]."""
+        parts = zip(self._kinds.items(), shares, strict=True)
+        times = {name: 2 ** (share / per_octave) / count for (name, count), share in parts}
+        return [times[op.name] for op in self._program.ops]
 
     def _sum_ops(self, load: Load) -> float:
         return sum(count * self._table.ops[name].time(load) for name, count in self._kinds.items())
 
 
-def doubt_costs(table: CostTable, share: float) -> tuple[CostTable, CostTable]:
+def doubt_costs(table: CostTable, share: float) -> tuple[CostTable, ...]:
     """Return the costs as they may be if they are off by *share*, and all of it speaks against splitting.
 
-    What every micro-batch pays again is dearer; and of the two lanes one has less to hide, the other more to do.
+    A number x that is off by a share e stands for anything between x / (1 + e) and x / (1 - e). What a step takes whole
+    is a sum of such numbers, and what it takes split a longest path, which is convex in them. So what splitting gains
+    is concave, and least in a corner of all that is possible: where the parts that micro-batches share are small, for
+    they are what overlap hides, and the parts that each pays again are large on the lane that is busy all the time,
+    and small on the other. Which lane that is differs, and may change on the way: hence three corners.
     """
-    return _disturb(table, share, comm=-share), _disturb(table, share, comm=share)
+    return tuple(
+        replace(table, ops={name: _doubt(cost, share, isinstance(cost, dear)) for name, cost in table.ops.items()})
+        for dear in (ComputeCost, CommCost, (ComputeCost, CommCost))
+    )
 
 
 def find_bucket(load: Load, per_octave: int) -> Bucket:
@@ -107,16 +135,12 @@ def find_end(timeline: Timeline) -> float:
     return max(span.end for span in timeline.spans)
 
 
-def _disturb(table: CostTable, share: float, comm: float) -> CostTable:
-    again, compute, comm = 1 + share, 1 - comm, 1 + comm
-
-    def disturb(cost: Cost) -> Cost:
-        if isinstance(cost, CommCost):
-            return replace(cost, alpha=cost.alpha * again, beta=cost.beta * comm)
-        rates: dict[str, Any] = {name: getattr(cost, name) * compute for name in ("per_token", "per_pair", *ATTENTION)}
-        return replace(cost, fixed=cost.fixed * again, weights=cost.weights * again, **rates)
-
-    return replace(table, ops={name: disturb(cost) for name, cost in table.ops.items()})
+def _doubt(cost: Cost, share: float, is_dear: bool) -> Cost:
+    again = 1 / (1 - share) if is_dear else 1 / (1 + share)
+    times = [item.name for item in fields(cost) if item.metadata.get("is_time")]
+    return replace(
+        cost, **{name: getattr(cost, name) * (again if name in AGAIN else 1 / (1 + share)) for name in times}
+    )
 
 
 def _look_up(times: Sequence[Sequence[float]], step: Step) -> float:

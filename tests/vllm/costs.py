@@ -62,26 +62,17 @@ def forget_costs(worker: Any) -> None:
     worker.model_runner.get_model().forward.runtime.planner = None
 
 
-def make_planner(program: Program, ops: dict[str, Cost] | None = None, host: HostCost | None = None) -> Planner:
-    """Return a planner whose costs are known to be right: *ops*, and nothing for all others."""
+def make_planner(program: Program, fixed: float = 0.0, split: float = 0.0) -> Planner:
+    """Return a planner of made-up costs that are known to be right: a token takes 10 us to compute, and 30 us to send.
+
+    Nothing is paid twice, so the more often a step is split, the shorter it is; but for *fixed* seconds of each
+    attention, and *split* seconds of each step that is split.
+    """
     costs: dict[str, Cost] = {
-        op.name: CommCost(0.0, 0.0, BYTES) if op.lane == "comm" else ComputeCost() for op in program.ops
+        op.name: CommCost(0.0, 30e-6 / BYTES, BYTES) if op.lane == "comm" else ComputeCost(per_token=10e-6)
+        for op in program.ops
     }
-    costs.update(ops or {})
+    costs["attention"] = ComputeCost(fixed=fixed, per_token=10e-6)
     origin = Origin("modelled", "a test", "2026-01-31", {}, {}, {}, {})
     errors = dict.fromkeys(costs, 0.0)
-    return Planner(program, CostTable(origin, sketch_program(program), costs, {}, host or HostCost(), errors))
-
-
-def make_paying_ops(program: Program) -> dict[str, Cost]:
-    """Return costs by which a step is shorter the more often it is split: much to hide, and nothing is paid twice."""
-    return {name: make_cost(lane, per_token=10e-6) for name, lane in {(op.name, op.lane) for op in program.ops}}
-
-
-def make_losing_ops(program: Program) -> dict[str, Cost]:
-    """Return costs by which 128 tokens lose a little: 7.2 ms are paid twice, and of 7.7 not all can be hidden."""
-    return make_paying_ops(program) | {"attention": ComputeCost(fixed=2.4e-3, per_token=10e-6)}
-
-
-def make_cost(lane: str, per_token: float) -> Cost:
-    return CommCost(0.0, per_token / BYTES, BYTES) if lane == "comm" else ComputeCost(per_token=per_token)
+    return Planner(program, CostTable(origin, sketch_program(program), costs, {}, HostCost(split=split), errors))

@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Decline
 from dbo_runtime.errors import UnsupportedError
-from dbo_runtime.planner.load import Load, measure_load
 from dbo_runtime.planner.fit import Sample
+from dbo_runtime.planner.load import Load, measure_load
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.vllm_plugin import calibration, compat
 from dbo_runtime.vllm_plugin.calibration import (
     MOST_REPEATS,
     Measurements,
     choose_repeats,
     choose_ways,
     expect_round,
-    measure,
     merge_ranks,
     overlaps_itself,
 )

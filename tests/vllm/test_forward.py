@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,9 @@ from dbo_runtime.batch import Batch, BatchSlice, Decline
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import ScheduleError, SplitError
+from dbo_runtime.planner.correction import LARGEST_STEP, PERIOD
+from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost
+from dbo_runtime.planner.planner import Choice, Planner
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
@@ -28,6 +33,7 @@ from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from dbo_runtime.vllm_plugin.forward import SplitForward
 from dbo_runtime.vllm_plugin.step_planner import NOTHING_TO_HIDE, StepPlanner
+from tests.planner.machines import make_table
 
 BATCH = Batch((4, 4), prefill_tokens=8)
 IDS = torch.arange(8)
@@ -248,6 +254,18 @@ def test_auto_declines_where_there_is_nothing_to_hide(transport: str) -> None:
     assert forward.runtime.statistics.declined == {"no communication to hide": 1}
 
 
+@pytest.mark.parametrize("transport", NOTHING_TO_HIDE)
+def test_with_costs_auto_may_split_where_other_processes_of_the_host_carry_tokens(transport: str) -> None:
+    """What a reduce over shared memory takes, it computes; and one rank has none."""
+    forward = make_forward(Model(), mode="auto", transport=transport)
+    learn(forward)
+    assert torch.equal(run(forward), EXPECTED)
+    statistics = forward.runtime.statistics
+    assert (statistics.split, dict(statistics.declined)) == (
+        (1, {}) if transport == "one host" else (0, {"no communication to hide": 1})
+    )
+
+
 def test_auto_splits_where_ranks_talk_over_a_network() -> None:
     forward = make_forward(Model(), mode="auto")
     assert torch.equal(run(forward), EXPECTED)
@@ -259,10 +277,10 @@ class OtherRank:
 
     def __init__(self) -> None:
         self.decision: str | None = None
-        self.compared: list[str] = []
+        self.compared: list[Any] = []
         self.numbers = 0
 
-    def gather(self, said: list[Any], own: str, group: Any) -> None:
+    def gather(self, said: list[Any], own: Any, group: Any) -> None:
         assert group == "cpu"
         self.compared.append(own)
         said[:] = [own, self.decision or own]
@@ -337,6 +355,99 @@ def test_the_check_allows_rounding_relative_to_the_largest_value(slip: float) ->
     assert torch.equal(run(make_forward(model, check=True)), EXPECTED)
 
 
+def learn(forward: SplitForward) -> Planner:
+    """Let a forward plan by costs, and learn; return its planner."""
+    program = forward.runtime.program
+    ops: dict[str, Cost] = {"compute": ComputeCost(per_token=1e-6), "reduce": CommCost(0.0, 1e-6, 1.0)}
+    planner = forward.runtime.planner = Planner(program, make_table(program, ops))
+    return planner
+
+
+def test_the_last_step_says_its_way_and_what_was_expected_and_measured() -> None:
+    forward = make_forward(Model())
+    run(forward)
+    assert forward.last_step is not None
+    assert forward.last_step[:2] == ("split", None)
+    planner = learn(forward)
+    run(forward)
+    choice = planner.choose(BATCH, forward.runtime.config)
+    assert isinstance(choice, Choice)
+    assert forward.last_step[:2] == ("split", choice.prediction.split)
+    forward.runtime.config = replace(forward.runtime.config, mode="off")
+    run(forward)
+    assert forward.last_step[:2] == ("whole", None)
+    assert forward.last_step.seconds > 0
+
+
+def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks measure different things, but gather at the same step."""
+    forward = make_forward(Model())
+    planner, noted = learn(forward), []
+    monkeypatch.setattr(planner, "note", lambda *step: noted.append(step))
+    run(forward)  # split
+    choice = planner.choose(BATCH, forward.runtime.config)
+    forward.planner.choose_cuts = lambda batch: [2, 6]
+    forward.planner._splitter.contexts = None
+    run(forward)  # split as nobody predicted
+    forward.planner.choose_cuts = None
+    forward.runtime.config = replace(forward.runtime.config, mode="auto", margin=0.9)
+    run(forward)  # declined by prediction
+    run(forward, spec_step_idx=1)  # declined for another reason
+    assert planner.correction._steps == 4
+    assert isinstance(choice, Choice)
+    assert [step[:2] for step in noted] == [("split", choice.prediction.split), ("whole", choice.prediction.whole)]
+    assert all(seconds > 0 for *_, seconds in noted)
+
+
+def test_steps_before_vllm_has_warmed_up_are_not_counted() -> None:
+    forward = make_forward(Model())
+    planner = learn(forward)
+    forward.planner.serving = False
+    run(forward)
+    assert planner.correction._steps == 0
+
+
+def test_a_step_that_is_checked_is_counted_once_and_without_the_check() -> None:
+    forward = make_forward(Model(), check=True)
+    planner = learn(forward)
+    whole = forward._forward
+
+    def check(*arguments: Any, **kwargs: Any) -> Any:
+        assert planner.correction._steps == 1, "the step is over"
+        return whole(*arguments, **kwargs)
+
+    forward._forward = check
+    assert torch.equal(run(forward), EXPECTED)
+    assert planner.correction._steps == 1
+    assert planner.correction.propose().keys() == {"split"}
+
+
+def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_nothing_else(
+    other_rank: OtherRank,
+) -> None:
+    forward = make_forward(Model(), group=make_group())
+    planner = learn(forward)
+    run(forward)
+    config, before = forward.runtime.config, planner.choose(BATCH, forward.runtime.config)
+    for _ in range(PERIOD - 2):
+        run(forward)
+    assert (other_rank.compared, planner.correction.factor("split")) == ([], 1.0)
+    run(forward)
+    (proposal,) = other_rank.compared
+    assert proposal.keys() == {"split"}
+    assert planner.correction.factor("split") == pytest.approx(math.exp(LARGEST_STEP))  # far slower than predicted
+    assert planner.correction.factor("whole") == 1.0
+    after = planner.choose(BATCH, config)
+    assert isinstance(before, Choice)
+    assert isinstance(after, Choice)
+    assert after.prediction.split == pytest.approx(before.prediction.split * math.exp(LARGEST_STEP))
+    assert (after.slices, after.order, after.prediction.whole) == (before.slices, before.order, before.prediction.whole)
+    assert forward.runtime.config == config
+    assert forward.runtime.statistics.as_dict() == {"split": PERIOD, "micro_batches": 2 * PERIOD, "declined": {}}
+
+
 def make_extension(forward: Any) -> WorkerExtension:
     extension = WorkerExtension()
     extension.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(forward=forward))
@@ -369,6 +480,16 @@ def test_a_worker_whose_model_is_not_split_has_nothing_to_tell() -> None:
     extension.dbo_configure({"DBO_MODE": "off"})
     assert extension.dbo_statistics() is None
     assert extension.dbo_timeline() is None
+    assert extension.dbo_last_step() is None
+    assert extension.dbo_calibrate() is None
+    assert extension.dbo_predict([8, 8]) is None
+
+
+def test_a_worker_that_has_run_no_step_and_has_no_costs_tells_so() -> None:
+    extension = make_extension(make_forward(Model()))
+    assert extension.dbo_last_step() is None
+    assert extension.dbo_calibrate() is None
+    assert extension.dbo_predict([8, 8]) is None
 
 
 def test_cuts_that_cannot_be_made_are_left_out() -> None:
