@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-two-hosts demo-expert-parallel train test bench lint format clean
+.PHONY: help setup demo demo-two-hosts demo-expert-parallel demo-sweep train test test-slow bench lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -24,8 +24,14 @@ demo-expert-parallel: setup ## the same where each host has prompts of its own a
 train: setup ## train the tiny DeepSeek model that the demos serve
 	$(BIN)/python examples/train_tiny_deepseek.py
 
-test: setup ## run the tests
-	$(BIN)/python -m pytest
+test: setup ## run the tests, but for the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
+	$(BIN)/python -m pytest -m slow
+
+demo-sweep: setup ## auto against off and always over link rates and prompt lengths; about 20 minutes (root)
+	$(BIN)/python examples/sweep_rates.py
 
 bench: setup ## run the benchmarks
 	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' -q -s

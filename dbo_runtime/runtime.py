@@ -90,9 +90,19 @@ class MicroBatchRuntime:
         self._log = log
         self._ranks = ranks
         self._events = EventTable(device)
-        self.planner: Planner | None = None
+        self._planner: Planner | None = None
         self._named: dict[tuple[str | tuple[str, int], int], str] = {}
         self._executors: dict[str, Executor] = {}
+
+    @property
+    def planner(self) -> Planner | None:
+        """What plans by costs; None where there are none."""
+        return self._planner
+
+    @planner.setter
+    def planner(self, planner: Planner | None) -> None:
+        self._planner = planner
+        self._named.clear()  # by other costs, an order of the same name may be another
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens runs whole whatever is in it, so that nobody need look at what is."""

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 TINY = Path(__file__).parent / "tiny-deepseek"
+CONTEXT = 8192  # positions: nothing was learnt of them, so they can be as many as one likes
 
 
 def make_checkpoint(directory: Path, hidden: int = 256, layers: int = 4, heads: int = 8, seed: int = 0) -> Path:
@@ -24,6 +25,8 @@ def make_checkpoint(directory: Path, hidden: int = 256, layers: int = 4, heads: 
     directory.mkdir(parents=True, exist_ok=True)
     for file in TINY.glob("tokenizer*"):
         shutil.copy(file, directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": CONTEXT}, indent=2))
     config = json.loads((TINY / "config.json").read_text())
     config.update(
         hidden_size=hidden,
@@ -36,7 +39,9 @@ def make_checkpoint(directory: Path, hidden: int = 256, layers: int = 4, heads: 
         qk_nope_head_dim=128,
         qk_head_dim=128 + config["qk_rope_head_dim"],
         v_head_dim=128,
+        max_position_embeddings=CONTEXT,
     )
+    config["rope_parameters"]["original_max_position_embeddings"] = CONTEXT
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     generator = torch.Generator().manual_seed(seed)
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in _make_weights(config, generator)}

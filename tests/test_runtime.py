@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline
+from dbo_runtime.batch import Batch, BatchSlice, Decline, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs import CommCost, ComputeCost, CostTable, HostCost, Origin
-from dbo_runtime.planner.planner import Planner
+from dbo_runtime.planner.gate import Prediction
+from dbo_runtime.planner.planner import Choice, Planner
+from dbo_runtime.planner.predictor import NamedOrder
 from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.render import digest
 from dbo_runtime.runtime import MicroBatchRuntime, Plan, Shared
+from dbo_runtime.schedule import lower
 from tests.programs import record_three_lanes, record_toy
 
 BATCH = Batch((512, 512), prefill_tokens=1024)
@@ -136,6 +141,24 @@ def test_running_enters_micro_batches_and_tells_the_instrument(runtime: MicroBat
     runtime.run(plan(runtime), [(1, 0), (2, 1)], entered.append, recorder)
     assert set(entered) == {0, 1}
     assert len(recorder.timeline().spans) == 26
+
+
+class FixedPlanner:
+    """Splits in the middle, in one order, which is called as that of any other."""
+
+    def __init__(self, program: Program, policy: Policy) -> None:
+        order = policy((program,) * 2)
+        self._order = NamedOrder("best", order, lower((program,) * 2, order))
+
+    def choose(self, batch: Batch, config: RuntimeConfig) -> Choice:
+        return Choice(self._order, Prediction(2.0, 1.0, 2), slice_batch(batch, [batch.tokens // 2]))
+
+
+def test_with_a_new_planner_orders_of_old_names_are_made_anew(runtime: MicroBatchRuntime) -> None:
+    planner: Any
+    for policy in (sequential, alternate):
+        planner = runtime.planner = FixedPlanner(runtime.program, policy)
+        assert plan(runtime).digest == digest(planner.choose(BATCH, runtime.config).order.schedule)
 
 
 @pytest.mark.parametrize("program", [record_toy(), record_three_lanes(2)])

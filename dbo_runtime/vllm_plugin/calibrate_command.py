@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import os
 import sys
+from pathlib import Path
 
 from dbo_runtime.config import ENABLE
+from dbo_runtime.errors import ConfigError
 from dbo_runtime.vllm_plugin.cost_source import BUDGET
 
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
@@ -22,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, engine_words: list[str]) -> int:
     """Start vLLM with *engine_words*, such as `--tensor-parallel-size 2`, measure, and print how well the costs fit."""
+    output = Path(arguments.output).absolute()
+    if not os.access(output.parent, os.W_OK) or output.is_dir():
+        raise ConfigError(f"cost file {output} cannot be written. Name a file in a writable folder.")
     os.environ[ENABLE] = "1"
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
@@ -32,7 +37,7 @@ def run(arguments: argparse.Namespace, engine_words: list[str]) -> int:
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     llm = LLM(**{**options, "worker_extension_cls": EXTENSION, "disable_log_stats": True})
     try:
-        report = llm.collective_rpc("dbo_calibrate", args=(os.path.abspath(arguments.output), arguments.budget))[0]
+        report = llm.collective_rpc("dbo_calibrate", args=(str(output), arguments.budget))[0]
     finally:
         llm.llm_engine.engine_core.shutdown()
     if report is None:

@@ -117,29 +117,38 @@ class CostSource:
     def calibrate(self, path: str = "", budget: float = BUDGET) -> Report:
         """Measure the model's own ops, plan by what they cost, and write it to *path* if that is given.
 
+        If it cannot be written there, the log says so; the costs are used all the same.
+
         Raises:
-            UnsupportedError, ConfigError: on all ranks, if ops cannot be measured or their durations make no sense, or
-                the file cannot be written.
+            UnsupportedError, ConfigError: on all ranks, if ops cannot be measured or their durations make no sense.
         """
         start = time.perf_counter()
         with _Bar(quiet=self._group.rank_in_group > 0) as bar:
             found = measure(self._runner, self._forward, self._group, budget, bar.show)
         # One rank fits for all: the last digits of a fit may differ between hosts, and with them decisions.
-        fitted = self._try(lambda: self._fit(found, path)) if self._group.rank_in_group == 0 else None
+        fitted = self._try(lambda: self._fit(found)) if self._group.rank_in_group == 0 else None
         text, errors, problem = gather(self._group, fitted)[0]
         if problem:
             raise ConfigError(problem)
         table = parse_costs(text)
         self._use(table, "calibration")
+        if path and self._group.rank_in_group == 0:
+            self._save(table, path)
         return Report(time.perf_counter() - start, table.digest, dict(table.errors), errors, dict(table.contention))
 
     def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
         try:
             return (*fit(), "")
-        except ConfigError as error:  # the other ranks wait to hear of it
-            return "", {}, str(error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
+            return "", {}, str(error) if isinstance(error, ConfigError) else f"the costs cannot be fitted: {error!r}"
 
-    def _fit(self, found: Measurements, path: str) -> tuple[str, dict[str, float]]:
+    def _save(self, table: CostTable, path: str) -> None:
+        try:
+            save_costs(table, path)
+        except ConfigError as error:
+            self._log.warning("the costs are in use, but not saved", reason=str(error))
+
+    def _fit(self, found: Measurements) -> tuple[str, dict[str, float]]:
         """Return the costs as the text of a file, and how far they are off for steps."""
         program = self._runtime.program
         costs, errors = fit_costs(found.samples, self._identity.bytes_per_token)
@@ -157,8 +166,6 @@ class CostSource:
         contention = fit_contention(costs, found.samples)
         table = CostTable(origin, sketch_program(program), costs, contention, host, errors)
         table, step_errors = fit_steps(table, program, found.steps)
-        if path:
-            save_costs(table, path)
         return format_costs(table), step_errors
 
     def _read(self, path: str) -> CostTable:

@@ -84,6 +84,37 @@ def test_two_hosts_with_half_of_the_experts_each_run_some_while_tokens_travel() 
     assert [float(share) > 0 for share in beside] == [True]
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_the_sweep_calibrates_and_judges_at_every_rate() -> None:
+    words = ["--rates", "1gbit", "none", "--tokens", "8", "300", "--repeat", "1", "--budget", "4", "--layers", "2"]
+    done = run_example("sweep_rates.py", *words)
+    assert done.returncode in (0, 1), done.stderr[-4000:]  # it takes times, which a test does not judge
+    assert done.stdout.count("calibrated in") == 2
+    rows = re.findall(r"^ +(\d+)( +[\d.]+ ms){3} +[\d.]+x  (?:whole|split) ", done.stdout, re.MULTILINE)
+    assert [tokens for tokens, _ in rows] == ["8", "300"] * 2
+    assert re.search(r"^worst off/auto: [\d.]+x at (8|300) tokens, (1gbit|none)", done.stdout, re.MULTILINE)
+    assert re.search(r"^predicted against measured step time: median error [\d.]+%", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("words", "bits"), [("200mbit", 2e8), ("2.5Gbit", 2.5e9), ("800kbit", 8e5), ("9bit", 9)])
+def test_rates_are_read_as_tc_reads_them(words: str, bits: float) -> None:
+    assert float(ask_for_rate(words)) == bits
+
+
+@pytest.mark.parametrize("words", ["fast", "0mbit", "10mb", "-1mbit"])
+def test_what_is_no_rate_is_refused(words: str) -> None:
+    assert "is no rate of a link; write it like 200mbit" in ask_for_rate(words)
+
+
+def ask_for_rate(words: str) -> str:
+    script = f"from network_hosts import *\ntry: print(read_rate({words!r}))\nexcept NetworkError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=EXAMPLES, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 def list_namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 

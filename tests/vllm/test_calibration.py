@@ -29,7 +29,6 @@ from dbo_runtime.vllm_plugin.compat import Limits
 from dbo_runtime.vllm_plugin.shapes import Shape, choose_shapes
 from tests.vllm.costs import FEW_SHAPES, measure_few
 from tests.vllm.engine import Engine, make_prompt
-from tests.vllm.ranks import Ranks
 
 WAYS = ("whole", "sequential", "alternate")
 IN_TURNS = {shape.measure_parts(shape.cuts[0]) for shape in FEW_SHAPES}
@@ -45,11 +44,6 @@ limits = st.builds(
     block_size=st.sampled_from([1, 16, 128]),
 )
 shapes = st.builds(Shape, st.integers(1, 9), st.integers(1, 40), st.integers(0, 50)).filter(lambda s: s.total > 1)
-
-
-def measure_on_rank(engine: Engine, rank: int) -> Measurements:
-    found: Measurements = engine.llm.collective_rpc(measure_few)[0][0]
-    return found
 
 
 def name_ops(program: Program) -> Counter[str]:
@@ -259,13 +253,3 @@ def test_ranks_stop_at_the_same_shape(two_ranks: Engine) -> None:
     (found, told), (other, said) = two_ranks.llm.collective_rpc(measure_few, args=(0.25,))
     assert found == other
     assert told == said
-
-
-@pytest.mark.parametrize("data_parallel", ["all_gather"], indirect=True)
-def test_data_parallel_ranks_measure_dispatch_alone_too(data_parallel: Ranks) -> None:
-    found, other = data_parallel.run(measure_on_rank)
-    assert found == other
-    ops = Counter(sample.op for sample in found.samples)
-    assert {"dispatch", "combine", "shared_experts", "experts"} <= set(ops)
-    assert_complete(found, ops)
-    assert any(sample.beside for sample in found.samples if sample.op == "dispatch")

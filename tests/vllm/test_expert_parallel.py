@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from dbo_runtime.batch import Decline
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner import correction
+from dbo_runtime.vllm_plugin.calibration import Measurements
 from tests.vllm.conftest import ENVIRONMENT, TINY
+from tests.vllm.costs import calibrate_few, forget_costs, measure_few
 from tests.vllm.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm.ranks import Ranks
+from tests.vllm.test_calibration import assert_complete
 from tests.vllm.test_equivalence import BOUNDARIES, CLOSE, MIXED, PROMPTS, assert_close, run_cut, run_whole
 
 LENGTHS = ((96, 64, 160, 128, 80), (32, 200, 48, 48, 120, 16))
@@ -210,6 +217,80 @@ def generate_with_a_hazard(engine: Engine, rank: int, blind: int) -> tuple[list[
     after = engine.statistics()[0]
     declined = count_since(before["declined"], after["declined"])
     return answers, after["split"] - before["split"], declined
+
+
+def measure_on_rank(engine: Engine, rank: int) -> Measurements:
+    found: Measurements = engine.llm.collective_rpc(measure_few)[0][0]
+    return found
+
+
+@one_dispatch
+def test_data_parallel_ranks_measure_dispatch_alone_too(data_parallel: Ranks) -> None:
+    found, other = data_parallel.run(measure_on_rank)
+    assert found == other
+    ops = Counter(sample.op for sample in found.samples)
+    assert {"dispatch", "combine", "shared_experts", "experts"} <= set(ops)
+    assert_complete(found, ops)
+    assert any(sample.beside for sample in found.samples if sample.op == "dispatch")
+
+
+COUNTS = ((500, 400), (64, 2000), (3, 5), (1, 8))  # tokens of both ranks
+
+
+@one_dispatch
+def test_data_parallel_ranks_that_calibrated_decide_alike_and_answer_as_whole(data_parallel: Ranks) -> None:
+    """On one host, too, costs may say that it pays; DBO_CHECK compares in each step what ranks are about to do."""
+    whole = data_parallel.run(generate, "off", None, 4, ARRIVALS)
+    try:
+        digests = data_parallel.run(calibrate_on_rank)
+        decisions = data_parallel.run(decide_on_rank)
+        always, auto = (data_parallel.run(generate_by_costs, mode) for mode in ("always", "auto"))
+    finally:
+        data_parallel.run(forget_costs_on_rank)
+    assert digests[0] == digests[1]
+    assert decisions[0] == decisions[1]
+    assert [sum(sizes[0]) + sum(sizes[1]) for sizes, _ in decisions[0]] == [900, 2064, 8]
+    for found in (always, auto):
+        assert found[0][1] == found[1][1], "ranks decided differently"
+        for (expected, _, _), (answers, _) in zip(whole, found, strict=True):
+            assert_close(expected, answers)
+        assert found[0][1]["factors"] != (1.0, 1.0), "nothing was learnt"
+    assert always[0][1]["split"] > 0
+    assert "no communication to hide" not in auto[0][1]["declined"]
+
+
+def calibrate_on_rank(engine: Engine, rank: int) -> str:
+    ((_, digest),) = engine.llm.collective_rpc(calibrate_few)
+    return str(digest)
+
+
+def decide_on_rank(engine: Engine, rank: int) -> list[tuple[Any, str]]:
+    """Return how both ranks would split steps, and in which order; without those that cannot be split."""
+    planner = engine.runner.get_model().forward.runtime.planner
+    choices = [planner.choose_together(tokens, RuntimeConfig(mode="always")) for tokens in COUNTS]
+    return [(choice.sizes, choice.order.name) for choice in choices if not isinstance(choice, Decline)]
+
+
+def generate_by_costs(engine: Engine, rank: int, mode: str) -> tuple[list[Answer], dict[str, Any]]:
+    """Run this rank's prompts; return answers, and what both ranks must have done, counted and learnt alike."""
+    engine.configure(DBO_MODE=mode, DBO_CHECK="1")
+    before = engine.statistics()[0]
+    with patch.object(correction, "PERIOD", 3):  # ranks learn from each other after every third step
+        answers = run_prompts(engine, BATCHES[rank], 4, ARRIVALS[rank])
+    engine.configure()
+    after = engine.statistics()[0]
+    learnt = engine.runner.get_model().forward.runtime.planner.correction
+    return answers, {
+        "split": after["split"] - before["split"],
+        "declined": count_since(before["declined"], after["declined"]),
+        "counted": learnt._steps,
+        "factors": (learnt.factor("whole"), learnt.factor("split")),
+    }
+
+
+def forget_costs_on_rank(engine: Engine, rank: int) -> None:
+    engine.llm.collective_rpc(forget_costs)
+    engine.configure()
 
 
 STEPS = 500

@@ -1,0 +1,144 @@
+"""Costs from one program to the next: `python -m dbo_runtime calibrate` writes them, a start of vLLM plans by them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dbo_runtime.__main__ import main
+from dbo_runtime.config import ENABLE
+from dbo_runtime.planner.cost_file import load_costs
+from dbo_runtime.vllm_plugin.calibrate_command import EXTENSION
+from tests.vllm.conftest import TINY
+
+OPTIONS = {
+    "dtype": "float32",
+    "attention_backend": "CPU_MLA",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 1 << 26,
+}
+WORDS = [
+    word
+    for name, value in OPTIONS.items()
+    for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+]
+SERVE = f"""
+from vllm import LLM, SamplingParams
+llm = LLM({str(TINY)!r}, **{OPTIONS!r})
+prompts = [{{"prompt_token_ids": list(range(3, 3 + length))}} for length in (40, 50)]
+answers = llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), use_tqdm=False)
+print("answered", [len(answer.outputs[0].token_ids) for answer in answers])
+"""
+
+
+def run(words: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that starts vLLM with one rank on one core."""
+    variables = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+    env = {**os.environ, **variables, **settings}
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_costs_that_the_command_writes_are_planned_by_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    command = ["-m", "dbo_runtime", "calibrate", str(TINY), "--output", str(path), "--budget", "5", *WORDS]
+    done = run(command)
+    assert done.returncode == 0, done.stderr[-4000:]
+    table = load_costs(path)
+    assert re.search(
+        rf"^calibrated in \d+ s; costs {table.digest}; median errors of the fit:$", done.stdout, re.MULTILINE
+    )
+    assert re.search(r"^  attention +\d+\.\d%$", done.stdout, re.MULTILINE)
+    last = f"serve with it: VLLM_ASCEND_ENABLE_DBO=1 DBO_COSTS={path} vllm serve {TINY} ..."
+    assert done.stdout.splitlines()[-1] == last
+
+    served = run(["-c", SERVE], VLLM_ASCEND_ENABLE_DBO="1", DBO_MODE="always", DBO_COSTS=str(path))
+    assert served.returncode == 0, served.stderr[-4000:]
+    assert "answered [4, 4]" in served.stdout
+    (line,) = (line for line in served.stderr.splitlines() if "planning by costs" in line)
+    assert f"source={path}  kind=measured  date={table.origin.date}  digest={table.digest}" in line
+    assert re.search(r"new plan  micro_batches=\d  policy=optimal-", served.stderr)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_start_that_is_asked_to_calibrates_and_writes_what_it_plans_by(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    settings = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_MODE": "always", "DBO_CALIBRATE": "1", "DBO_COSTS": str(path)}
+    served = run(["-c", SERVE], **settings)
+    assert served.returncode == 0, served.stderr[-4000:]
+    assert "answered [4, 4]" in served.stdout
+    assert f"source=calibration  kind=measured  date={load_costs(path).origin.date}" in served.stderr
+    assert f"digest={load_costs(path).digest}" in served.stderr
+
+
+class Host:
+    """Stands for vLLM's `LLM`: keeps what it is started with, and answers as it is told to."""
+
+    def __init__(self, answers: list[str | None] | Exception) -> None:
+        self.options: dict[str, Any] = {}
+        self.asked: list[Any] = []
+        self.closed = False
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self._close))
+        self._answers = answers
+
+    def start(self, **options: Any) -> Host:
+        self.options = options
+        return self
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str | None]:
+        self.asked.append((method, *args))
+        if isinstance(self._answers, Exception):
+            raise self._answers
+        return self._answers
+
+    def _close(self) -> None:
+        self.closed = True
+
+
+def calibrate(monkeypatch: pytest.MonkeyPatch, host: Host, *words: str) -> int:
+    monkeypatch.setattr("vllm.LLM", host.start)
+    monkeypatch.setenv(ENABLE, "0")
+    status = main(["calibrate", str(TINY), "--output", "costs.json", *words])
+    assert os.environ[ENABLE] == "1"
+    assert host.closed
+    return status
+
+
+def test_the_command_hands_all_other_arguments_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    host = Host(["the report", "the other rank's"])
+    words = ("--budget", "7", "--tensor-parallel-size", "2", "--enforce-eager", "--dtype=float32")
+    assert calibrate(monkeypatch, host, *words) == 0
+    assert host.asked == [("dbo_calibrate", str(tmp_path / "costs.json"), 7.0)]
+    expected = {"model": str(TINY), "tensor_parallel_size": 2, "enforce_eager": True, "dtype": "float32"}
+    assert {name: host.options[name] for name in expected} == expected
+    assert host.options["worker_extension_cls"] == EXTENSION
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the report"
+    assert lines[-1].startswith("serve with it: VLLM_ASCEND_ENABLE_DBO=1 DBO_COSTS=costs.json vllm serve")
+
+
+def test_a_model_that_is_not_split_cannot_be_calibrated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate(monkeypatch, Host([None, None])) == 1
+    assert "error: this model is not split, so there is nothing to measure" in capsys.readouterr().err
+
+
+def test_a_calibration_that_fails_ends_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="a worker has died"):
+        calibrate(monkeypatch, Host(RuntimeError("a worker has died")))
