@@ -76,7 +76,9 @@ def measure(runner: Any, forward: SplitForward, group: Any, budget: float, progr
         runner: vLLM's model runner.
         forward: the forward that was put into its model. Its settings, counts and plans stay as they are.
         group: vLLM's coordinator of all ranks that communicate in a step.
-        budget: seconds to take, about, after first runs; small batches come first, larger ones if there is time.
+        budget: seconds to take, about, after first runs. The longest prompt comes first and once, whatever it takes:
+            attention to a long one cannot be told from shorter ones. Then small batches, and larger ones if there is
+            time.
         progress: told what is measured, on every rank.
 
     Raises:
@@ -88,36 +90,26 @@ def measure(runner: Any, forward: SplitForward, group: Any, budget: float, progr
     for shape in shapes[:1]:
         stand.run(shape, 0)  # the very first runs compile and allocate: serving would have done it, too
     start = time.perf_counter()
-    spent, rounds = 0.0, [(1, 0.0)]
+    for longest in [shape for shape in shapes if shape.requests == 1][-1:]:
+        progress(0, len(shapes), str(longest))
+        _add(found, gather(group, stand.run(longest, 0, stand.ways_alone)))
+    spent, rounds = _agree_on_time(group, start), [(1, 0.0)]
     for number, shape in enumerate(shapes):
-        ways = choose_ways(stand.ways, budget - spent, expect_round(rounds, shape.total), shape.requests)
-        if not ways:
-            continue  # a smaller part of a larger one may still have time
+        if expect_round(rounds, shape.total) > budget - spent:
+            continue  # there may still be time for a smaller one
         progress(number, len(shapes), str(shape))
-        first = stand.run(shape, 0, ways)
+        first = stand.run(shape, 0)
         warm = _agree_on_time(group, start)
-        repeats = choose_repeats(budget - warm, warm - spent) if ways == stand.ways else 0
-        runs = [run for turn in range(repeats) for run in stand.run(shape, turn, ways)]
+        repeats = choose_repeats(budget - warm, warm - spent)
+        runs = [run for turn in range(repeats) for run in stand.run(shape, turn)]
         if not repeats or warm - spent > LONG:
             runs += first  # what a first run allocates is a small part of it
         _add(found, gather(group, runs))
         now = _agree_on_time(group, start)
-        if ways == stand.ways:
-            rounds.append((shape.total, (now - spent) / (1 + repeats)))
+        rounds.append((shape.total, (now - spent) / (1 + repeats)))
         spent = now
     progress(len(shapes), len(shapes), "done")
     return found
-
-
-def choose_ways(ways: tuple[str, ...], left: float, expected: float, requests: int) -> tuple[str, ...]:
-    """Return which of *ways* to run a shape in, with *left* seconds, if all of them are *expected* to take so long.
-
-    Where there is no time for all, a single prompt is still run in parts one after the other: what its ops take at
-    sizes that large can hardly be told from smaller ones.
-    """
-    if expected <= left:
-        return ways
-    return ("sequential",) if requests == 1 and expected / len(ways) <= left else ()
 
 
 def choose_repeats(left: float, round_seconds: float) -> int:
@@ -182,15 +174,15 @@ class _Stand:
         self._forward = self._forwards["whole"]
 
     @property
-    def ways(self) -> tuple[str, ...]:
-        """All ways to run a batch."""
-        return tuple(self._forwards)
+    def ways_alone(self) -> tuple[str, ...]:
+        """Those ways to run a batch in which ops run alone."""
+        return tuple(way for way in self._forwards if way in ("sequential", "serial"))
 
     def run(self, shape: Shape, turn: int, ways: tuple[str, ...] = ()) -> list[_Run]:
         """Run a batch of this shape once each way. Where ops run alone, turns take other cuts, for other loads."""
         cuts = shape.cuts
         alone = cuts[(turn + 1) % len(cuts)]
-        return [self._run(shape, way, cuts[0] if way == "alternate" else alone) for way in ways or self.ways]
+        return [self._run(shape, way, cuts[0] if way == "alternate" else alone) for way in ways or self._forwards]
 
     def __call__(
         self, input_ids: Any, positions: torch.Tensor, intermediate_tensors: Any = None, *_: Any, **kwargs: Any

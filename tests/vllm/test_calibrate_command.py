@@ -32,6 +32,7 @@ WORDS = [
     for name, value in OPTIONS.items()
     for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
 ]
+ON = {ENABLE: "1", "DBO_MODE": "always", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SERVE = f"""
 from vllm import LLM, SamplingParams
 llm = LLM({str(TINY)!r}, **{OPTIONS!r})
@@ -56,14 +57,12 @@ def test_costs_that_the_command_writes_are_planned_by_at_the_next_start(tmp_path
     done = run(command)
     assert done.returncode == 0, done.stderr[-4000:]
     table = load_costs(path)
-    assert re.search(
-        rf"^calibrated in \d+ s; costs {table.digest}; median errors of the fit:$", done.stdout, re.MULTILINE
-    )
+    assert re.search(rf"^calibrated in \d+ s; costs {table.digest}; median errors", done.stdout, re.MULTILINE)
     assert re.search(r"^  attention +\d+\.\d%$", done.stdout, re.MULTILINE)
     last = f"serve with it: VLLM_ASCEND_ENABLE_DBO=1 DBO_COSTS={path} vllm serve {TINY} ..."
     assert done.stdout.splitlines()[-1] == last
 
-    served = run(["-c", SERVE], VLLM_ASCEND_ENABLE_DBO="1", DBO_MODE="always", DBO_COSTS=str(path))
+    served = run(["-c", SERVE], **ON, DBO_COSTS=str(path))
     assert served.returncode == 0, served.stderr[-4000:]
     assert "answered [4, 4]" in served.stdout
     (line,) = (line for line in served.stderr.splitlines() if "planning by costs" in line)
@@ -75,8 +74,7 @@ def test_costs_that_the_command_writes_are_planned_by_at_the_next_start(tmp_path
 @pytest.mark.slow
 def test_a_start_that_is_asked_to_calibrates_and_writes_what_it_plans_by(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    settings = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_MODE": "always", "DBO_CALIBRATE": "1", "DBO_COSTS": str(path)}
-    served = run(["-c", SERVE], **settings)
+    served = run(["-c", SERVE], **ON, DBO_CALIBRATE="1", DBO_COSTS=str(path))
     assert served.returncode == 0, served.stderr[-4000:]
     assert "answered [4, 4]" in served.stdout
     assert f"source=calibration  kind=measured  date={load_costs(path).origin.date}" in served.stderr

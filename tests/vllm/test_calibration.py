@@ -20,7 +20,6 @@ from dbo_runtime.vllm_plugin.calibration import (
     MOST_REPEATS,
     Measurements,
     choose_repeats,
-    choose_ways,
     expect_round,
     merge_ranks,
     overlaps_itself,
@@ -30,8 +29,8 @@ from dbo_runtime.vllm_plugin.shapes import Shape, choose_shapes
 from tests.vllm.costs import FEW_SHAPES, measure_few
 from tests.vllm.engine import Engine, make_prompt
 
-WAYS = ("whole", "sequential", "alternate")
 IN_TURNS = {shape.measure_parts(shape.cuts[0]) for shape in FEW_SHAPES}
+WAYS = ("whole", "sequential", "alternate")
 ALONE = {shape.measure_parts(cut) for shape in FEW_SHAPES for cut in shape.cuts}
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate((40, 23, 61))]
 
@@ -52,7 +51,8 @@ def name_ops(program: Program) -> Counter[str]:
 
 def assert_complete(found: Measurements, ops: Counter[str]) -> None:
     """Assert that there are runs of all ops and steps, and of each op some alone at every load."""
-    assert Counter(step.way for step in found.steps) == dict.fromkeys(WAYS, len(FEW_SHAPES) * MOST_REPEATS)
+    expected = Counter(dict.fromkeys(WAYS, len(FEW_SHAPES) * MOST_REPEATS))
+    assert Counter(step.way for step in found.steps) == expected + Counter(["sequential"])  # the longest, first
     loads = {way: {step.loads for step in found.steps if step.way == way} for way in WAYS}
     assert loads == {"whole": {(s.measure_load(),) for s in FEW_SHAPES}, "sequential": ALONE, "alternate": IN_TURNS}
     assert all(step.seconds > step.idle >= 0 for step in found.steps)
@@ -124,16 +124,6 @@ def test_the_tail_of_a_request_that_is_cut_inside_has_its_head_as_context() -> N
     assert Shape(3, 2, 10).measure_parts(2) == (measure_load([2], [10]), measure_load([2, 2], [10, 10]))
 
 
-def test_shapes_run_all_ways_while_there_is_time() -> None:
-    assert choose_ways(WAYS, left=3.0, expected=3.0, requests=4) == WAYS
-    assert choose_ways(WAYS, left=2.9, expected=3.0, requests=4) == ()
-
-
-def test_a_single_prompt_is_run_one_way_where_there_is_no_time_for_all() -> None:
-    assert choose_ways(WAYS, left=1.0, expected=3.0, requests=1) == ("sequential",)
-    assert choose_ways(WAYS, left=0.9, expected=3.0, requests=1) == ()
-
-
 def test_a_shape_is_repeated_in_half_of_the_time_that_is_left() -> None:
     assert choose_repeats(left=100.0, round_seconds=0.1) == MOST_REPEATS
     assert choose_repeats(left=8.0, round_seconds=1.0) == 4
@@ -174,9 +164,11 @@ def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> Non
     ops = name_ops(one_rank.runner.get_model().forward.runtime.program)
     found, told = one_rank.llm.collective_rpc(measure_few)[0]
     assert_complete(found, ops)
-    assert len(found.samples) == ops.total() * 2 * 2 * len(FEW_SHAPES) * MOST_REPEATS  # micro-batches, ways
-    assert told == [*enumerate_shapes(), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
-    assert told[0] == (0, len(FEW_SHAPES), "2 x 1 tokens after 16")
+    runs = 1 + 2 * len(FEW_SHAPES) * MOST_REPEATS  # the longest, then two ways of each
+    assert len(found.samples) == ops.total() * 2 * runs  # micro-batches
+    longest = (0, len(FEW_SHAPES), str(FEW_SHAPES[-1]))
+    assert told == [longest, *enumerate_shapes(), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
+    assert told[1] == (0, len(FEW_SHAPES), "2 x 1 tokens after 16")
 
 
 def enumerate_shapes() -> list[tuple[int, int, str]]:
@@ -231,11 +223,12 @@ def test_a_model_that_cannot_be_split_is_told_why(one_rank: Engine) -> None:
         one_rank.llm.collective_rpc(measure_few)
 
 
-def test_without_time_the_first_shape_is_run_once_and_no_other(one_rank: Engine) -> None:
+def test_without_time_the_longest_prompt_is_run_once_and_no_other(one_rank: Engine) -> None:
     found, told = one_rank.llm.collective_rpc(measure_few, args=(0.0,))[0]
-    assert [step.way for step in found.steps] == list(WAYS)
-    assert {step.loads for step in found.steps[1:]} == {FEW_SHAPES[0].measure_parts(1)}
-    assert told == [enumerate_shapes()[0], (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
+    longest = FEW_SHAPES[-1]
+    assert longest.requests == 1
+    assert [(step.way, step.loads) for step in found.steps] == [("sequential", longest.measure_parts(longest.cuts[1]))]
+    assert told == [(0, len(FEW_SHAPES), str(longest)), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
 
 
 def test_tensor_parallel_ranks_measure_the_same(two_ranks: Engine) -> None:
