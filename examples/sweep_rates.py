@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import signal
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from network_hosts import Host, NetworkError, TwoHosts
-from random_deepseek import make_checkpoint
-from two_hosts import OPTIONS, join_tensor_parallel, run_both
+from network_hosts import Host
+from two_hosts import OPTIONS, add_host_arguments, join_tensor_parallel, run_on_hosts
 
 MODES = ("off", "auto", "always")
 NO_LIMIT = "none"
@@ -63,15 +60,7 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.node is not None:
         return run_node(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed then, too
-    try:
-        with tempfile.TemporaryDirectory() as directory, TwoHosts(arguments.rates[0]) as hosts:
-            model = make_checkpoint(Path(directory), arguments.hidden, arguments.layers)
-            words = [*sys.argv[1:], "--interfaces", *(f"{host.namespace}:{host.interface}" for host in hosts)]
-            return run_both(Path(__file__), hosts, model, words, {})
-    except NetworkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_on_hosts(Path(__file__), read_limit(arguments.rates[0]), arguments, {})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -83,12 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 512, 1024, 2048, 4096])
     parser.add_argument("--repeat", type=int, default=5, help="least runs of each mode, interleaved (default: 5)")
     parser.add_argument("--budget", type=float, default=40, help="seconds of each calibration (default: 40)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default: 256)")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
-    parser.add_argument("--interfaces", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--node", type=int, choices=(0, 1), help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--master", help=argparse.SUPPRESS)
+    add_host_arguments(parser)
     return parser.parse_args()
 
 
@@ -120,7 +104,12 @@ def set_rate(interfaces: list[str], rate: str) -> None:
     """Limit the link from inside one of the hosts."""
     for end in interfaces:
         namespace, interface = end.split(":")
-        Host(namespace, interface, "").set_rate(None if rate == NO_LIMIT else rate)
+        Host(namespace, interface, "").set_rate(read_limit(rate))
+
+
+def read_limit(rate: str) -> str | None:
+    """Return the rate of a link, None if it has no limit."""
+    return None if rate == NO_LIMIT else rate
 
 
 def measure_point(llm: Any, rate: str, tokens: int, repeat: int) -> Point:

@@ -44,16 +44,8 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.node is not None:
         return run_node(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed then, too
-    try:
-        with tempfile.TemporaryDirectory() as directory, TwoHosts(arguments.rate) as hosts:
-            from random_deepseek import make_checkpoint
-
-            model = make_checkpoint(Path(directory), arguments.hidden, arguments.layers)
-            return run_nodes(hosts, model, arguments)
-    except NetworkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    settings = {"DBO_MICRO_BATCHES": str(arguments.micro_batches)}
+    return run_on_hosts(Path(__file__), arguments.rate, arguments, settings)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,27 +63,42 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NxTOKENS",
         help="workloads: prompts x tokens, with data-expert on either host (default: 1x1900 4x500)",
     )
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default: 256)")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
     parser.add_argument("--micro-batches", type=int, default=2, help="parts of a split step (default: 2)")
-    parser.add_argument("--node", type=int, choices=(0, 1), help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--master", help=argparse.SUPPRESS)
+    add_host_arguments(parser)
     return parser.parse_args()
 
 
-def run_nodes(hosts: tuple[Host, Host], model: Path, arguments: argparse.Namespace) -> int:
-    """Compare on both hosts."""
-    settings = {"DBO_MICRO_BATCHES": str(arguments.micro_batches)}
-    return run_both(Path(__file__), hosts, model, sys.argv[1:], settings)
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the model, and what a node of `run_on_hosts` is told."""
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default: 256)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
+    parser.add_argument("--node", type=int, choices=(0, 1), help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--master", help=argparse.SUPPRESS)
+    parser.add_argument("--interfaces", nargs=2, help=argparse.SUPPRESS)
 
 
-def run_both(program: Path, hosts: tuple[Host, Host], model: Path, words: list[str], settings: dict[str, str]) -> int:
-    """Run *program* as node 0 and node 1, return how the first ends, and end the second whatever happens."""
+def run_on_hosts(program: Path, rate: str | None, arguments: argparse.Namespace, settings: dict[str, str]) -> int:
+    """Make hosts and a model, and run *program* with its own arguments on either host; return how the first ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed then, too
+    try:
+        with tempfile.TemporaryDirectory() as directory, TwoHosts(rate) as hosts:
+            from random_deepseek import make_checkpoint
+
+            model = make_checkpoint(Path(directory), arguments.hidden, arguments.layers)
+            return run_nodes(program, hosts, model, settings)
+    except NetworkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def run_nodes(program: Path, hosts: tuple[Host, Host], model: Path, settings: dict[str, str]) -> int:
+    """Start the second node, run the first, and end the second whatever happens."""
     first, second = hosts
     cores = sorted(os.sched_getaffinity(0))
-    this = [sys.executable, str(program.resolve()), *words, "--model", str(model)]
+    this = [sys.executable, str(program.resolve()), *sys.argv[1:], "--model", str(model)]
     this += ["--master", f"{first.address}:29500"]  # nothing else listens on a host that was just made
+    this += ["--interfaces", *(f"{host.namespace}:{host.interface}" for host in hosts)]
     settings = {
         "VLLM_ASCEND_ENABLE_DBO": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),

@@ -137,6 +137,16 @@ def test_a_model_that_is_not_split_cannot_be_calibrated(
     assert "error: this model is not split, so there is nothing to measure" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("output", ["absent/costs.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_vllm_starts(
+    output: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vllm.LLM", None)  # calling it is an error
+    monkeypatch.setenv(ENABLE, "0")
+    assert main(["calibrate", str(TINY), "--output", str(tmp_path / output)]) == 2
+    assert f"cost file {tmp_path / output} cannot be written." in capsys.readouterr().err
+
+
 def test_a_calibration_that_fails_ends_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="a worker has died"):
         calibrate(monkeypatch, Host(RuntimeError("a worker has died")))

@@ -313,13 +313,17 @@ def test_where_calibration_fails_serving_goes_on_without(
     assert_serves_on_without_costs(config, str(raised.value), one_rank, forward, log)
 
 
+def test_whatever_the_fit_fails_with_all_ranks_hear_of_it_and_serving_goes_on_without(
+    one_rank: Engine, forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
+    monkeypatch.setattr(cost_source, "fit_steps", lambda *_: 1 / 0)
+    reason = "the costs cannot be fitted: ZeroDivisionError('division by zero')"
+    assert_serves_on_without_costs(RuntimeConfig(calibrate=True), reason, one_rank, forward, log)
+
+
 def test_where_the_file_cannot_be_written_the_costs_are_used_all_the_same(
-    one_rank: Engine,
-    forward: SplitForward,
-    log: Lines,
-    found: Measurements,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cost_source, "measure", lambda *_: found)
     path = str(tmp_path / "absent" / "costs.json")
