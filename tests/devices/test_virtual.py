@@ -177,8 +177,8 @@ def test_a_host_sync_is_nearly_free_where_it_is_issued_after_work_that_hides_it(
 
 def test_a_host_sync_costs_time_where_the_work_that_could_hide_it_comes_after_it() -> None:
     """In sequence, the shared experts wait for the sizes; taking turns, those of micro-batch 0 wait for dispatch/1."""
-    for policy, least in ((sequential, 1.01), (alternate, 1.03)):
-        assert time_experts(policy, host_sync=True) > least * time_experts(policy, host_sync=False)
+    for policy in (sequential, alternate):
+        assert time_experts(policy, host_sync=True) > 1.01 * time_experts(policy, host_sync=False)
 
 
 def test_taking_turns_pays_in_spite_of_a_host_sync() -> None:
