@@ -20,6 +20,7 @@ CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
 
 ATTENTION = MappingProxyType(
     {
+        "per_long_pair": "long_pairs",
         "per_context": "context",
         "per_decode_pair": "decode_pairs",
         "per_prefill": "prefills",
@@ -73,6 +74,7 @@ class ComputeCost(_Numbers):
         weights: seconds that reading the weights takes.
         per_pair: seconds a query-key pair of prefills.
         masked: whether the op skips the pairs that a causal mask hides.
+        per_long_pair: seconds a pair and token of its prefill: pairs get dearer where scores outgrow the caches.
         per_prefill: seconds a prefill, however short.
         per_context: seconds a token of prefills that is fetched from the KV cache.
         per_decode: seconds a token of decodes, beside what any token takes.
@@ -84,6 +86,7 @@ class ComputeCost(_Numbers):
     weights: float = field(default=0.0, metadata=_in_file("weights_us"))
     per_pair: float = field(default=0.0, metadata=_in_file("per_pair_us"))
     masked: bool = True
+    per_long_pair: float = field(default=0.0, metadata=_in_file("per_long_pair_us", optional=True))
     per_prefill: float = field(default=0.0, metadata=_in_file("per_prefill_us", optional=True))
     per_context: float = field(default=0.0, metadata=_in_file("per_context_us", optional=True))
     per_decode: float = field(default=0.0, metadata=_in_file("per_decode_us", optional=True))

@@ -24,6 +24,7 @@ class Density:
         context: of each token that prefills fetch from the KV cache.
         decode: of each token of decodes, beside what any token costs.
         decode_pair: of each query-key pair of decodes.
+        long_pair: of each pair and token of its prefill.
     """
 
     token: float
@@ -33,10 +34,12 @@ class Density:
     context: float = 0.0
     decode: float = 0.0
     decode_pair: float = 0.0
+    long_pair: float = 0.0
 
     def weigh(self, load: Load) -> float:
         """Return the seconds that a load costs."""
-        rates = (self.token, self.pair, self.causal_pair, self.prefill, self.context, self.decode, self.decode_pair)
+        pairs = (self.pair, self.causal_pair)
+        rates = (self.token, *pairs, self.prefill, self.context, self.decode, self.decode_pair, self.long_pair)
         return sum(rate * amount for rate, amount in zip(rates, load, strict=True))
 
 
@@ -51,6 +54,7 @@ def find_density(table: CostTable, program: Program) -> Density:
         context=sum(cost.per_context for cost in costs),
         decode=sum(cost.per_decode for cost in costs),
         decode_pair=sum(cost.per_decode_pair for cost in costs),
+        long_pair=sum(cost.per_long_pair for cost in costs),
     )
 
 

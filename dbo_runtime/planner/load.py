@@ -21,6 +21,7 @@ class Load(NamedTuple):
     context: float = 0.0  # tokens of prefills that are in the KV cache already
     decodes: float = 0.0  # tokens of decodes
     decode_pairs: float = 0.0  # of query and key in decodes
+    long_pairs: float = 0.0  # pairs without masking, each times the tokens that its prefill looks at
 
 
 def measure_load(query_lens: Sequence[int], context_lens: Sequence[int], decode_len: int = 1) -> Load:
@@ -46,4 +47,5 @@ def measure_load(query_lens: Sequence[int], context_lens: Sequence[int], decode_
         context=float(sum(context for _, context in prefills)),
         decodes=float(sum(q for q, _ in decodes)),
         decode_pairs=float(sum(q * (context + q) for q, context in decodes)),
+        long_pairs=float(sum(q * (context + q) ** 2 for q, context in prefills)),
     )

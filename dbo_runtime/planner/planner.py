@@ -153,7 +153,8 @@ class Planner:
     def _judge_size(self, tokens: int) -> Decline | None:
         load = Load(tokens, 0.0, 0.0)
         costs = [self.table.ops[op.name] for op in self.program.ops]
-        hidden = sum(cost.time(load) for cost in costs if isinstance(cost, CommCost)) + self._density.pair * tokens**2
+        hidden = sum(cost.time(load) for cost in costs if isinstance(cost, CommCost))
+        hidden += self._density.pair * tokens**2 + self._density.long_pair * tokens**3
         again = sum(cost.fixed for cost in costs if isinstance(cost, ComputeCost))  # what else is paid again may hide
         again += self.table.host.split - self.table.host.whole
         if hidden >= again:

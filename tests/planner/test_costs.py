@@ -63,9 +63,9 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
     ("query_lens", "context_lens", "load"),
     [
         ([], (), Load(0, 0.0, 0.0)),
-        ([4], (), Load(4, 16.0, 10.0, prefills=1)),
+        ([4], (), Load(4, 16.0, 10.0, prefills=1, long_pairs=64)),
         ([1, 1], [7, 9], Load(2, 0.0, 0.0, decodes=2, decode_pairs=18)),
-        ([4, 1, 2], [10, 7, 0], Load(7, 4 * 14 + 2 * 2, 40 + 10 + 3, 2, 10, 1, 8)),
+        ([4, 1, 2], [10, 7, 0], Load(7, 4 * 14 + 2 * 2, 40 + 10 + 3, 2, 10, 1, 8, 4 * 14**2 + 2 * 2**2)),
     ],
 )
 def test_the_load_of_a_batch_is_counted(query_lens: list[int], context_lens: list[int], load: Load) -> None:
@@ -87,11 +87,12 @@ def test_causal_pairs_are_those_a_mask_leaves(requests: list[tuple[int, int]]) -
 
 def test_what_a_backend_takes_for_a_decode_is_none_of_the_prefills() -> None:
     load = measure_load([3, 4], [5, 0], decode_len=3)
-    assert load == Load(7, 16.0, 10.0, prefills=1, decodes=3, decode_pairs=3 * 8)
+    assert load == Load(7, 16.0, 10.0, prefills=1, decodes=3, decode_pairs=3 * 8, long_pairs=64)
 
 
 def test_attention_pays_for_what_it_does_beside_pairs() -> None:
-    load = Load(10, 0.0, 0.0, prefills=2, context=3, decodes=5, decode_pairs=7)
+    load = Load(10, 0.0, 0.0, prefills=2, context=3, decodes=5, decode_pairs=7, long_pairs=11)
+    assert ComputeCost(per_long_pair=100).time(load) == 1100
     assert ComputeCost(per_prefill=100).time(load) == 200
     assert ComputeCost(per_context=100).time(load) == 300
     assert ComputeCost(per_decode=100).time(load) == 500

@@ -46,6 +46,7 @@ def count_load(batch: Batch, piece: BatchSlice) -> Load:
                 pairs=load.pairs + pairs,
                 causal_pairs=load.causal_pairs + sum(context + position + 1 for position in own),
                 prefills=load.prefills + 1,
+                long_pairs=load.long_pairs + pairs * (context + own[-1] + 1),
                 context=load.context + context + own[0],
             )
         else:
@@ -125,9 +126,10 @@ def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch,
 
 
 def test_the_density_is_what_all_layers_add_up_to() -> None:
-    attention = ComputeCost(1e-6, 3e-6, 9e-6, 1e-9, True, 4e-6, 5e-9, 6e-6, 7e-9)
+    further = {"per_prefill": 4e-6, "per_context": 5e-9, "per_decode": 6e-6, "per_decode_pair": 7e-9}
+    attention = ComputeCost(1e-6, 3e-6, 9e-6, 1e-9, True, **further, per_long_pair=8e-12)
     dense = ComputeCost(per_token=2e-6, per_pair=8e-9, masked=False)
     table = make_table({"attention": attention, "mlp": dense})
     density = find_density(table, record_toy(layers=3))
-    expected = Density(15e-6, 24e-9, 3e-9, 12e-6, 15e-9, 18e-6, 21e-9)
+    expected = Density(15e-6, 24e-9, 3e-9, 12e-6, 15e-9, 18e-6, 21e-9, 24e-12)
     assert density == Density(*(pytest.approx(getattr(expected, name)) for name in Density.__slots__))
