@@ -80,7 +80,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_on_hosts(program: Path, rate: str | None, arguments: argparse.Namespace, settings: dict[str, str]) -> int:
     """Make hosts and a model, and run *program* with its own arguments on either host; return how the first ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed then, too
+    signal.signal(signal.SIGTERM, leave)
     try:
         with tempfile.TemporaryDirectory() as directory, TwoHosts(rate) as hosts:
             from random_deepseek import make_checkpoint
@@ -90,6 +90,12 @@ def run_on_hosts(program: Path, rate: str | None, arguments: argparse.Namespace,
     except NetworkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def leave(*_: Any) -> NoReturn:
+    """End as a failure would, so that nodes and hosts are removed, and let no second signal disturb that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def run_nodes(program: Path, hosts: tuple[Host, Host], model: Path, settings: dict[str, str]) -> int:
