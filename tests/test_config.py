@@ -16,7 +16,7 @@ GOOD = [
     ("DBO_MICRO_BATCHES", "2", "micro_batches", 2),
     ("DBO_MICRO_BATCHES", "3", "micro_batches", 3),
     ("DBO_MICRO_BATCHES", "auto", "micro_batches", None),
-    ("DBO_COSTS", "/tmp/costs.json", "costs", "/tmp/costs.json"),
+    ("DBO_COSTS", "costs.json", "costs", "costs.json"),
     ("DBO_COSTS", "", "costs", ""),
     ("DBO_CALIBRATE", "1", "calibrate", True),
     ("DBO_MARGIN", "0", "margin", 0.0),
