@@ -192,7 +192,10 @@ def _read_part(cls: type[Any]) -> _Read:
     items = {name_field(item): item for item in fields(cls)}
     readers = {name: _read_unit(item.metadata["is_time"]) if item.metadata else _SWITCH for name, item in items.items()}
     optional = [name for name, item in items.items() if item.metadata.get("optional")]
-    make = lambda **values: cls(**{items[name].name: value for name, value in values.items()})  # noqa: E731 - used once
+
+    def make(**values: Any) -> Any:
+        return cls(**{items[name].name: value for name, value in values.items()})
+
     return _read_record(make, readers, optional)
 
 

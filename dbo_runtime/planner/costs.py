@@ -52,7 +52,7 @@ class _Numbers:
 
     def list_numbers(self) -> Iterator[tuple[str, float | bool, float]]:
         """Yield the name in a cost file, the value (times in microseconds) and the least value of each."""
-        for item in fields(self):  # type: ignore[arg-type]
+        for item in fields(self):  # type: ignore[arg-type]  # as above
             value = getattr(self, item.name)
             if item.metadata.get("optional") and value == 0:
                 continue
