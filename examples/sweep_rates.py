@@ -85,6 +85,8 @@ def run_node(arguments: argparse.Namespace) -> int:
 
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
     points = []
+    set_rate(arguments.interfaces, NO_LIMIT)
+    warm_up(llm, arguments.tokens)
     for rate in arguments.rates:
         set_rate(arguments.interfaces, rate)
         print(f"\nlink {rate}", flush=True)
@@ -100,6 +102,12 @@ def run_node(arguments: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
+def warm_up(llm: Any, tokens: list[int]) -> None:
+    """Run all lengths, long ones first: memory that is touched for the first time takes several times as long."""
+    for length in sorted(tokens, reverse=True):
+        measure_point(llm, NO_LIMIT, length, repeat=1, enough=0.0)
+
+
 def set_rate(interfaces: list[str], rate: str) -> None:
     """Limit the link from inside one of the hosts."""
     for end in interfaces:
@@ -112,8 +120,8 @@ def read_limit(rate: str) -> str | None:
     return None if rate == NO_LIMIT else rate
 
 
-def measure_point(llm: Any, rate: str, tokens: int, repeat: int) -> Point:
-    """Time one prompt in every mode, in turn, after a round to warm up."""
+def measure_point(llm: Any, rate: str, tokens: int, repeat: int, enough: float = ENOUGH) -> Point:
+    """Time one prompt in every mode, in turn, after a round to warm up; short ones for *enough* seconds."""
     from vllm import SamplingParams
 
     prompt = {"prompt_token_ids": [(j * 7 + j * j) % 250 + 3 for j in range(tokens)]}
@@ -122,7 +130,7 @@ def measure_point(llm: Any, rate: str, tokens: int, repeat: int) -> Point:
     way = ""
     predicted = llm.collective_rpc("dbo_predict", args=([tokens],))[0] or {}
     turn = 0
-    while turn <= repeat or (turn <= MOST_REPEATS and sum(seconds["off"]) < ENOUGH):
+    while turn <= repeat or (turn <= MOST_REPEATS and sum(seconds["off"]) < enough):
         first = turn % len(MODES)  # what ran before leaves its mark on caches and on the link
         for mode in (*MODES[first:], *MODES[:first]):
             llm.collective_rpc("dbo_configure", args=({"DBO_MODE": mode},))

@@ -20,14 +20,15 @@ CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
 
 ATTENTION = MappingProxyType(
     {
-        "per_long_pair": "long_pairs",
-        "per_context": "context",
-        "per_decode_pair": "decode_pairs",
+        "per_pair": "pairs",
+        "per_context_pair": "context_pairs",
         "per_prefill": "prefills",
+        "per_context": "context",
         "per_decode": "decodes",
+        "per_decode_pair": "decode_pairs",
     }
 )
-"""What attention may add beside pairs: the cost's name for it -> the load's name for what it is paid for."""
+"""What attention may add: the cost's name for it -> the load's name for what it is paid for."""
 
 
 def _in_file(name: str, least: float = 0.0, optional: bool = False) -> dict[str, Any]:
@@ -62,9 +63,7 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class ComputeCost(_Numbers):
-    """What a compute op takes: fixed + max(weights, per_token * tokens) + what attention adds.
-
-    Attention adds per_pair * pairs, and what `ATTENTION` names.
+    """What a compute op takes: fixed + max(weights, per_token * tokens) + what attention adds; see `ATTENTION`.
 
     The maximum is the roofline (Williams, Waterman and Patterson 2009): few tokens wait for the weights to be read.
 
@@ -72,9 +71,9 @@ class ComputeCost(_Numbers):
         fixed: seconds whatever the load.
         per_token: seconds a token.
         weights: seconds that reading the weights takes.
-        per_pair: seconds a query-key pair of prefills.
-        masked: whether the op skips the pairs that a causal mask hides.
-        per_long_pair: seconds a pair and token of its prefill: pairs get dearer where scores outgrow the caches.
+        per_pair: seconds a query-key pair among the new tokens of a prefill. A kernel that computes masked pairs, too,
+            pays for two where we count one.
+        per_context_pair: seconds a pair of a new token and a cached one.
         per_prefill: seconds a prefill, however short.
         per_context: seconds a token of prefills that is fetched from the KV cache.
         per_decode: seconds a token of decodes, beside what any token takes.
@@ -85,8 +84,7 @@ class ComputeCost(_Numbers):
     per_token: float = field(default=0.0, metadata=_in_file("per_token_us"))
     weights: float = field(default=0.0, metadata=_in_file("weights_us"))
     per_pair: float = field(default=0.0, metadata=_in_file("per_pair_us"))
-    masked: bool = True
-    per_long_pair: float = field(default=0.0, metadata=_in_file("per_long_pair_us", optional=True))
+    per_context_pair: float = field(default=0.0, metadata=_in_file("per_context_pair_us"))
     per_prefill: float = field(default=0.0, metadata=_in_file("per_prefill_us", optional=True))
     per_context: float = field(default=0.0, metadata=_in_file("per_context_us", optional=True))
     per_decode: float = field(default=0.0, metadata=_in_file("per_decode_us", optional=True))
@@ -102,9 +100,7 @@ class ComputeCost(_Numbers):
         return min(max(2 * self._time(load, 0.5) / whole - 1, 0.0), 1.0) if whole else 0.0
 
     def _time(self, load: Load, share: float) -> float:
-        attention = self.per_pair * (load.causal_pairs if self.masked else load.pairs)
-        for rate, amount in ATTENTION.items():
-            attention += getattr(self, rate) * getattr(load, amount)
+        attention = sum(getattr(self, rate) * getattr(load, amount) for rate, amount in ATTENTION.items())
         return self.fixed + max(self.weights, self.per_token * load.tokens * share) + attention * share
 
 

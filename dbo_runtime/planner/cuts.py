@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 
 from dbo_runtime.batch import Batch, BatchSlice
@@ -18,29 +18,24 @@ class Density:
 
     Attributes:
         token: of each token.
-        pair: of each query-key pair, where ops do not skip masked ones.
-        causal_pair: of each pair that a causal mask leaves, where they do.
+        pair, context_pair: of each query-key pair; see `Load`.
         prefill: of each prefill; cutting one makes two of it.
         context: of each token that prefills fetch from the KV cache.
         decode: of each token of decodes, beside what any token costs.
         decode_pair: of each query-key pair of decodes.
-        long_pair: of each pair and token of its prefill.
     """
 
     token: float
     pair: float = 0.0
-    causal_pair: float = 0.0
+    context_pair: float = 0.0
     prefill: float = 0.0
     context: float = 0.0
     decode: float = 0.0
     decode_pair: float = 0.0
-    long_pair: float = 0.0
 
     def weigh(self, load: Load) -> float:
         """Return the seconds that a load costs."""
-        pairs = (self.pair, self.causal_pair)
-        rates = (self.token, *pairs, self.prefill, self.context, self.decode, self.decode_pair, self.long_pair)
-        return sum(rate * amount for rate, amount in zip(rates, load, strict=True))
+        return sum(rate * amount for rate, amount in zip(astuple(self), load, strict=True))
 
 
 def find_density(table: CostTable, program: Program) -> Density:
@@ -48,13 +43,12 @@ def find_density(table: CostTable, program: Program) -> Density:
     costs = [cost for op in program.ops if isinstance(cost := table.ops[op.name], ComputeCost)]
     return Density(
         token=sum(cost.per_token for cost in costs),
-        pair=sum(cost.per_pair for cost in costs if not cost.masked),
-        causal_pair=sum(cost.per_pair for cost in costs if cost.masked),
+        pair=sum(cost.per_pair for cost in costs),
+        context_pair=sum(cost.per_context_pair for cost in costs),
         prefill=sum(cost.per_prefill for cost in costs),
         context=sum(cost.per_context for cost in costs),
         decode=sum(cost.per_decode for cost in costs),
         decode_pair=sum(cost.per_decode_pair for cost in costs),
-        long_pair=sum(cost.per_long_pair for cost in costs),
     )
 
 

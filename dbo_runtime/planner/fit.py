@@ -20,9 +20,8 @@ from dbo_runtime.program import COMM
 
 _Array = npt.NDArray[np.float64]
 
-# A richer model is taken if what it leaves unexplained is below this share of what a simpler one does: measurements
-# scatter, and any further term explains some of that.
-CLEARLY = 0.8
+# Two kinds of pairs: kernels may compute new ones that a causal mask hides, or handle cached ones apart.
+PAIRS = ("per_pair", "per_context_pair")
 
 # Relative errors below the first need no further term to explain them; below the second, they are of arithmetic.
 EXACT = 1e-6
@@ -59,15 +58,43 @@ class _Points(NamedTuple):
         """What relative errors are relative to, in seconds [points]."""
         return np.maximum(self.seconds, TICK)
 
+    @property
+    def weights(self) -> _Array:
+        """How much each counts, 1 on average [points]: an octave of durations as much as any other."""
+        octaves = np.round(np.log2(self.divisors))
+        weights = np.array([1.0 / np.sum(octaves == octave) for octave in octaves])
+        return weights / weights.mean()  # type: ignore[no-any-return]
+
     def column(self, quantity: str) -> _Array:
         """Return one quantity of the loads [points]."""
         return np.array([getattr(load, quantity) for load in self.loads], dtype=np.float64)
 
+    def prefer(self, richer: float, simpler: float, terms: int = 1) -> bool:
+        """Return whether further terms are worth it, by what both models leave unexplained (root mean squares).
+
+        Measurements scatter, and any term explains some of that: by Schwarz's information criterion (1978), one is
+        worth it if it lowers the sum of squares by a factor of n ** (1 / n). The best of several gets lucky: we ask for
+        the square of it.
+        """
+        count = len(self.loads)
+        return max(richer, EXACT) < max(simpler, EXACT) * count ** (-terms / count)
+
+
+class _Model(NamedTuple):
+    """What a compute op is taken to depend on, beside what is fixed and the tokens."""
+
+    kink: float = 0.0  # up to which size it waits for its weights; 0 if it does at none
+    attention: tuple[str, ...] = ()  # rates of `ATTENTION`
+
+    @property
+    def terms(self) -> int:
+        return 2 + bool(self.kink) + len(self.attention)
+
 
 class _Fit(NamedTuple):
+    model: _Model
     cost: ComputeCost
-    terms: int
-    unexplained: float  # root mean square of the relative errors, for each point that the terms leave free
+    unexplained: float  # root mean square of the relative errors
 
 
 def fit_costs(samples: Iterable[Sample], bytes_per_token: float) -> tuple[dict[str, Cost], dict[str, float]]:
@@ -177,7 +204,7 @@ def _fit_comm(op: str, points: _Points, bytes_per_token: float) -> CommCost:
         return line
     kinks = np.geomspace(sizes.min(), sizes.max(), BUFFERS_TRIED, endpoint=False)
     buffered = min((_fit_line(points, float(kink), bytes_per_token) for kink in kinks), key=partial(_find_rms, points))
-    return buffered if _find_rms(points, buffered) < CLEARLY * _find_rms(points, line) else line
+    return buffered if points.prefer(_find_rms(points, buffered), _find_rms(points, line)) else line
 
 
 def _fit_line(points: _Points, free_tokens: float, bytes_per_token: float) -> CommCost:
@@ -188,75 +215,54 @@ def _fit_line(points: _Points, free_tokens: float, bytes_per_token: float) -> Co
 
 
 def _find_rms(points: _Points, cost: Cost) -> float:
-    errors = _find_errors(cost, points)
-    return math.sqrt(float(errors @ errors) / len(errors))
+    return math.sqrt(float(points.weights @ _find_errors(cost, points) ** 2) / len(points.loads))
 
 
 def _fit_compute(points: _Points) -> ComputeCost:
-    """Return the simplest model that no richer one beats clearly; of equally rich ones, the best."""
-    fits = [_judge(cost, terms, points) for cost, terms in _find_candidates(points)]
-    levels = [[fit for fit in fits if fit.terms == terms] for terms in sorted({fit.terms for fit in fits})]
-    best, *richer = (min(level, key=lambda fit: fit.unexplained) for level in levels)
-    for fit in richer:
-        if fit.unexplained < CLEARLY * best.unexplained:
-            best = fit
-    return best.cost
+    """Return the line through the points, and beside it the terms that are worth it, the best one first."""
+    best = _fit_model(_Model(), points)
+    while True:
+        richer = [_fit_model(model, points) for model in _enrich(best.model, points)]
+        better = min(richer, key=lambda fit: fit.unexplained, default=best)
+        if not points.prefer(better.unexplained, best.unexplained, better.model.terms - best.model.terms):
+            return best.cost
+        best = better
 
 
-def _judge(cost: ComputeCost, terms: int, points: _Points) -> _Fit:
-    errors = _find_errors(cost, points)
-    unexplained = max(math.sqrt(float(errors @ errors) / max(len(errors) - terms, 1)), EXACT)
-    # Where no context was measured, the two kinds of pairs can hardly be told apart. Kernels skip what is masked.
-    return _Fit(cost, terms, unexplained if cost.masked else unexplained / CLEARLY)
+def _enrich(model: _Model, points: _Points) -> Iterator[_Model]:
+    """Yield models with more in them, as long as there are more points than terms.
 
-
-def _find_candidates(points: _Points) -> Iterator[tuple[ComputeCost, int]]:
-    """Yield costs, each fitted within its model, and the number of terms of the model: fewer than points, but for 2."""
-    for masked in (True, False):
-        for extra in _find_attention(points, masked):
-            for columns, kink in _find_roofs(points):
-                terms = 2 + (kink > 0) + len(extra)
-                if terms == 2 or (terms < len(points.loads) and not (kink and len(extra) > 1)):
-                    yield _fit_roof(columns, extra, kink, masked, points), terms
-
-
-def _find_attention(points: _Points, masked: bool) -> Iterator[dict[str, _Array]]:
-    """Yield what attention may add, by the cost's names: nothing, pairs, and more and more of the rest.
-
-    What no batch had is left out. Attention reads few weights, so nothing but pairs is tried together with a kink.
+    New pairs and cached ones come together. Attention reads few weights, so next to a kink there are pairs at most.
     """
-    if masked:
-        yield {}
-    found = {"per_pair": points.column("causal_pairs" if masked else "pairs")}
-    yield dict(found)
-    for name, amount in ATTENTION.items():
-        column = points.column(amount)
-        if column.any():
-            found[name] = column
-            yield dict(found)
+    richer = []
+    if not model.kink and set(model.attention) <= {*PAIRS}:
+        richer += [model._replace(kink=kink) for kink in _list_kinks(points)]
+    for rates in (PAIRS, *((rate,) for rate in ATTENTION if rate not in PAIRS)):
+        measured = tuple(rate for rate in rates if points.column(ATTENTION[rate]).any())
+        if measured and not {*measured} & {*model.attention} and (rates == PAIRS or not model.kink):
+            richer.append(model._replace(attention=(*model.attention, *measured)))
+    yield from (model for model in richer if model.terms < len(points.loads))
 
 
-def _find_roofs(points: _Points) -> Iterator[tuple[list[_Array], float]]:
-    """Yield the columns of fixed + max(weights, per_token * tokens), and up to which size it is flat; 0 if nowhere.
+def _list_kinks(points: _Points) -> list[float]:
+    """Return up to which sizes an op may be flat. Each part has two sizes at least: one alone would fit any outlier."""
+    return sorted(set(points.column("tokens").tolist()))[1:-2]
 
-    Each part has at least two sizes: one alone would fit any outlier.
-    """
+
+def _fit_model(model: _Model, points: _Points) -> _Fit:
     tokens = points.column("tokens")
-    ones = np.ones(len(tokens))
-    sizes = sorted(set(tokens.tolist()))
-    yield [ones, tokens], 0.0
-    for kink in sizes[1:-2]:
-        yield [ones, tokens * (tokens > kink), 1.0 * (tokens <= kink)], kink
-
-
-def _fit_roof(
-    columns: list[_Array], extra: dict[str, _Array], kink: float, masked: bool, points: _Points
-) -> ComputeCost:
-    solution = _solve([*columns, *extra.values()], points)
+    columns = [np.ones(len(tokens)), tokens * (tokens > model.kink)]
+    if model.kink:
+        columns.append(1.0 * (tokens <= model.kink))
+    solution = _solve([*columns, *(points.column(ATTENTION[rate]) for rate in model.attention)], points)
     fixed, per_token, *weights = solution[: len(columns)]
-    attention = dict(zip(extra, solution[len(columns) :], strict=True))
+    attention = dict(zip(model.attention, solution[len(columns) :], strict=True))
+    if attention.keys() & {*PAIRS}:  # where one kind was not measured, a pair is taken for a pair
+        known = next(attention[rate] for rate in PAIRS if rate in attention)
+        attention = {**dict.fromkeys(PAIRS, known), **attention}
     # Fitted apart, the parts may meet before the last size that was taken for flat; up to there it stays flat.
-    return ComputeCost(fixed, per_token, max([per_token * kink, *weights]), masked=masked, **attention)
+    cost = ComputeCost(fixed, per_token, max([per_token * model.kink, *weights]), **attention)
+    return _Fit(model, cost, _find_rms(points, cost))
 
 
 def _solve(columns: Sequence[_Array], points: _Points) -> list[float]:
@@ -265,8 +271,9 @@ def _solve(columns: Sequence[_Array], points: _Points) -> list[float]:
     The solution is unconstrained in the columns it uses (Lawson and Hanson 1974), and there are few: all sets of them
     are tried, small ones first.
     """
-    matrix = np.stack(columns, axis=1) / points.divisors[:, None]
-    target = points.seconds / points.divisors
+    scale = np.sqrt(points.weights) / points.divisors
+    matrix = np.stack(columns, axis=1) * scale[:, None]
+    target = points.seconds * scale
     norms = np.linalg.norm(matrix, axis=0)
     norms[norms == 0] = 1.0
     best, least = np.zeros(len(columns)), float(target @ target)

@@ -15,21 +15,20 @@ class Load(NamedTuple):
     """
 
     tokens: int  # of all requests together
-    pairs: float  # of query and key in prefills, without masking
-    causal_pairs: float  # those of them that a causal mask leaves
+    pairs: float = 0.0  # of query and key among the new tokens of each prefill, as a causal mask leaves them
+    context_pairs: float = 0.0  # of the new tokens of prefills with cached ones
     prefills: float = 0.0  # requests that are prefills
     context: float = 0.0  # tokens of prefills that are in the KV cache already
     decodes: float = 0.0  # tokens of decodes
     decode_pairs: float = 0.0  # of query and key in decodes
-    long_pairs: float = 0.0  # pairs without masking, each times the tokens that its prefill looks at
 
 
 def measure_load(query_lens: Sequence[int], context_lens: Sequence[int], decode_len: int = 1) -> Load:
     """Return the load of requests with *query_lens* new tokens each [requests].
 
     *context_lens* are the tokens of each that are in the KV cache already [requests]; () stands for none anywhere. A
-    query token meets the whole context and, of the new tokens, all (pairs) or those up to itself (causal pairs).
-    Requests of up to *decode_len* tokens are decodes.
+    query token meets the whole context and, of the new tokens, those up to itself. Requests of up to *decode_len*
+    tokens are decodes.
 
     Raises:
         ConfigError: if the two differ in length.
@@ -41,11 +40,10 @@ def measure_load(query_lens: Sequence[int], context_lens: Sequence[int], decode_
     decodes = [(q, context) for q, context in requests if q <= decode_len]
     return Load(
         tokens=sum(query_lens),
-        pairs=float(sum(q * (context + q) for q, context in prefills)),
-        causal_pairs=float(sum(q * context + q * (q + 1) // 2 for q, context in prefills)),
+        pairs=float(sum(q * (q + 1) // 2 for q, _ in prefills)),
+        context_pairs=float(sum(q * context for q, context in prefills)),
         prefills=float(len(prefills)),
         context=float(sum(context for _, context in prefills)),
         decodes=float(sum(q for q, _ in decodes)),
         decode_pairs=float(sum(q * (context + q) for q, context in decodes)),
-        long_pairs=float(sum(q * (context + q) ** 2 for q, context in prefills)),
     )

@@ -108,12 +108,12 @@ class Planner:
         key = tuple(tokens)
         if (key, config) in self._decisions:
             return self._decisions[key, config]
-        load = Load(max(tokens), 0.0, 0.0)
+        load = Load(max(tokens))
         options = []
         for parts in list_parts(config):
             sizes = share_together(tokens, parts)
             if not isinstance(sizes, Decline):
-                loads = [Load(max(part), 0.0, 0.0) for part in sizes]
+                loads = [Load(max(part)) for part in sizes]
                 options.append(self._make_choice(load, loads, config, sizes=sizes))
         return self._remember(key, config, self._decide(options, load, config))
 
@@ -151,10 +151,11 @@ class Planner:
         return decision
 
     def _judge_size(self, tokens: int) -> Decline | None:
-        load = Load(tokens, 0.0, 0.0)
+        load = Load(tokens)
         costs = [self.table.ops[op.name] for op in self.program.ops]
         hidden = sum(cost.time(load) for cost in costs if isinstance(cost, CommCost))
-        hidden += self._density.pair * tokens**2 + self._density.long_pair * tokens**3
+        cheaper = max(self._density.pair - self._density.context_pair, 0.0)  # what was new to one is context to another
+        hidden += cheaper * tokens**2 / 2
         again = sum(cost.fixed for cost in costs if isinstance(cost, ComputeCost))  # what else is paid again may hide
         again += self.table.host.split - self.table.host.whole
         if hidden >= again:

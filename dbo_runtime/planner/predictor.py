@@ -44,7 +44,7 @@ class Predictor:
     """
 
     def __init__(self, program: Program, table: CostTable) -> None:
-        table.times(program, Load(1, 1.0, 1.0))
+        table.times(program, Load(1))
         self._program = program
         self._table = table
         self._kinds = Counter(op.name for op in program.ops)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable
+from dbo_runtime.planner.costs import ATTENTION, CommCost, ComputeCost, Cost, CostTable
 from dbo_runtime.planner.sketch import LayerRun
 
 # Dense layers, then layers with experts, as the models' published configurations have them.
@@ -46,7 +46,8 @@ def parse_bandwidth(text: str) -> Bandwidth:
 def scale_tensor(table: CostTable, ranks: int) -> CostTable:
     """Return the costs with *ranks* tensor parallel ranks instead of those of the table.
 
-    - Compute: what tokens, pairs and weights cost is shared by the ranks; `fixed` is paid by each.
+    - Compute: what tokens, pairs and weights cost is shared by the ranks; each pays for itself what is fixed, and what
+      is fixed of a prefill.
     - Communication: of an all-reduce of n bytes each rank sends 2 (p - 1) / p n, whatever the algorithm, and half of
       that for each of its halves, reduce-scatter and all-gather; recursive halving and doubling does it in 2 log2 p
       steps, each of which costs the same to start (Thakur, Rabenseifner and Gropp 2005). So `beta` goes with
@@ -152,7 +153,8 @@ def _share_sent(ranks: int) -> float:
 
 
 def _scale_compute(cost: ComputeCost, share: float) -> ComputeCost:
-    return replace(cost, per_token=cost.per_token * share, weights=cost.weights * share, per_pair=cost.per_pair * share)
+    shared = {"per_token", "weights", *ATTENTION} - {"per_prefill"}
+    return replace(cost, **{name: getattr(cost, name) * share for name in shared})
 
 
 def _map(table: CostTable, scale: Callable[[Cost], Cost]) -> dict[str, Cost]:

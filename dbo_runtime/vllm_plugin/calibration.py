@@ -41,8 +41,8 @@ from dbo_runtime.vllm_plugin.agreement import gather
 from dbo_runtime.vllm_plugin.forward import SplitForward
 from dbo_runtime.vllm_plugin.shapes import Shape, choose_shapes
 
-MOST_REPEATS = 5  # of each shape, after a round to warm up
-LONG = 1.0  # seconds of a round that needs no warming up
+MOST_REPEATS = 3  # of each shape, after a round to warm up; layers are repeats, too
+LONG = 1.0  # seconds of a round that is repeated twice at most: once for each cut
 
 STRIDE = 7919  # a prime, by which our tokens walk through the vocabulary: tokens alike would meet the same experts
 
@@ -76,9 +76,7 @@ def measure(runner: Any, forward: SplitForward, group: Any, budget: float, progr
         runner: vLLM's model runner.
         forward: the forward that was put into its model. Its settings, counts and plans stay as they are.
         group: vLLM's coordinator of all ranks that communicate in a step.
-        budget: seconds to take, about, after first runs. The longest prompt comes first and once, whatever it takes:
-            attention to a long one cannot be told from shorter ones. Then small batches, and larger ones if there is
-            time.
+        budget: seconds to take, about, after first runs. Small batches come first, larger ones if there is time.
         progress: told what is measured, on every rank.
 
     Raises:
@@ -89,24 +87,19 @@ def measure(runner: Any, forward: SplitForward, group: Any, budget: float, progr
     found = Measurements()
     for shape in shapes[:1]:
         stand.run(shape, 0)  # the very first runs compile and allocate: serving would have done it, too
-    start = time.perf_counter()
-    for longest in [shape for shape in shapes if shape.requests == 1][-1:]:
-        progress(0, len(shapes), str(longest))
-        _add(found, gather(group, stand.run(longest, 0, stand.ways_alone)))
-    spent, rounds = _agree_on_time(group, start), [(1, 0.0)]
+    rounds: list[tuple[Shape, float]] = []
+    start, spent = time.perf_counter(), 0.0
     for number, shape in enumerate(shapes):
-        if expect_round(rounds, shape.total) > budget - spent:
-            continue  # there may still be time for a smaller one
+        if rounds and expect_round(rounds, shape) > budget - spent:
+            continue  # there may still be time for another one
         progress(number, len(shapes), str(shape))
         first = stand.run(shape, 0)
         warm = _agree_on_time(group, start)
         repeats = choose_repeats(budget - warm, warm - spent)
-        runs = [run for turn in range(repeats) for run in stand.run(shape, turn)]
-        if not repeats or warm - spent > LONG:
-            runs += first  # what a first run allocates is a small part of it
-        _add(found, gather(group, runs))
+        runs = [run for turn in range(1, 1 + repeats) for run in stand.run(shape, turn)]
+        _add(found, gather(group, runs or first))  # memory that a first run is the first to touch is slow
         now = _agree_on_time(group, start)
-        rounds.append((shape.total, (now - spent) / (1 + repeats)))
+        rounds.append((shape, (now - spent) / (1 + repeats)))
         spent = now
     progress(len(shapes), len(shapes), "done")
     return found
@@ -117,16 +110,18 @@ def choose_repeats(left: float, round_seconds: float) -> int:
 
     At most half of the time goes to it, so that there is some left for larger shapes.
     """
-    return max(0, min(MOST_REPEATS, int(left / 2 / round_seconds)))
+    most = 2 if round_seconds > LONG else MOST_REPEATS
+    return max(0, min(most, int(left / 2 / round_seconds)))
 
 
-def expect_round(rounds: Sequence[tuple[int, float]], total: int) -> float:
-    """Return the least seconds that a round of *total* tokens takes, after (tokens, seconds) of smaller ones.
+def expect_round(rounds: Sequence[tuple[Shape, float]], shape: Shape) -> float:
+    """Return the least seconds that a round of *shape* takes, after those that smaller ones took.
 
-    What it takes beyond the first, which is the smallest, grows with the tokens at least.
+    What it takes beyond the first, which is the smallest, grows with the tokens of as many requests at least.
     """
-    fixed, (tokens, seconds) = rounds[0][1], rounds[-1]
-    return fixed + max(0.0, seconds - fixed) * total / tokens
+    (_, fixed), *others = rounds
+    alike = [(seconds - fixed) / other.total for other, seconds in others if other.requests == shape.requests]
+    return fixed + max(0.0, *alike[-1:]) * shape.total if alike else fixed
 
 
 def merge_ranks(samples: Sequence[Sample]) -> Sample:
@@ -173,16 +168,11 @@ class _Stand:
             self._forwards["serial"] = _copy_forward(served, _SerialDevice(), "sequential", group)
         self._forward = self._forwards["whole"]
 
-    @property
-    def ways_alone(self) -> tuple[str, ...]:
-        """Those ways to run a batch in which ops run alone."""
-        return tuple(way for way in self._forwards if way in ("sequential", "serial"))
-
-    def run(self, shape: Shape, turn: int, ways: tuple[str, ...] = ()) -> list[_Run]:
+    def run(self, shape: Shape, turn: int) -> list[_Run]:
         """Run a batch of this shape once each way. Where ops run alone, turns take other cuts, for other loads."""
         cuts = shape.cuts
         alone = cuts[(turn + 1) % len(cuts)]
-        return [self._run(shape, way, cuts[0] if way == "alternate" else alone) for way in ways or self._forwards]
+        return [self._run(shape, way, cuts[0] if way == "alternate" else alone) for way in self._forwards]
 
     def __call__(
         self, input_ids: Any, positions: torch.Tensor, intermediate_tensors: Any = None, *_: Any, **kwargs: Any

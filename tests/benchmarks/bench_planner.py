@@ -31,7 +31,7 @@ MOST_SEARCH = 10.0  # seconds
 MOST_COLD = 20.0  # seconds
 MOST_CACHED = 50e-6  # seconds
 BYTES = 14336.0  # a token
-LOAD = Load(2047, 4e6, 2e6)
+LOAD = Load(2047, 2e6)
 PROMPT = Batch((4096,), 4096)
 MIXED = Batch((1,) * 200 + (800, 1700, 1200), 3700, context_lens=(1000,) * 203)
 DECODES = Batch((1,) * 256, 0, context_lens=(1000,) * 256)

@@ -180,7 +180,7 @@ DELETED = object()
         ("ops.attention.per_token_us", True, r"ops\.attention\.per_token_us is True; it must be a number"),
         ("ops.attention.per_token_us", DELETED, r"ops\.attention\.per_token_us is missing"),
         ("ops.attention.per_token", 1, r"ops\.attention\.per_token is unknown; known are fixed_us, per_token_us,"),
-        ("ops.attention.masked", 1, r"ops\.attention\.masked is 1; it must be true or false"),
+        ("ops.attention.per_context_pair_us", DELETED, r"ops\.attention\.per_context_pair_us is missing"),
         ("ops.mlp_reduce.bytes_per_token", -1, r"ops\.mlp_reduce\.bytes_per_token is -1"),
         ("ops.mlp_reduce.beta_us_per_byte", DELETED, r"ops\.mlp_reduce\.beta_us_per_byte is missing"),
         ("ops.mlp.alpha_us", 1, r"ops\.mlp\.fixed_us is unknown; known are alpha_us, beta_us_per_byte"),

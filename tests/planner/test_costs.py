@@ -20,7 +20,7 @@ from dbo_runtime.planner.sketch import sketch_program
 from tests.programs import record_chain, record_toy
 
 NAN, INF = float("nan"), float("inf")
-LOAD = Load(10, 100.0, 55.0)
+LOAD = Load(10, 55.0, 40.0)
 FULL = ComputeCost(fixed=1.0, per_token=2.0, weights=5.0, per_pair=0.5)
 
 
@@ -46,7 +46,7 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
         "mlp_norm": ComputeCost(fixed=2e-6),
         "mlp": ComputeCost(1 / 3e6, per_token=1e-6 / 7),
         "mlp_reduce": CommCost(20e-6, 1e-10, 14336),
-        "final_norm": ComputeCost(masked=False),
+        "final_norm": ComputeCost(),
     }
     values: dict[str, Any] = {
         "origin": make_origin(),
@@ -62,10 +62,10 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
 @pytest.mark.parametrize(
     ("query_lens", "context_lens", "load"),
     [
-        ([], (), Load(0, 0.0, 0.0)),
-        ([4], (), Load(4, 16.0, 10.0, prefills=1, long_pairs=64)),
-        ([1, 1], [7, 9], Load(2, 0.0, 0.0, decodes=2, decode_pairs=18)),
-        ([4, 1, 2], [10, 7, 0], Load(7, 4 * 14 + 2 * 2, 40 + 10 + 3, 2, 10, 1, 8, 4 * 14**2 + 2 * 2**2)),
+        ([], (), Load(0)),
+        ([4], (), Load(4, 10.0, prefills=1)),
+        ([1, 1], [7, 9], Load(2, decodes=2, decode_pairs=18)),
+        ([4, 1, 2], [10, 7, 0], Load(7, 10 + 3, 40, prefills=2, context=10, decodes=1, decode_pairs=8)),
     ],
 )
 def test_the_load_of_a_batch_is_counted(query_lens: list[int], context_lens: list[int], load: Load) -> None:
@@ -73,26 +73,28 @@ def test_the_load_of_a_batch_is_counted(query_lens: list[int], context_lens: lis
 
 
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(0, 40)), min_size=1, max_size=4))
-def test_causal_pairs_are_those_a_mask_leaves(requests: list[tuple[int, int]]) -> None:
-    pairs = [
-        (row, column, context)
+def test_pairs_are_those_a_causal_mask_leaves(requests: list[tuple[int, int]]) -> None:
+    visible = [
+        column < context
         for query, context in requests
         for row in range(query)
         for column in range(context + query)
+        if column <= context + row
     ]
     load = measure_load([query for query, _ in requests], [context for _, context in requests])
-    assert load.pairs == len(pairs)
-    assert load.causal_pairs == sum(column <= context + row for row, column, context in pairs)
+    assert load.context_pairs == sum(visible)
+    assert load.pairs == len(visible) - sum(visible)
 
 
 def test_what_a_backend_takes_for_a_decode_is_none_of_the_prefills() -> None:
     load = measure_load([3, 4], [5, 0], decode_len=3)
-    assert load == Load(7, 16.0, 10.0, prefills=1, decodes=3, decode_pairs=3 * 8, long_pairs=64)
+    assert load == Load(7, 10.0, prefills=1, decodes=3, decode_pairs=3 * 8)
 
 
-def test_attention_pays_for_what_it_does_beside_pairs() -> None:
-    load = Load(10, 0.0, 0.0, prefills=2, context=3, decodes=5, decode_pairs=7, long_pairs=11)
-    assert ComputeCost(per_long_pair=100).time(load) == 1100
+def test_attention_pays_for_all_it_does() -> None:
+    load = Load(10, 13, 11, prefills=2, context=3, decodes=5, decode_pairs=7)
+    assert ComputeCost(per_pair=100).time(load) == 1300
+    assert ComputeCost(per_context_pair=100).time(load) == 1100
     assert ComputeCost(per_prefill=100).time(load) == 200
     assert ComputeCost(per_context=100).time(load) == 300
     assert ComputeCost(per_decode=100).time(load) == 500
@@ -107,7 +109,7 @@ def test_contexts_of_other_requests_are_refused() -> None:
 def test_a_compute_op_pays_for_weights_or_tokens_whichever_is_more() -> None:
     assert FULL.time(LOAD) == 1 + 20 + 0.5 * 55
     assert FULL.time(LOAD._replace(tokens=2)) == 1 + 5 + 0.5 * 55
-    assert replace(FULL, masked=False).time(LOAD) == 1 + 20 + 0.5 * 100
+    assert replace(FULL, per_context_pair=0.25).time(LOAD) == 1 + 20 + 0.5 * 55 + 0.25 * 40
 
 
 def test_a_communication_op_pays_alpha_and_beta_for_each_byte() -> None:
@@ -132,10 +134,10 @@ def test_the_weight_share_is_what_does_not_shrink_with_the_tokens(cost: ComputeC
 
 @given(st.builds(ComputeCost, *[st.floats(0, 1)] * 4, st.booleans()), st.integers(0, 5000))
 def test_two_halves_cost_1_plus_the_weight_share(cost: ComputeCost, half: int) -> None:
-    load = Load(2 * half, 4.0 * half, 2.0 * half)
+    load = Load(2 * half, 2.0 * half, 4.0 * half)
     share = cost.weight_share(load)
     assert 0 <= share <= 1
-    assert 2 * cost.time(Load(half, 2.0 * half, 1.0 * half)) == pytest.approx((1 + share) * cost.time(load))
+    assert 2 * cost.time(Load(half, 1.0 * half, 2.0 * half)) == pytest.approx((1 + share) * cost.time(load))
 
 
 def test_times_are_those_of_the_programs_ops_in_their_order() -> None:

@@ -17,7 +17,8 @@ from tests.planner.test_costs import make_table
 from tests.programs import record_toy
 from tests.strategies import batches
 
-TOKENS_ONLY, DENSE, MASKED = Density(1.0), Density(0.0, pair=1.0), Density(0.0, causal_pair=1.0)
+TOKENS_ONLY = Density(1.0)
+MASKED, DENSE = Density(0.0, pair=1.0, context_pair=1.0), Density(0.0, pair=2.0, context_pair=1.0)
 PROMPT = Batch((10_000,), 10_000)
 
 
@@ -33,23 +34,22 @@ def cut_batches(draw: st.DrawFn) -> tuple[Batch, tuple[BatchSlice, ...]]:
 
 
 def count_load(batch: Batch, piece: BatchSlice) -> Load:
-    """Count the keys that each token of a micro-batch meets: of its own request, up to itself or the piece's end."""
-    load = Load(0, 0.0, 0.0)
+    """Count the keys that each token of a micro-batch meets: of its own request, up to itself, new and cached ones."""
+    load = Load(0)
     first = 0
     for length, context in zip(batch.query_lens, batch.contexts, strict=True):
         own = [token - first for token in range(piece.first_token, piece.last_token) if 0 <= token - first < length]
         first += length
-        pairs = float(sum(context + own[-1] + 1 for _ in own))
         load = load._replace(tokens=load.tokens + len(own))
         if len(own) > batch.decode_len:
             load = load._replace(
-                pairs=load.pairs + pairs,
-                causal_pairs=load.causal_pairs + sum(context + position + 1 for position in own),
+                pairs=load.pairs + sum(position - own[0] + 1 for position in own),
+                context_pairs=load.context_pairs + sum(context + own[0] for _ in own),
                 prefills=load.prefills + 1,
-                long_pairs=load.long_pairs + pairs * (context + own[-1] + 1),
                 context=load.context + context + own[0],
             )
         else:
+            pairs = sum(context + own[-1] + 1 for _ in own)
             load = load._replace(decodes=load.decodes + len(own), decode_pairs=load.decode_pairs + pairs)
     return load
 
@@ -61,13 +61,13 @@ def test_the_load_of_a_micro_batch_is_what_its_tokens_add_up_to(case: tuple[Batc
 
 
 @given(cut_batches())
-def test_cutting_loses_no_token_and_no_pair_that_a_mask_leaves(case: tuple[Batch, tuple[BatchSlice, ...]]) -> None:
+def test_cutting_loses_no_token_and_no_pair(case: tuple[Batch, tuple[BatchSlice, ...]]) -> None:
     batch, slices = case
     batch = replace(batch, decode_len=0)  # short pieces are prefills, too
     (whole,) = measure_slices(batch, slice_batch(batch, ()))
     loads = measure_slices(batch, slices)
     assert sum(load.tokens for load in loads) == whole.tokens
-    assert sum(load.causal_pairs for load in loads) == whole.causal_pairs
+    assert sum(load.pairs + load.context_pairs for load in loads) == whole.pairs + whole.context_pairs
     assert sum(load.pairs for load in loads) <= whole.pairs
 
 
@@ -112,7 +112,7 @@ def test_what_is_in_the_kv_cache_counts() -> None:
 @given(batches(), st.integers(2, 4))
 def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch, parts: int) -> None:
     batch = replace(batch, decode_len=0, cuttable=True)
-    density = Density(2.0, causal_pair=0.5)
+    density = Density(2.0, pair=0.5, context_pair=0.5)
     whole = density.weigh(measure_slices(batch, slice_batch(batch, ()))[0])
 
     def weigh_before(offset: int) -> float:
@@ -126,10 +126,8 @@ def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch,
 
 
 def test_the_density_is_what_all_layers_add_up_to() -> None:
-    further = {"per_prefill": 4e-6, "per_context": 5e-9, "per_decode": 6e-6, "per_decode_pair": 7e-9}
-    attention = ComputeCost(1e-6, 3e-6, 9e-6, 1e-9, True, **further, per_long_pair=8e-12)
-    dense = ComputeCost(per_token=2e-6, per_pair=8e-9, masked=False)
-    table = make_table({"attention": attention, "mlp": dense})
+    attention = ComputeCost(1e-6, 3e-6, 9e-6, 1e-9, 8e-9, 4e-6, 5e-9, 6e-6, 7e-9)
+    table = make_table({"attention": attention, "mlp": ComputeCost(per_token=2e-6, per_pair=7e-9)})
     density = find_density(table, record_toy(layers=3))
-    expected = Density(15e-6, 24e-9, 3e-9, 12e-6, 15e-9, 18e-6, 21e-9, 24e-12)
+    expected = Density(15e-6, 24e-9, 24e-9, 12e-6, 15e-9, 18e-6, 21e-9)
     assert density == Density(*(pytest.approx(getattr(expected, name)) for name in Density.__slots__))

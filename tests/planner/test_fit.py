@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,19 +18,21 @@ from dbo_runtime.planner.load import Load, measure_load
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPTS = tuple(measure_load([size], ()) for size in SIZES)
-# Requests of many lengths, some with a context: without these, dense and masked attention look alike.
+# As calibration measures: requests of many lengths, one as long as can be, and some with a context, without which new and
+# cached pairs cannot be told apart.
 MIXED = (
     *(measure_load([size // 4] * 4, ()) for size in SIZES),
     *(measure_load([size], [1024]) for size in SIZES[::2]),
+    PROMPTS[-1],
 )
 UNSEEN = (measure_load([3000], ()), measure_load([512, 700], [100, 0]), measure_load([1500], [1500]))
 
 LINE = ComputeCost(20e-6, 1e-6)
 FLAT = ComputeCost(50e-6)
 HINGE = ComputeCost(10e-6, 1e-6, weights=300e-6)
-MASKED = ComputeCost(20e-6, 1e-6, per_pair=1e-9)
-DENSE = ComputeCost(20e-6, 1e-6, per_pair=1e-9, masked=False)
-MASKED_HINGE = ComputeCost(20e-6, 1e-6, 200e-6, 1e-9)
+MASKED = ComputeCost(20e-6, 1e-6, per_pair=1e-9, per_context_pair=1e-9)
+DENSE = ComputeCost(20e-6, 1e-6, per_pair=2e-9, per_context_pair=1e-9)
+MASKED_HINGE = replace(MASKED, weights=200e-6)
 REDUCE = CommCost(30e-6, 1e-10, 14336)
 
 
@@ -106,11 +108,15 @@ def test_one_small_size_that_took_long_makes_no_kink() -> None:
     assert fit(samples).weights == 0
 
 
-def test_attention_is_taken_for_masked_where_only_whole_prompts_were_measured() -> None:
-    """In a prompt without context, half the dense pairs and the masked ones differ by half a token's worth."""
-    found = [fit(measure_badly(DENSE, PROMPTS, noise=0.02, seed=seed)) for seed in range(5)]
-    assert all(cost.masked for cost in [*found, fit(measure(DENSE, PROMPTS))])
-    assert not fit(measure(DENSE, MIXED)).masked
+def test_cached_pairs_are_taken_to_cost_what_new_ones_do_where_none_was_measured() -> None:
+    found = fit(measure(DENSE, PROMPTS))
+    assert found.per_pair == found.per_context_pair == pytest.approx(DENSE.per_pair)
+
+
+def test_a_few_long_prompts_are_not_outvoted_by_many_short_ones() -> None:
+    short = [measure_load([16], [context]) for context in range(60)]
+    found = fit(measure_badly(DENSE, [*short, *PROMPTS], noise=0.05))
+    assert found.time(PROMPTS[-1]) == pytest.approx(DENSE.time(PROMPTS[-1]), rel=0.1)
 
 
 def test_no_more_terms_are_fitted_than_measurements_can_tell() -> None:
@@ -151,10 +157,10 @@ def test_small_and_large_sizes_count_alike() -> None:
 
 
 def test_the_error_is_the_median_over_the_loads() -> None:
-    samples = [Sample("op", "comm", Load(size, 0, 0), seconds) for size, seconds in ((1, 1.0), (2, 1.0), (3, 1.0))]
+    samples = [Sample("op", "comm", Load(size), seconds) for size, seconds in ((1, 1.0), (2, 1.0), (3, 1.0))]
     assert fit_costs(samples, 1)[1]["op"] == pytest.approx(0, abs=1e-9)
-    rising = [*samples, Sample("op", "comm", Load(4, 0, 0), 0.5)]
-    alpha = fit_costs(rising, 1)[0]["op"].time(Load(0, 0, 0))  # the slope cannot be negative
+    rising = [*samples, Sample("op", "comm", Load(4), 0.5)]
+    alpha = fit_costs(rising, 1)[0]["op"].time(Load(0))  # the slope cannot be negative
     assert fit_costs(rising, 1)[1]["op"] == pytest.approx(abs(alpha - 1.0))
 
 
@@ -173,7 +179,7 @@ def test_samples_beside_another_lane_do_not_count_as_costs() -> None:
     [
         ([], 1, "no op was measured; measure unsplit steps of at least two sizes"),
         (measure(LINE, PROMPTS[:1] * 3), 1, "op op was measured at 32 tokens only; measure unsplit steps of at least"),
-        (measure(LINE, [Load(8, 1, 1), Load(8, 2, 2)]), 1, "op op was measured at 8 tokens only"),
+        (measure(LINE, [Load(8, 1), Load(8, 2)]), 1, "op op was measured at 8 tokens only"),
         (measure(LINE, PROMPTS, beside=1e-9), 1, "op op was measured only beside another lane, never alone"),
         (measure(REDUCE, PROMPTS), 0, "bytes_per_token is 0; it must be above 0, because op op communicates"),
         (measure(LINE, PROMPTS) + measure(REDUCE, PROMPTS), 1, "op op runs on lanes comm and compute"),
@@ -220,9 +226,9 @@ def test_disturbed_samples_hardly_change_contention() -> None:
     ("samples", "factor"),
     [
         (measure(LINE, PROMPTS), 1.0),  # nothing beside
-        ([Sample("op", "compute", Load(100, 0, 0), 100e-6, 100e-6)], 1.0),  # faster than alone
-        ([Sample("op", "compute", Load(100, 0, 0), 12.0, 12.0)], MOST_CONTENTION),
-        ([Sample("op", "compute", Load(100, 0, 0), 13.0, 1.0)], 1.0),  # all work was done without the other lane
+        ([Sample("op", "compute", Load(100), 100e-6, 100e-6)], 1.0),  # faster than alone
+        ([Sample("op", "compute", Load(100), 12.0, 12.0)], MOST_CONTENTION),
+        ([Sample("op", "compute", Load(100), 13.0, 1.0)], 1.0),  # all work was done without the other lane
     ],
 )
 def test_contention_stays_within_reason(samples: list[Sample], factor: float) -> None:
@@ -242,8 +248,8 @@ def test_decodes_and_cached_tokens_are_told_apart_from_prefills() -> None:
     attention = ComputeCost(
         50e-6,
         1e-6,
-        per_pair=2e-9,
-        masked=False,
+        per_pair=4e-9,
+        per_context_pair=2e-9,
         per_prefill=90e-6,
         per_context=4e-6,
         per_decode=7e-6,

@@ -146,14 +146,14 @@ def test_no_policy_is_predicted_faster_than_what_is_searched_for(
         for op in program.ops[:4]
     }
     planner = Planner(program, make_table(program, costs, contention=contention), FEW_STATES)
-    load = [Load(1023, 0.0, 0.0)] * micro_batches  # the middle of a bucket: orders are searched for there
+    load = [Load(1023)] * micro_batches  # the middle of a bucket: orders are searched for there
     found = planner.predict_split(load, ALWAYS)
     for policy in (("alternate", 0), ("staggered", 1), ("sequential", 0)):
         assert found <= planner.predict_split(load, replace(ALWAYS, policy=policy)) * 1.01  # shares are rounded
 
 
 def test_attention_moves_the_cut_to_where_both_parts_cost_the_same() -> None:
-    quadratic = {**COSTS, "attention": ComputeCost(per_pair=1e-10)}
+    quadratic = {**COSTS, "attention": ComputeCost(per_pair=1e-10, per_context_pair=1e-10)}
     planner = Planner(PROGRAM, make_table(PROGRAM, quadratic), FEW_STATES)
     choice = split(planner, PROMPT, replace(AUTO, micro_batches=2))
     assert choice.slices[0].size == pytest.approx(PROMPT.tokens / 2**0.5, rel=0.01)

@@ -62,7 +62,7 @@ def change_ops(table: CostTable, change: Callable[[Cost], Cost]) -> CostTable:
 
 def drop_overheads(table: CostTable, tokens: int) -> CostTable:
     """Return costs that are the same at *tokens* and go down in proportion to them."""
-    load = Load(tokens, 0.0, 0.0)
+    load = Load(tokens)
 
     def change(cost: Cost) -> Cost:
         if isinstance(cost, CommCost):

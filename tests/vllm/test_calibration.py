@@ -52,7 +52,7 @@ def name_ops(program: Program) -> Counter[str]:
 def assert_complete(found: Measurements, ops: Counter[str]) -> None:
     """Assert that there are runs of all ops and steps, and of each op some alone at every load."""
     expected = Counter(dict.fromkeys(WAYS, len(FEW_SHAPES) * MOST_REPEATS))
-    assert Counter(step.way for step in found.steps) == expected + Counter(["sequential"])  # the longest, first
+    assert Counter(step.way for step in found.steps) == expected
     loads = {way: {step.loads for step in found.steps if step.way == way} for way in WAYS}
     assert loads == {"whole": {(s.measure_load(),) for s in FEW_SHAPES}, "sequential": ALONE, "alternate": IN_TURNS}
     assert all(step.seconds > step.idle >= 0 for step in found.steps)
@@ -115,7 +115,7 @@ def test_a_shape_is_cut_between_requests_or_inside_the_only_one(shape: Shape) ->
 
 
 def count_pairs(load: Load) -> float:
-    return load.causal_pairs + load.decode_pairs
+    return load.pairs + load.context_pairs + load.decode_pairs
 
 
 def test_the_tail_of_a_request_that_is_cut_inside_has_its_head_as_context() -> None:
@@ -126,21 +126,23 @@ def test_the_tail_of_a_request_that_is_cut_inside_has_its_head_as_context() -> N
 
 def test_a_shape_is_repeated_in_half_of_the_time_that_is_left() -> None:
     assert choose_repeats(left=100.0, round_seconds=0.1) == MOST_REPEATS
-    assert choose_repeats(left=8.0, round_seconds=1.0) == 4
+    assert choose_repeats(left=100.0, round_seconds=10.0) == 2  # the two cuts
+    assert choose_repeats(left=4.0, round_seconds=1.0) == 2
     assert choose_repeats(left=3.9, round_seconds=1.0) == 1
     assert choose_repeats(left=1.9, round_seconds=1.0) == 0
     assert choose_repeats(left=-1.0, round_seconds=1.0) == 0
 
 
-def test_a_round_is_expected_to_take_what_the_first_did_and_more_with_more_tokens() -> None:
-    assert expect_round([(1, 0.0)], 100) == 0.0  # nothing is known
-    assert expect_round([(2, 1.0)], 100) == 1.0
-    assert expect_round([(2, 1.0), (8, 0.9)], 100) == 1.0
-    assert expect_round([(2, 1.0), (8, 0.9), (10, 3.0)], 40) == 1.0 + 2.0 * 4
+def test_a_round_is_expected_to_take_what_the_first_did_and_more_with_more_tokens_of_as_many_requests() -> None:
+    first, prompt, longer = (Shape(2, 1, 16), 1.0), (Shape(1, 8), 0.9), (Shape(1, 10), 3.0)
+    assert expect_round([first], Shape(1, 100)) == 1.0
+    assert expect_round([first, prompt], Shape(1, 100)) == 1.0
+    assert expect_round([first, prompt, longer], Shape(1, 40)) == 1.0 + 2.0 * 4
+    assert expect_round([first, longer], Shape(8, 5)) == 1.0  # eight short prompts are none of a long one's concern
 
 
 def test_of_ranks_the_mean_computation_and_the_shortest_communication_count() -> None:
-    load = Load(4, 16, 10)
+    load = Load(4, 10)
     compute = [Sample("mlp", "compute", load, seconds, beside) for seconds, beside in ((3.0, 1.0), (5.0, 0.0))]
     comm = [Sample("reduce", "comm", load, seconds, beside) for seconds, beside in ((3.0, 1.0), (2.0, 0.5))]
     assert merge_ranks(compute) == Sample("mlp", "compute", load, 4.0, 0.5)
@@ -164,15 +166,11 @@ def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> Non
     ops = name_ops(one_rank.runner.get_model().forward.runtime.program)
     found, told = one_rank.llm.collective_rpc(measure_few)[0]
     assert_complete(found, ops)
-    runs = 1 + 2 * len(FEW_SHAPES) * MOST_REPEATS  # the longest, then two ways of each
+    runs = 2 * len(FEW_SHAPES) * MOST_REPEATS  # two ways of each
     assert len(found.samples) == ops.total() * 2 * runs  # micro-batches
-    longest = (0, len(FEW_SHAPES), str(FEW_SHAPES[-1]))
-    assert told == [longest, *enumerate_shapes(), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
-    assert told[1] == (0, len(FEW_SHAPES), "2 x 1 tokens after 16")
-
-
-def enumerate_shapes() -> list[tuple[int, int, str]]:
-    return [(number, len(FEW_SHAPES), str(shape)) for number, shape in enumerate(FEW_SHAPES)]
+    shapes = [(number, len(FEW_SHAPES), str(shape)) for number, shape in enumerate(FEW_SHAPES)]
+    assert told == [*shapes, (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
+    assert told[0] == (0, len(FEW_SHAPES), "2 x 1 tokens after 16")
 
 
 def test_nothing_is_left_behind(one_rank: Engine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,12 +221,12 @@ def test_a_model_that_cannot_be_split_is_told_why(one_rank: Engine) -> None:
         one_rank.llm.collective_rpc(measure_few)
 
 
-def test_without_time_the_longest_prompt_is_run_once_and_no_other(one_rank: Engine) -> None:
+def test_without_time_the_smallest_batch_is_run_once_and_no_other(one_rank: Engine) -> None:
     found, told = one_rank.llm.collective_rpc(measure_few, args=(0.0,))[0]
-    longest = FEW_SHAPES[-1]
-    assert longest.requests == 1
-    assert [(step.way, step.loads) for step in found.steps] == [("sequential", longest.measure_parts(longest.cuts[1]))]
-    assert told == [(0, len(FEW_SHAPES), str(longest)), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
+    smallest = FEW_SHAPES[0]
+    assert [step.way for step in found.steps] == ["whole", "sequential", "alternate"]
+    assert {step.loads for step in found.steps[1:]} == {smallest.measure_parts(1)}
+    assert told == [(0, len(FEW_SHAPES), str(smallest)), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
 
 
 def test_tensor_parallel_ranks_measure_the_same(two_ranks: Engine) -> None:

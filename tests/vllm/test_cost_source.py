@@ -397,7 +397,7 @@ def make_steps(sizes: tuple[int, ...], spread: tuple[float, ...] = (1.0,)) -> li
     planner = Planner(PROGRAM, replace(TABLE, host=HostCost(handover=HANDOVER)))
     steps = []
     for tokens in sizes:
-        whole, half = Load(tokens, 0.0, 0.0), Load(tokens // 2, 0.0, 0.0)
+        whole, half = Load(tokens), Load(tokens // 2)
         seconds = {"whole": planner.predict_whole(whole), "alternate": planner.predict_split([half] * 2, ALTERNATE)}
         for factor in spread:
             steps.append(StepSample("sequential", (half, half), 1.0, HANDOVERS * HANDOVER * factor))
@@ -442,13 +442,13 @@ def test_without_steps_costs_stay_as_they_are() -> None:
 
 def test_idle_time_below_nothing_is_no_handover() -> None:
     """Rounding of a timeline in which no lane is ever idle."""
-    loads = (Load(64, 0.0, 0.0),) * 2
+    loads = (Load(64),) * 2
     assert fit_steps(TABLE, PROGRAM, [StepSample("sequential", loads, 1.0, -1e-18)])[0].host.handover == 0.0
 
 
 def test_a_rest_is_fitted_to_medians_of_repeats_and_to_relative_errors() -> None:
     def run(tokens: int, seconds: float, predicted: float) -> tuple[StepSample, float]:
-        return StepSample("whole", (Load(tokens, 0.0, 0.0),), seconds, 0.0), predicted
+        return StepSample("whole", (Load(tokens),), seconds, 0.0), predicted
 
     assert fit_rest([]) == (0.0, 0.0)
     disturbed = [run(10, 3.0, 1.0), run(10, 3.0, 1.0), run(10, 99.0, 1.0)]
