@@ -20,7 +20,7 @@ from two_hosts import OPTIONS, add_host_arguments, join_tensor_parallel, run_on_
 
 MODES = ("off", "auto", "always")
 NO_LIMIT = "none"
-MOST_REPEATS, ENOUGH = 25, 3.0  # short steps are disturbed most: they are repeated so often, or for so many seconds
+MOST_REPEATS, ENOUGH = 60, 3.0  # short steps are disturbed most: they are repeated so often, or for so many seconds
 TITLES = (
     f"{'tokens':>7}{'off':>11}{'always':>11}{'auto':>11}{'off/auto':>10}  {'auto':<6}"
     f"{'predicted whole':>17}{'split':>11}{'errors':>11}"

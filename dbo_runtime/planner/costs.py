@@ -100,7 +100,7 @@ class ComputeCost(_Numbers):
         return min(max(2 * self._time(load, 0.5) / whole - 1, 0.0), 1.0) if whole else 0.0
 
     def _time(self, load: Load, share: float) -> float:
-        attention = sum(getattr(self, rate) * getattr(load, amount) for rate, amount in ATTENTION.items())
+        attention: float = sum(getattr(self, rate) * getattr(load, amount) for rate, amount in ATTENTION.items())
         return self.fixed + max(self.weights, self.per_token * load.tokens * share) + attention * share
 
 

@@ -35,7 +35,8 @@ class Density:
 
     def weigh(self, load: Load) -> float:
         """Return the seconds that a load costs."""
-        return sum(rate * amount for rate, amount in zip(astuple(self), load, strict=True))
+        seconds: float = sum(rate * amount for rate, amount in zip(astuple(self), load, strict=True))
+        return seconds
 
 
 def find_density(table: CostTable, program: Program) -> Density:

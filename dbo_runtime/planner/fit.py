@@ -77,7 +77,7 @@ class _Points(NamedTuple):
         the square of it.
         """
         count = len(self.loads)
-        return max(richer, EXACT) < max(simpler, EXACT) * count ** (-terms / count)
+        return max(richer, EXACT) < max(simpler, EXACT) * math.pow(count, -terms / count)
 
 
 class _Model(NamedTuple):
@@ -251,9 +251,10 @@ def _list_kinks(points: _Points) -> list[float]:
 
 def _fit_model(model: _Model, points: _Points) -> _Fit:
     tokens = points.column("tokens")
-    columns = [np.ones(len(tokens)), tokens * (tokens > model.kink)]
+    flat = tokens <= model.kink
+    columns: list[_Array] = [np.ones(len(tokens)), tokens * ~flat]
     if model.kink:
-        columns.append(1.0 * (tokens <= model.kink))
+        columns.append(flat.astype(np.float64))
     solution = _solve([*columns, *(points.column(ATTENTION[rate]) for rate in model.attention)], points)
     fixed, per_token, *weights = solution[: len(columns)]
     attention = dict(zip(model.attention, solution[len(columns) :], strict=True))

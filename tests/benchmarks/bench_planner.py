@@ -39,7 +39,7 @@ BATCHES = {"a prompt": PROMPT, "decodes and prompts": MIXED, "decodes": DECODES}
 
 COSTS: dict[str, Cost] = {
     "attn_norm": ComputeCost(3e-6, 5e-9),
-    "attention": ComputeCost(20e-6, 0.25e-6, 60e-6, 2e-11),
+    "attention": ComputeCost(20e-6, 0.25e-6, 60e-6, 2e-11, 2e-11),
     "attn_reduce": CommCost(25e-6, 0.09e-6 / BYTES, BYTES),
     "mlp_norm": ComputeCost(3e-6, 5e-9),
     "dispatch": CommCost(40e-6, 0.12e-6 / BYTES, BYTES),

@@ -251,7 +251,7 @@ def test_equal_tables_have_equal_digests_whatever_the_order_and_the_kind_of_thei
     "changes",
     [
         {"ops": {"mlp": ComputeCost(1e-6)}},
-        {"ops": {"final_norm": ComputeCost()}},
+        {"ops": {"final_norm": ComputeCost(per_context_pair=1e-9)}},
         {"host": HostCost()},
         {"contention": {}},
         {"errors": {}},

@@ -18,8 +18,8 @@ from dbo_runtime.planner.load import Load, measure_load
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPTS = tuple(measure_load([size], ()) for size in SIZES)
-# As calibration measures: requests of many lengths, one as long as can be, and some with a context, without which new and
-# cached pairs cannot be told apart.
+# As calibration measures: requests of many lengths, one as long as can be, and some with a context, without which new
+# and cached pairs cannot be told apart.
 MIXED = (
     *(measure_load([size // 4] * 4, ()) for size in SIZES),
     *(measure_load([size], [1024]) for size in SIZES[::2]),

@@ -316,10 +316,10 @@ def test_decodes_are_resized_by_their_number() -> None:
 
 def test_tensor_parallel_scales_by_the_formulas() -> None:
     table = make_pair()
-    known = replace(table, ops={"work": ComputeCost(1.0, 8.0, 6.0, 4.0), "send": CommCost(3.0, 7.0, 2.0)})
+    known = replace(table, ops={"work": ComputeCost(1.0, 8.0, 6.0, 4.0, 8.0, 3.0, 4.0), "send": CommCost(3.0, 7.0, 2.0)})
     known = replace(known, origin=make_origin(parallel={"tensor": 8, "data": 3}))
     found = scale_tensor(known, 32)
-    assert found.ops["work"] == ComputeCost(1.0, 2.0, 1.5, 1.0)  # what each rank pays stays
+    assert found.ops["work"] == ComputeCost(1.0, 2.0, 1.5, 1.0, 2.0, 3.0, 1.0)  # what each rank pays stays
     assert found.ops["send"] == CommCost(3.0 * 5 / 3, 7.0 * (31 / 32) / (7 / 8), 2.0)
     assert found.origin.parallel == {"tensor": 32, "data": 3}
     assert (found.origin.kind, found.program) == ("modelled", known.program)
