@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, groupby
 from statistics import median
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs import ATTENTION, CommCost, ComputeCost, Cost
 from dbo_runtime.planner.load import Load
+from dbo_runtime.planner.samples import Sample, find_lane, group_by_op
 from dbo_runtime.program import COMM
 
 _Array = npt.NDArray[np.float64]
@@ -32,19 +32,6 @@ TICK = 1e-9
 
 # A buffer that takes the first bytes of a message at once is looked for if there are that many sizes, at that many.
 SIZES_FOR_BUFFER, BUFFERS_TRIED = 6, 60
-
-# Sharing a device or its memory may slow a lane by this much; a greater figure is a disturbed measurement.
-MOST_CONTENTION = 10.0
-
-
-class Sample(NamedTuple):
-    """One measured run of an op."""
-
-    op: str
-    lane: str
-    load: Load
-    seconds: float
-    beside: float = 0.0  # seconds of it during which another lane ran
 
 
 class _Points(NamedTuple):
@@ -108,80 +95,14 @@ def fit_costs(samples: Iterable[Sample], bytes_per_token: float) -> tuple[dict[s
     """
     costs: dict[str, Cost] = {}
     errors: dict[str, float] = {}
-    for op, of_op in _group_by_op(samples).items():
-        lane = _find_lane(op, of_op)
+    for op, of_op in group_by_op(samples).items():
+        lane = find_lane(op, of_op)
         points = _reduce_repeats(op, of_op)
         costs[op] = _fit_comm(op, points, bytes_per_token) if lane == COMM else _fit_compute(points)
         errors[op] = float(np.median(np.abs(_find_errors(costs[op], points))))
     if not costs:
         raise ConfigError("no op was measured; measure unsplit steps of at least two sizes.")
     return costs, errors
-
-
-def fit_contention(costs: Mapping[str, Cost], samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the factor by which each measured lane is slower while another lane runs; 1 where none ran beside it.
-
-    An op that takes d seconds, o of them beside another lane, does (d - o) + o / factor of work, and alone it takes
-    that long: as it was measured alone at the same load, or what it costs. So factor = o / (alone - (d - o)), both
-    summed over the middle half of an op's repeats at one load: those neither shortest nor longest. Of these factors
-    the median counts, by the time that each stands for: small ops are disturbed by much that is no contention.
-
-    Raises:
-        ConfigError: if an op has no cost, or a duration is impossible.
-    """
-    factors: dict[str, list[tuple[float, float]]] = defaultdict(list)  # with weights, by lane
-    for op, of_op in _group_by_op(samples).items():
-        if op not in costs:
-            raise ConfigError(f"op {op} was measured beside another lane but has no cost; measure it alone, too.")
-        lane = _find_lane(op, of_op)
-        factors[lane] += []
-        by_load = sorted(of_op, key=lambda sample: sample.load)
-        for load, repeats in groupby(by_load, key=lambda sample: sample.load):
-            found = _find_contention(list(repeats), costs[op].time(load))
-            if found is not None:
-                factors[lane].append(found)
-    return {lane: min(max(_find_middle(found), 1.0), MOST_CONTENTION) for lane, found in factors.items()}
-
-
-def _find_contention(repeats: Sequence[Sample], cost: float) -> tuple[float, float] | None:
-    """Return the factor of an op at one load, with the seconds that it stands for; None if it says nothing."""
-    measured_alone = [sample.seconds for sample in repeats if not sample.beside]
-    alone = median(measured_alone) if measured_alone else cost
-    overlapped = sorted((sample for sample in repeats if sample.beside), key=lambda sample: sample.seconds)
-    extreme = (len(overlapped) + 1) // 4
-    middle = overlapped[extreme : len(overlapped) - extreme]
-    beside = sum(sample.beside for sample in middle)
-    work = sum(alone - (sample.seconds - sample.beside) for sample in middle)
-    return (beside / work, beside) if beside > 0 and work > 0 else None
-
-
-def _find_middle(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the value on either side of which lies half of the weight; 1 without any."""
-    half = sum(weight for _, weight in weighted) / 2
-    for value, weight in sorted(weighted):
-        half -= weight
-        if half <= 0:
-            return value
-    return 1.0
-
-
-def _group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    groups: dict[str, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        if not (0 <= sample.beside <= sample.seconds < math.inf):
-            raise ConfigError(
-                f"op {sample.op} has a sample of {sample.seconds:g} s, of which {sample.beside:g} s beside another "
-                f"lane; durations are finite, and a part is at most the whole. Measure again."
-            )
-        groups[sample.op].append(sample)
-    return groups
-
-
-def _find_lane(op: str, samples: Sequence[Sample]) -> str:
-    lanes = sorted({sample.lane for sample in samples})
-    if len(lanes) > 1:
-        raise ConfigError(f"op {op} runs on lanes {' and '.join(lanes)}; ops named alike cost alike: rename one.")
-    return lanes[0]
 
 
 def _reduce_repeats(op: str, samples: Sequence[Sample]) -> _Points:

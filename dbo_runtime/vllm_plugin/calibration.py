@@ -32,8 +32,8 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.fit import Sample
 from dbo_runtime.planner.load import Load
+from dbo_runtime.planner.samples import Sample
 from dbo_runtime.program import COMPUTE, Program
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError, DboError
+from dbo_runtime.planner.contention import fit_contention
 from dbo_runtime.planner.cost_file import format_costs, load_costs, parse_costs, save_costs
 from dbo_runtime.planner.costs import CostTable, HostCost, Origin
-from dbo_runtime.planner.fit import fit_contention, fit_costs
+from dbo_runtime.planner.fit import fit_costs
 from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.planner import Planner
 from dbo_runtime.planner.sketch import sketch_program

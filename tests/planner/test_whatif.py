@@ -316,7 +316,9 @@ def test_decodes_are_resized_by_their_number() -> None:
 
 def test_tensor_parallel_scales_by_the_formulas() -> None:
     table = make_pair()
-    known = replace(table, ops={"work": ComputeCost(1.0, 8.0, 6.0, 4.0, 8.0, 3.0, 4.0), "send": CommCost(3.0, 7.0, 2.0)})
+    known = replace(
+        table, ops={"work": ComputeCost(1.0, 8.0, 6.0, 4.0, 8.0, 3.0, 4.0), "send": CommCost(3.0, 7.0, 2.0)}
+    )
     known = replace(known, origin=make_origin(parallel={"tensor": 8, "data": 3}))
     found = scale_tensor(known, 32)
     assert found.ops["work"] == ComputeCost(1.0, 2.0, 1.5, 1.0, 2.0, 3.0, 1.0)  # what each rank pays stays

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Decline
 from dbo_runtime.errors import UnsupportedError
-from dbo_runtime.planner.fit import Sample
 from dbo_runtime.planner.load import Load, measure_load
+from dbo_runtime.planner.samples import Sample
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.calibration import (
     MOST_REPEATS,
