@@ -108,6 +108,8 @@ class ComputeCost(_Numbers):
 class CommCost(_Numbers):
     """What a communication op takes: alpha + beta * (bytes - free_bytes), the model of Hockney (1994) with a buffer.
 
+    The buffer empties while nothing is sent: what follows another op at once finds it full, and takes `credit` longer.
+
     Attributes:
         alpha: seconds however little is sent.
         beta: seconds a byte.
@@ -123,6 +125,10 @@ class CommCost(_Numbers):
     def time(self, load: Load) -> float:
         """Return seconds."""
         return self.alpha + self.beta * max(self.bytes_per_token * load.tokens - self.free_bytes, 0.0)
+
+    def credit(self, load: Load) -> float:
+        """Return the seconds that the buffer saves."""
+        return self.beta * min(self.bytes_per_token * load.tokens, self.free_bytes)
 
 
 Cost = ComputeCost | CommCost
@@ -229,6 +235,11 @@ class CostTable:
             return [seconds[op.name] for op in program.ops]
         except KeyError as name:
             raise ConfigError(f"op {name} has no cost: the costs are of another program; {CALIBRATE}.") from None
+
+    def credits(self, program: Program, load: Load) -> list[float]:
+        """Return the seconds of each op that a lane which has rested spares, in program order."""
+        spared = {name: cost.credit(load) for name, cost in self.ops.items() if isinstance(cost, CommCost)}
+        return [spared.get(op.name, 0.0) for op in program.ops]
 
     def check_fits(self, machine: Mapping[str, str], model: Mapping[str, str], parallel: Mapping[str, int]) -> None:
         """Raise ConfigError, listing all that differs, unless the costs are of this machine, model and layout."""

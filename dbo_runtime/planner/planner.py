@@ -125,9 +125,9 @@ class Planner:
         """Return the seconds of a step split into micro-batches of these loads."""
         return self._predictor.predict_split(self._find_order(loads, config), loads) * self.correction.factor(SPLIT)
 
-    def draw_timeline(self, loads: Sequence[Load], config: RuntimeConfig) -> Timeline:
+    def draw_timeline(self, schedule: Schedule, loads: Sequence[Load]) -> Timeline:
         """Return when each op would run in a step split into micro-batches of these loads."""
-        return self._predictor.simulate(self._find_order(loads, config).schedule, loads)
+        return self._predictor.simulate(schedule, loads)
 
     def find_schedule(self, loads: Sequence[Load], config: RuntimeConfig) -> Schedule:
         """Return the schedule of a step split into micro-batches of these loads."""

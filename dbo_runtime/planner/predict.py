@@ -23,9 +23,16 @@ NO_CONTENTION: Mapping[str, float] = {}
 
 
 def predict_timeline(
-    schedule: Schedule, cost: Cost, contention: Mapping[str, float] = NO_CONTENTION, host: HostCost | None = None
+    schedule: Schedule,
+    cost: Cost,
+    contention: Mapping[str, float] = NO_CONTENTION,
+    host: HostCost | None = None,
+    credit: Cost | None = None,
 ) -> Timeline:
     """Return when each op of *schedule* will run if ops cost *cost* seconds by themselves; no op is run.
+
+    *cost* is what an op takes on a lane that has rested. It takes up to *credit* seconds more on one that has not: for
+    each second that the lane has rested, one less. None stands for no credit.
 
     While another lane runs, too, a lane is slower by its factor of *contention* (1 if not given). The host takes
     `host.issue` seconds for each step; if it `computes`, it issues nothing while an op is on the compute lane, or waits
@@ -34,7 +41,7 @@ def predict_timeline(
 
     Without contention, and with a host that does not compute, this is `devices.virtual.simulate`.
     """
-    return _Prediction(schedule, cost, contention, host or HostCost()).run()
+    return _Prediction(schedule, cost, contention, host or HostCost(), credit or _give_none).run()
 
 
 @dataclass(slots=True)
@@ -52,12 +59,14 @@ class _Prediction:
     cost: Cost
     contention: Mapping[str, float]
     host: HostCost
+    credit: Cost
     now: float = 0.0
     issued: int = 0
     host_free: float = 0.0  # when the next step will have been issued; infinite while the host is kept
     kept_by: int | None = None  # the step that keeps the host
     queues: dict[str, deque[int]] = field(default_factory=dict)
     running: dict[str, _Running] = field(default_factory=dict)
+    lane_ends: dict[str, float] = field(default_factory=dict)
     ended: dict[Issue, float] = field(default_factory=dict)
     spans: dict[int, Span] = field(default_factory=dict)
 
@@ -90,7 +99,9 @@ class _Prediction:
                 step = self.schedule.steps[queue[0]]
                 if self._find_arrival(step) <= self.now:
                     number = queue.popleft()
-                    self.running[lane] = _Running(number, self.now, self.cost(step))
+                    rested = self.now - self.lane_ends.get(lane, -math.inf)
+                    lacking = max(self.credit(step) - rested, 0.0)
+                    self.running[lane] = _Running(number, self.now, self.cost(step) + lacking)
                     if number == self.kept_by and not self._computes(step):
                         self._release_host(self.now)
 
@@ -116,7 +127,7 @@ class _Prediction:
     def _end(self, lane: str, op: _Running, time: float) -> None:
         step = self.schedule.steps[op.number]
         self.spans[op.number] = Span(lane, step.op.label, step.issue.micro_batch, op.start, time)
-        self.ended[step.issue] = time
+        self.ended[step.issue] = self.lane_ends[lane] = time
         del self.running[lane]
         if op.number == self.kept_by:
             self._release_host(time)
@@ -137,3 +148,7 @@ class _Prediction:
 
     def _computes(self, step: Step) -> bool:
         return self.host.computes and step.op.lane == COMPUTE
+
+
+def _give_none(step: Step) -> float:
+    return 0.0

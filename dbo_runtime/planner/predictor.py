@@ -74,9 +74,10 @@ class Predictor:
 
     def simulate(self, schedule: Schedule, loads: Sequence[Load]) -> Timeline:
         """Return when each op would run."""
-        return self.simulate_times(
-            schedule, [self._table.times(self._program, load) for load in loads], self._table.host
-        )
+        times = [self._table.times(self._program, load) for load in loads]
+        credits = [self._table.credits(self._program, load) for load in loads]
+        cost, credit = partial(_look_up, times), partial(_look_up, credits)
+        return predict_timeline(schedule, cost, self._table.contention, self._table.host, credit)
 
     def simulate_times(self, schedule: Schedule, times: Sequence[Sequence[float]], host: HostCost) -> Timeline:
         """Return when each op would run if ops took *times* by themselves [micro-batches][ops]."""

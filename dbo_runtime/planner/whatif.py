@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,11 +17,9 @@ from dbo_runtime.planner.estimate import Estimator, resize_batch
 from dbo_runtime.planner.jobs import make_jobs
 from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.planner import Choice, Planner, list_parts
-from dbo_runtime.planner.predict import predict_timeline
 from dbo_runtime.planner.search import ROUNDING, find_order
 from dbo_runtime.planner.sketch import record_sketch
 from dbo_runtime.program import COMPUTE
-from dbo_runtime.schedule import Step
 
 MOST_STATES = 500_000  # of the search that proves the order of two micro-batches best: seconds
 
@@ -154,9 +151,9 @@ def find_break_even(estimator: Estimator, batch: Batch, config: RuntimeConfig, m
 def _measure(planner: Planner, batch: Batch, choice: Choice) -> Split:
     """Predict a split for its very loads, which the planner does for loads like them."""
     loads = measure_slices(batch, choice.slices)
-    table, times = planner.table, _list_times(planner, loads)
-    timeline = predict_timeline(choice.order.schedule, partial(_look_up, times), table.contention, table.host)
-    outside = table.host.split + table.host.split_per_token * sum(load.tokens for load in loads)
+    timeline = planner.draw_timeline(choice.order.schedule, loads)
+    host = planner.table.host
+    outside = host.split + host.split_per_token * sum(load.tokens for load in loads)
     seconds = max(max(span.end for span in timeline.spans) + outside, 0.0)
     bound = max(_find_bound(planner, loads) + outside, 0.0)
     return Split(tuple(load.tokens for load in loads), choice.order.name, seconds, min(bound, seconds), timeline)
@@ -170,10 +167,6 @@ def _find_bound(planner: Planner, loads: Sequence[Load]) -> float:
 
 def _list_times(planner: Planner, loads: Sequence[Load]) -> list[list[float]]:
     return [planner.table.times(planner.program, load) for load in loads]
-
-
-def _look_up(times: Sequence[Sequence[float]], step: Step) -> float:
-    return times[step.issue.micro_batch][step.issue.position]
 
 
 def _draw_whole(planner: Planner, load: Load) -> Timeline:

@@ -116,6 +116,20 @@ def test_a_communication_op_pays_alpha_and_beta_for_each_byte() -> None:
     assert CommCost(alpha=3.0, beta=0.25, bytes_per_token=8).time(LOAD) == 3 + 0.25 * 8 * 10
 
 
+def test_a_buffer_saves_no_more_than_a_message_is_long() -> None:
+    cost = CommCost(alpha=3.0, beta=0.25, bytes_per_token=8, free_bytes=60)
+    assert (cost.time(LOAD), cost.credit(LOAD)) == (3 + 0.25 * 20, 0.25 * 60)
+    assert (cost.time(Load(5)), cost.credit(Load(5))) == (3, 0.25 * 40)
+
+
+def test_credits_are_in_program_order_and_communications_only() -> None:
+    table = make_table({"mlp_reduce": CommCost(1e-6, 1e-9, 1000, free_bytes=2000)})
+    program = record_toy(layers=3)
+    credits = dict(zip((op.label for op in program.ops), table.credits(program, Load(10)), strict=True))
+    assert {label for label, seconds in credits.items() if seconds} == {f"L{layer}.mlp_reduce" for layer in range(3)}
+    assert credits["L1.mlp_reduce"] == pytest.approx(2e-6)
+
+
 @pytest.mark.parametrize(
     ("cost", "share"),
     [

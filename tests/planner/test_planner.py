@@ -241,7 +241,7 @@ def test_the_drawn_timeline_is_that_of_the_chosen_order() -> None:
     choice = split(planner, PROMPT, AUTO)
     loads = measure_slices(PROMPT, choice.slices)
     assert planner.find_schedule(loads, AUTO) == choice.order.schedule
-    drawn = planner.draw_timeline(loads, AUTO)
+    drawn = planner.draw_timeline(choice.order.schedule, loads)
     assert max(span.end for span in drawn.spans) == pytest.approx(simulate_exactly(planner, PROMPT, choice))
 
 

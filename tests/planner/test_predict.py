@@ -170,6 +170,32 @@ def test_a_handover_costs_time_and_no_more_than_one_for_each_wait(case: Timed, h
     assert alone <= late <= alone + handover * waits
 
 
+def test_what_follows_at_once_has_no_credit_and_what_follows_late_has() -> None:
+    p = ProgramBuilder()
+    p.comm("first", do_nothing)
+    p.comm("at_once", do_nothing)
+    x = p.compute("work", do_nothing)
+    p.comm("late", do_nothing, x)
+    p.comm("later", do_nothing, p.compute("more", do_nothing, x))
+    seconds = {"first": 4.0, "at_once": 4.0, "work": 12.0, "late": 4.0, "more": 7.0, "later": 4.0}
+    timeline = predict_timeline(
+        lower_one(p.build()), lambda step: seconds[step.op.name], credit=lambda step: 3.0 * (step.op.lane == "comm")
+    )
+    spans = {span.op: (span.start, span.end) for span in timeline.spans}
+    assert spans["first"] == (0, 4)
+    assert spans["at_once"] == (4, 4 + 4 + 3)
+    assert spans["late"] == (12, 12 + 4 + 2)  # the lane has rested for one second
+    assert spans["later"] == (19, 19 + 4 + 2)
+
+
+@settings(max_examples=200)
+@given(timed(), st.integers(0, 3))
+def test_credit_that_is_lacking_costs_no_more_than_it_is_worth(case: Timed, credit: int) -> None:
+    before = max(find_ends(predict_timeline(case.schedule, case.cost)))
+    after = max(find_ends(predict_timeline(case.schedule, case.cost, credit=lambda step: float(credit))))
+    assert before <= after <= before + credit * len(case.schedule.steps)
+
+
 def test_steps_that_wait_for_each_other_are_refused() -> None:
     schedule = lower_lanes(("compute", "comm"))
     first, second = schedule.steps
