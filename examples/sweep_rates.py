@@ -1,9 +1,9 @@
 """Is `auto` ever slower than leaving steps whole? Two hosts, links of several rates, prompts of many lengths.
 
 Makes two network namespaces on this machine (as root), serves a DeepSeek-V3 with random weights over both with an
-unmodified vLLM, and for each rate calibrates and then times every prompt in turn with DBO_MODE off, auto and always, and
-with off once more: by how much off differs from itself is what no figure here can be better than. Prints what `auto`
-decided, its ratio to off, and how far the predicted step times are from the measured ones.
+unmodified vLLM, and for each rate calibrates and then times every prompt in turn with DBO_MODE off, auto and always,
+and with off once more: by how much off differs from itself is what no figure here can be better than. Prints what
+`auto` decided, its ratio to off, and how far the predicted step times are from the measured ones.
 """
 
 from __future__ import annotations
