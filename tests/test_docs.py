@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dbo_runtime import __main__ as program
 from dbo_runtime.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,17 @@ def test_the_table_of_settings_is_what_the_code_reads(document: str) -> None:
 def test_links_to_files_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
         assert target.startswith("http") or (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("words", ["--costs a3-layer-4894", "--costs r1-tp16-941 --sweep tokens,tp"])
+def test_what_the_planner_is_said_to_print_it_prints(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/planner.md").read_text()
+    quoted = re.search(
+        rf"dbo_runtime plan {words}\b.*?^```\n((?:costs|speed-up).*?)^```$", text, re.DOTALL | re.MULTILINE
+    )
+    assert quoted is not None
+    assert program.main(["plan", *words.split()]) == 0
+    assert capsys.readouterr().out.rstrip() == quoted[1].rstrip()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
