@@ -49,8 +49,9 @@ class _Points(NamedTuple):
     def weights(self) -> _Array:
         """How much each counts, 1 on average [points]: an octave of durations as much as any other."""
         octaves = np.round(np.log2(self.divisors))
-        weights = np.array([1.0 / np.sum(octaves == octave) for octave in octaves])
-        return weights / weights.mean()  # type: ignore[no-any-return]
+        weights: _Array = np.array([1.0 / np.sum(octaves == octave) for octave in octaves])
+        weights /= weights.mean()
+        return weights
 
     def column(self, quantity: str) -> _Array:
         """Return one quantity of the loads [points]."""
