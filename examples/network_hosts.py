@@ -34,7 +34,7 @@ class Host:
             "GLOO_SOCKET_IFNAME": self.interface,
             "VLLM_CPU_OMP_THREADS_BIND": str(core),
             # Large tensors stay with the process: glibc would give each back to the kernel and fault the next one in,
-            # which takes a third of the time of long attention. vLLM's guide for CPUs preloads tcmalloc against that.
+            # which long attention spends much of its time on. vLLM preloads tcmalloc against that where it has it.
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
         }

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, groupby
 from statistics import fmean, median
+from typing import NamedTuple
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs import Cost
@@ -34,13 +35,20 @@ def fit_contention(costs: Mapping[str, Cost], samples: Iterable[Sample]) -> dict
         by_load = sorted(of_op, key=lambda sample: sample.load)
         groups = groupby(by_load, key=lambda sample: sample.load)
         points = [point for load, runs in groups if (point := _compare(list(runs), costs[op].time(load))) is not None]
-        pairs = combinations(points if len(points) > 1 else [(0.0, 0.0), *points], 2)
-        slopes[find_lane(op, of_op)] += [_find_slope(*pair) for pair in pairs if pair[0][0] != pair[1][0]]
+        pairs = combinations(points if len(points) > 1 else [_Point(0.0, 0.0), *points], 2)
+        slopes[find_lane(op, of_op)] += [_find_slope(*pair) for pair in pairs if pair[0].beside != pair[1].beside]
     return {lane: _find_factor(found) for lane, found in slopes.items()}
 
 
-def _compare(repeats: Sequence[Sample], cost: float) -> tuple[float, float] | None:
-    """Return for how long an op at one load ran beside another lane, and how much longer it took than alone.
+class _Point(NamedTuple):
+    """Seconds for which an op at one load ran beside another lane, and which it took longer than alone."""
+
+    beside: float
+    longer: float
+
+
+def _compare(repeats: Sequence[Sample], cost: float) -> _Point | None:
+    """Return how an op at one load, which *cost* seconds, fared beside another lane.
 
     Both are means over the middle half of its repeats: those neither shortest nor longest. None if it ran alone only.
     """
@@ -51,13 +59,13 @@ def _compare(repeats: Sequence[Sample], cost: float) -> tuple[float, float] | No
     middle = overlapped[extreme : len(overlapped) - extreme]
     if not middle:
         return None
-    return fmean(sample.beside for sample in middle), fmean(sample.seconds for sample in middle) - alone
+    return _Point(fmean(sample.beside for sample in middle), fmean(sample.seconds for sample in middle) - alone)
 
 
-def _find_slope(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    """Return the slope between two points, and how far they are apart."""
-    apart = other[0] - one[0]
-    return (other[1] - one[1]) / apart, abs(apart)
+def _find_slope(one: _Point, other: _Point) -> tuple[float, float]:
+    """Return the slope between two points, and how many seconds they are apart."""
+    apart = other.beside - one.beside
+    return (other.longer - one.longer) / apart, abs(apart)
 
 
 def _find_factor(slopes: Sequence[tuple[float, float]]) -> float:

@@ -89,7 +89,8 @@ def fit_costs(samples: Iterable[Sample], bytes_per_token: float) -> tuple[dict[s
     """Return the cost of each op that was measured, and how far it is off: the median relative error over the loads.
 
     Samples beside another lane do not count. Those of one op at one load are repeats (layers among them), of which the
-    median counts. Of errors, the relative size counts, so that small and large loads weigh alike.
+    median counts. Of errors, the relative size counts, and an octave of durations as much as any other, so that small
+    and large loads weigh alike, however many there are of each.
 
     Raises:
         ConfigError: if nothing was measured, or an op at one size only, or not alone; or a duration is impossible.

@@ -112,6 +112,9 @@ def test_one_small_size_that_took_long_makes_no_kink() -> None:
 def test_cached_pairs_are_taken_to_cost_what_new_ones_do_where_none_was_measured() -> None:
     found = fit(measure(DENSE, PROMPTS))
     assert found.per_pair == found.per_context_pair == pytest.approx(DENSE.per_pair)
+    for seed in range(5):
+        found = fit(measure_badly(DENSE, PROMPTS, noise=0.02, seed=seed))
+        assert found.per_pair == found.per_context_pair == pytest.approx(DENSE.per_pair, rel=0.1)
 
 
 def test_a_few_long_prompts_are_not_outvoted_by_many_short_ones() -> None:

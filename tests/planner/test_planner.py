@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch, Decline, slice_batch
@@ -18,6 +18,7 @@ from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, HostCost
 from dbo_runtime.planner.cuts import measure_slices
 from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.planner import Choice, Planner
+from dbo_runtime.planner.search import ROUNDING
 from dbo_runtime.policies import staggered
 from dbo_runtime.validate import validate
 from tests.planner.machines import BYTES, PROGRAM, make_table, measure_whole, record_layers, simulate_split
@@ -179,19 +180,37 @@ def test_decodes_are_split_where_communication_is_what_they_wait_for() -> None:
 
 
 @settings(max_examples=200)
-@given(st.floats(0, 100), st.floats(0, 1), st.floats(0, 100), st.floats(0, 1), st.floats(0, 2000), st.integers(2, 2000))
+@given(
+    st.floats(0, 100),
+    st.floats(0, 1),
+    st.floats(0, 0.01),
+    st.floats(0, 0.01),
+    st.floats(0, 100),
+    st.floats(0, 1),
+    st.floats(0, 2000),
+    st.integers(2, 2000),
+)
+@example(0.0, 0.234375, 0.0, 0.0, 0.0, 0.0, 0.0, 2)  # gains 3e-16 by rounding
 def test_what_is_declined_by_its_size_alone_gains_nothing(
-    fixed: float, per_token: float, alpha: float, beta: float, added: float, tokens: int
+    fixed: float,
+    per_token: float,
+    per_pair: float,
+    per_context_pair: float,
+    alpha: float,
+    beta: float,
+    added: float,
+    tokens: int,
 ) -> None:
     """All costs are in microseconds."""
+    pairs = {"per_pair": per_pair * 1e-6, "per_context_pair": per_context_pair * 1e-6}
     costs: dict[str, Cost] = {
-        "attention": ComputeCost(fixed * 1e-6, per_token * 1e-6),
+        "attention": ComputeCost(fixed * 1e-6, per_token * 1e-6, **pairs),
         "reduce": CommCost(alpha * 1e-6, beta * 1e-6 / BYTES, BYTES),
     }
     planner = Planner(PROGRAM, make_table(PROGRAM, costs, host=HostCost(split=added * 1e-6)), FEW_STATES)
     if planner.decline_early(tokens) is not None:
         quick = replace(ALWAYS, policy=("alternate", 0), micro_batches=2)
-        assert split(planner, Batch((tokens,), tokens, decode_len=0), quick).prediction.gain <= 1e-12  # rounding
+        assert split(planner, Batch((tokens,), tokens, decode_len=0), quick).prediction.gain <= ROUNDING
 
 
 def test_most_small_steps_are_declined_by_their_size_alone() -> None:
@@ -243,6 +262,17 @@ def test_the_drawn_timeline_is_that_of_the_chosen_order() -> None:
     assert planner.find_schedule(loads, AUTO) == choice.order.schedule
     drawn = planner.draw_timeline(choice.order.schedule, loads)
     assert max(span.end for span in drawn.spans) == pytest.approx(simulate_exactly(planner, PROMPT, choice))
+
+
+def test_a_message_that_follows_another_at_once_is_predicted_to_pay_for_all_of_itself() -> None:
+    reduce = CommCost(1e-6, 1e-6 / BYTES, BYTES, free_bytes=100 * BYTES)
+    costs = {**COSTS, "attention": ComputeCost(1e-6), "reduce": reduce}
+    planner = Planner(PROGRAM, make_table(PROGRAM, costs), FEW_STATES)
+    loads = [Load(1000)] * 2
+    drawn = planner.draw_timeline(planner.find_schedule(loads, AUTO), loads)
+    sent = [span.end - span.start for span in drawn.spans if span.lane == "comm"]
+    assert sent[0] == pytest.approx(901e-6)
+    assert sent[1:] == pytest.approx([1000e-6 + 1e-6] * (len(sent) - 1), rel=0.01)  # attention gives hardly any rest
 
 
 # What is remembered and learnt
