@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dbo_runtime.devices import Device, Event, Lane, Values
-from dbo_runtime.errors import ProgramError, add_context
+from dbo_runtime.errors import DeviceError, ProgramError, add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.program import Op, Program, Value
@@ -50,6 +50,9 @@ class Executor:
         self._inputs = [
             [self._index(mb, value) for value in program.inputs] for mb, program in enumerate(schedule.programs)
         ]
+        self._outputs = [
+            [self._index(mb, value) for value in program.outputs] for mb, program in enumerate(schedule.programs)
+        ]
         self._steps: list[tuple[int, Lane, tuple[Event, ...], _Task, Event | None]] = [
             (
                 step.issue.micro_batch,
@@ -64,6 +67,7 @@ class Executor:
         self._start = device.make_event()
         self._forks = [lanes[lane] for lane in schedule.forks]
         self._joins = [events.find(by_issue[issue]) for issue in schedule.joins]
+        self._blocking = next((step for step in schedule.steps if step.op.host_sync), None)
 
     def run(self, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
         """Issue all steps and return each micro-batch's outputs.
@@ -75,9 +79,15 @@ class Executor:
             instrument: told each op's interval.
 
         Raises:
+            DeviceError: if the device captures a graph and an op waits for the device.
             Whatever an op raises, of its own type, with op, micro-batch and line of declaration added as a note. No
             task runs any more by then, and the executor can be used again.
         """
+        if self._blocking is not None and self._device.is_capturing:
+            raise DeviceError(
+                f"{_describe(self._blocking)}, waits for the device (host_sync), which a graph cannot hold. Capture a "
+                "program without it, such as dispatch by all_gather, or run without graphs."
+            )
         values: Values = [None] * len(self._slots)
         for slots, given in zip(self._inputs, inputs, strict=True):
             for slot, value in zip(slots, given, strict=True):
@@ -85,14 +95,13 @@ class Executor:
         self._device.begin()
         try:
             self._issue(values, enter, instrument)
+            outputs = [tuple(values[slot] for slot in slots) for slots in self._outputs]
+            self._device.hand_over(outputs)
             self._device.finish()
         except BaseException:
             self._device.abort()
             raise
-        return [
-            tuple(values[self._slots[Slot(mb, value)]] for value in program.outputs)
-            for mb, program in enumerate(self.schedule.programs)
-        ]
+        return outputs
 
     def _issue(self, values: Values, enter: Enter, instrument: Instrument | None) -> None:
         if self._forks:
@@ -106,7 +115,10 @@ class Executor:
             if micro_batch != current:
                 enter(micro_batch)
                 current = micro_batch
-            lane.launch(task if instrument is None else _Timed(task, instrument), values)
+            if instrument is None:
+                lane.launch(task, values)
+            else:
+                lane.measure(task, values, partial(instrument.note, task.step))
             if event is not None:
                 lane.record(event)
         for awaited in self._joins:
@@ -150,22 +162,6 @@ class _Task:
     def _store(self, values: Values, result: Any) -> None:
         for slot, value in zip(self._writes, _unpack(result, self.step.op), strict=True):
             values[slot] = value
-
-
-class _Timed:
-    """A task that reports its interval."""
-
-    __slots__ = ("_instrument", "_task", "step")
-
-    def __init__(self, task: _Task, instrument: Instrument) -> None:
-        self.step = task.step
-        self._task = task
-        self._instrument = instrument
-
-    def __call__(self, values: Values) -> None:
-        start = time.perf_counter()
-        self._task(values)
-        self._instrument.note(self.step, start, time.perf_counter())
 
 
 def _unpack(result: Any, op: Op) -> Sequence[Any]:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsFloat
 
 import pytest
 
@@ -17,13 +17,6 @@ from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
 from dbo_runtime.schedule import Step, lower
 from tests.latch import Latch
 from tests.programs import record_chain, record_three_lanes, record_toy
-
-
-@pytest.fixture(params=["cpu", "virtual"])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    device = open_device(request.param)
-    yield device
-    device.close()
 
 
 def prepare(device: Any, program: Program, micro_batches: int = 2, policy: Policy = alternate) -> Executor:
@@ -107,6 +100,9 @@ class Scribe:
     def begin(self) -> None:
         self.log.append("begin")
 
+    def hand_over(self, values: Any) -> None:
+        self.log.append("hand over")
+
     def finish(self) -> None:
         self.log.append("finish")
 
@@ -131,6 +127,7 @@ def test_forks_waits_ops_records_and_joins_are_issued_in_this_order() -> None:
         "comm runs send/0",
         "comm records send/0",
         "compute waits for send/0",
+        "hand over",
         "finish",
     ]
 
@@ -293,9 +290,9 @@ class Notes:
     """An instrument that keeps everything."""
 
     def __init__(self) -> None:
-        self.spans: dict[str, tuple[float, float]] = {}
+        self.spans: dict[str, tuple[SupportsFloat, SupportsFloat]] = {}
 
-    def note(self, step: Step, start: float, end: float) -> None:
+    def note(self, step: Step, start: SupportsFloat, end: SupportsFloat) -> None:
         assert step.label not in self.spans
         self.spans[step.label] = start, end
 
@@ -306,15 +303,16 @@ def test_the_instrument_is_told_of_each_step_once_and_intervals_follow_the_waits
     executor.run([([1],), ([2],)], instrument=notes)
     steps = executor.schedule.steps
     label = {step.issue: step.label for step in steps}
+    spans = {label: (float(start), float(end)) for label, (start, end) in notes.spans.items()}
     latest: dict[str, str] = {}
     for step in steps:
-        start, end = notes.spans[step.label]
+        start, end = spans[step.label]
         assert start <= end
         before = [label[issue] for issue in step.waits]
         before += [latest[step.op.lane]] if step.op.lane in latest else []
-        assert all(notes.spans[other][1] <= start for other in before)
+        assert all(spans[other][1] <= start for other in before)
         latest[step.op.lane] = step.label
-    assert len(notes.spans) == len(steps)
+    assert len(spans) == len(steps)
 
 
 def test_a_freed_value_is_gone_by_the_step_that_frees_it(device: Device) -> None:

@@ -6,12 +6,23 @@ a lane that waits for it runs nothing further before that is done. Lanes and eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import Any, Protocol, SupportsFloat
 
 from dbo_runtime.errors import DeviceError
+from dbo_runtime.observe.logs import open_log
 
 Values = list[Any]
+Note = Callable[[SupportsFloat, SupportsFloat], None]  # is told when a task started and ended
+
+_CLASSES = {
+    "npu": ("dbo_runtime.devices.npu", "NpuDevice"),
+    "cuda": ("dbo_runtime.devices.cuda", "CudaDevice"),
+    "cpu": ("dbo_runtime.devices.cpu", "CpuDevice"),
+    "virtual": ("dbo_runtime.devices.virtual", "VirtualDevice"),
+}
+_CHOICES = ("npu", "cuda", "cpu")  # of `auto`, in this order
 
 
 class Event(Protocol):
@@ -35,6 +46,12 @@ class Lane(Protocol):
     def launch(self, task: Task, values: Values) -> None:
         """Run `task(values)` after all that was launched here or waited for."""
 
+    def measure(self, task: Task, values: Values, note: Note) -> None:
+        """Launch the task and tell *note* when it starts and ends, in seconds; on some devices, `float()` waits.
+
+        *note* may be called from the thread that runs the task.
+        """
+
     def record(self, event: Any) -> None:
         """Let *event* stand for all that was launched so far."""
 
@@ -46,6 +63,16 @@ class Lane(Protocol):
         """
 
 
+class Stopwatch(Protocol):
+    """Takes the time of a step on the first lane, from where it was started."""
+
+    def stop(self) -> None:
+        """Stop when all that was launched so far is done."""
+
+    def read(self) -> float | None:
+        """Return the seconds between start and stop; None as long as that has not come. Never waits."""
+
+
 class Device(Protocol):
     """Something that runs lanes side by side."""
 
@@ -53,20 +80,37 @@ class Device(Protocol):
     def name(self) -> str:
         """What `open_device` calls it."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is launched now becomes part of a graph, to be replayed later."""
+
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes of these names, `compute` first, making those that are new."""
+        """Return the lanes of these names, `compute` first, making those that are new.
+
+        Raises:
+            DeviceError: if the device has not so many.
+        """
 
     def make_event(self) -> Event:
         """Make an event to record and wait for, any number of times."""
 
+    def start_watch(self) -> Stopwatch:
+        """Start a watch when all that was launched on the current stream or thread so far is done."""
+
     def begin(self) -> None:
         """Start a run. Events recorded before do not count in it."""
+
+    def hand_over(self, values: Iterable[Any]) -> None:
+        """Let the caller keep, use on the first lane, and free *values*, whichever lane's memory they are in."""
 
     def finish(self) -> None:
         """End a run; raise what a task raised, if none of the waits has raised it already."""
 
     def abort(self) -> None:
         """End a run that failed: return when no task runs any more, ready for `begin`."""
+
+    def synchronize(self) -> None:
+        """Return when all that was launched is done."""
 
     def close(self) -> None:
         """Give back what the device holds, threads included."""
@@ -75,13 +119,50 @@ class Device(Protocol):
 def open_device(name: str, **options: Any) -> Device:
     """Open the device *name*; *options* go to its constructor.
 
-    Raises:
-        DeviceError: for a name there is no device for.
-    """
-    from dbo_runtime.devices.cpu import CpuDevice
-    from dbo_runtime.devices.virtual import VirtualDevice
+    `auto`, which has no options, takes an NPU if there is one, else CUDA, else the CPU, and logs which and why.
 
-    known: dict[str, Callable[..., Device]] = {"cpu": CpuDevice, "virtual": VirtualDevice}
-    if name not in known:
-        raise DeviceError(f"there is no device {name!r}; known are {', '.join(known)}.")
-    return known[name](**options)
+    Raises:
+        DeviceError: for a name there is no device for, or a device that is not there, with what to do about it.
+    """
+    if name == "auto" and not options:
+        return _open_first()
+    if name not in _CLASSES:
+        known = f"known are auto (without options), {', '.join(_CLASSES)}"
+        raise DeviceError(f"there is no device {name!r}; {known}.")
+    module, kind = _CLASSES[name]
+    try:
+        make: Callable[..., Device] = getattr(import_module(module), kind)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torch, if it cannot load torch_npu by itself
+        raise DeviceError(f"device {name!r} needs torch, which cannot be imported ({error}); install it.") from error
+    return make(**options)
+
+
+def _open_first() -> Device:
+    """Open the first of the choices that is there; the last one always is.
+
+    Each is asked by its own name: vllm-ascend rebinds names of `torch.cuda`, so that they say nothing about CUDA.
+    """
+    missing = []
+    for name in _CHOICES[:-1]:
+        try:
+            device = open_device(name)
+        except DeviceError as error:
+            missing.append(f"no {name}: {error}")
+        else:
+            open_log().info("device chosen", device=name, reason=" ".join(missing) or "an NPU is there")
+            return device
+    open_log().info("device chosen", device=_CHOICES[-1], reason=" ".join(missing))
+    return open_device(_CHOICES[-1])
+
+
+def check_recorded(recorded: int, run: int, waiter: str) -> None:
+    """Refuse a wait for an event that was recorded last in another run than the present one.
+
+    Raises:
+        DeviceError: names the lane that waits.
+    """
+    if recorded != run:
+        raise DeviceError(
+            f"lane {waiter!r} waits for an event that was not recorded in this run; the schedule was changed after it "
+            "was validated. Validate what you execute."
+        )

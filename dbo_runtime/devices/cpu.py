@@ -9,12 +9,13 @@ another, and a lane whose ops finish in order is what schedules are made for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
-from dbo_runtime.devices import Lane, Task, Values
+from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
 from dbo_runtime.errors import DeviceError
 
 ThreadState = Callable[[], AbstractContextManager[Any]]
@@ -42,6 +43,10 @@ class CallingThreadLane:
         """Run the task to its end."""
         task(values)
 
+    def measure(self, task: Task, values: Values, note: Note) -> None:
+        """Run the task between two looks at the clock."""
+        _Timed(task, note)(values)
+
     def record(self, event: CpuEvent) -> None:
         """Mark the event as past: whatever was launched here has returned."""
         event.run = self._device.run
@@ -49,7 +54,7 @@ class CallingThreadLane:
 
     def wait(self, event: CpuEvent) -> None:
         """Block until the worker of the event has come that far."""
-        self._device.check_recorded(event, self.name)
+        check_recorded(event.run, self._device.run, self.name)
         if event.worker is not None:
             event.worker.block(event.count)
             self._device.raise_failure()
@@ -76,6 +81,10 @@ class WorkerLane:
         self._launched += 1
         self._jobs.put((task, values))
 
+    def measure(self, task: Task, values: Values, note: Note) -> None:
+        """Queue the task with two looks at the clock; *note* is called on the worker."""
+        self.launch(_Timed(task, note), values)
+
     def record(self, event: CpuEvent) -> None:
         """Let the event stand for all that is queued."""
         event.run = self._device.run
@@ -84,7 +93,7 @@ class WorkerLane:
 
     def wait(self, event: CpuEvent) -> None:
         """Queue a wait for another worker; what the calling thread recorded is past already."""
-        self._device.check_recorded(event, self.name)
+        check_recorded(event.run, self._device.run, self.name)
         worker, count = event.worker, event.count
         if worker is not None and worker is not self:
             self.launch(lambda _: worker.block(count), [])
@@ -117,6 +126,37 @@ class WorkerLane:
                 self._progress.notify_all()
 
 
+class HostWatch:
+    """The host's clock, where the calling thread has run all that it launched."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: float | None = None
+
+    def stop(self) -> None:
+        """Stop now."""
+        self._seconds = time.perf_counter() - self._start
+
+    def read(self) -> float | None:
+        """Return the seconds; None before `stop`."""
+        return self._seconds
+
+
+class _Timed:
+    """A task that tells when it ran."""
+
+    __slots__ = ("_note", "_task")
+
+    def __init__(self, task: Task, note: Note) -> None:
+        self._task = task
+        self._note = note
+
+    def __call__(self, values: Values) -> None:
+        start = time.perf_counter()
+        self._task(values)
+        self._note(start, time.perf_counter())
+
+
 class CpuDevice:
     """Threads as lanes.
 
@@ -126,6 +166,7 @@ class CpuDevice:
     """
 
     name = "cpu"
+    is_capturing = False
 
     def __init__(self, capture_state: Callable[[], ThreadState] | None = None) -> None:
         self.run = 0
@@ -152,11 +193,18 @@ class CpuDevice:
         """Make an event that is not recorded yet."""
         return CpuEvent()
 
+    def start_watch(self) -> HostWatch:
+        """Start a watch now."""
+        return HostWatch()
+
     def begin(self) -> None:
         """Start a run with the calling thread's state."""
         self.run += 1
         if self._capture_state is not None:
             self.thread_state = self._capture_state()
+
+    def hand_over(self, values: Iterable[Any]) -> None:
+        """Nothing to do: memory is not a lane's."""
 
     def finish(self) -> None:
         """Raise what a worker's task raised."""
@@ -165,9 +213,13 @@ class CpuDevice:
     def abort(self) -> None:
         """Wait until the workers are idle; what they still had queued is not run."""
         self.fail(DeviceError("the run was aborted."))
+        self.synchronize()
+        self._failure = None
+
+    def synchronize(self) -> None:
+        """Wait until the workers are idle."""
         for worker in self._find_workers():
             worker.block()
-        self._failure = None
 
     def close(self) -> None:
         """End the workers. The device can be used again: lanes are made anew."""
@@ -185,17 +237,5 @@ class CpuDevice:
         if self._failure is not None:
             raise self._failure
 
-    def check_recorded(self, event: CpuEvent, waiter: str) -> None:
-        """Refuse an event that was not recorded in this run."""
-        if event.run != self.run:
-            _refuse_unrecorded(waiter)
-
     def _find_workers(self) -> list[WorkerLane]:
         return [lane for lane in self._lanes.values() if isinstance(lane, WorkerLane)]
-
-
-def _refuse_unrecorded(waiter: str) -> NoReturn:
-    raise DeviceError(
-        f"lane {waiter!r} waits for an event that was not recorded in this run; the schedule was changed after it "
-        "was validated. Validate what you execute."
-    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dbo_runtime.devices import Lane, Task, Values
-from dbo_runtime.errors import DeviceError
+from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.schedule import Schedule, Step
 
@@ -15,9 +15,9 @@ Cost = Callable[[Step], float]
 
 @dataclass(slots=True)
 class VirtualEvent:
-    """A moment, or None before the first record."""
+    """A moment of the run it was recorded in."""
 
-    time: float | None = None
+    time: float = 0.0
     run: int = 0
 
 
@@ -34,21 +34,43 @@ class VirtualLane:
         self.ready += self._device.cost(task)
         task(values)
 
+    def measure(self, task: Task, values: Values, note: Note) -> None:
+        """Launch the task and tell its virtual times."""
+        start = self.ready
+        self.launch(task, values)
+        note(start, self.ready)
+
     def record(self, event: VirtualEvent) -> None:
         """Note the lane's time."""
         event.time, event.run = self.ready, self._device.run
 
     def wait(self, event: VirtualEvent) -> None:
         """Move the lane's clock to the event, if that is later."""
-        if event.time is None or event.run != self._device.run:
-            raise DeviceError(f"lane {self.name!r} waits for an event that was not recorded in this run.")
+        check_recorded(event.run, self._device.run, self.name)
         self.ready = max(self.ready, event.time)
+
+
+class VirtualWatch:
+    """The clock of a device's latest run."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self._seconds: float | None = None
+
+    def stop(self) -> None:
+        """Take the time of the run that has ended."""
+        self._seconds = self._device.makespan
+
+    def read(self) -> float | None:
+        """Return the seconds; None before `stop`."""
+        return self._seconds
 
 
 class VirtualDevice:
     """A device whose time is counted, not taken. *cost* maps a task to seconds."""
 
     name = "virtual"
+    is_capturing = False
 
     def __init__(self, cost: Callable[[Task], float] = lambda task: 1.0) -> None:
         self.cost = cost
@@ -68,17 +90,27 @@ class VirtualDevice:
         """Make an event that is not recorded yet."""
         return VirtualEvent()
 
+    def start_watch(self) -> VirtualWatch:
+        """Start a watch; the run to come counts."""
+        return VirtualWatch(self)
+
     def begin(self) -> None:
         """Set all clocks to zero."""
         self.run += 1
         for lane in self._lanes.values():
             lane.ready = 0.0
 
+    def hand_over(self, values: Iterable[Any]) -> None:
+        """Nothing to do: memory is not a lane's."""
+
     def finish(self) -> None:
         """Nothing to wait for."""
 
     def abort(self) -> None:
         """Nothing to undo."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
     def close(self) -> None:
         """Nothing to give back."""

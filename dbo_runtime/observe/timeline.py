@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 from dbo_runtime.schedule import Step
 
@@ -112,15 +112,19 @@ class Recorder:
     """An instrument that keeps the spans of a run."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._notes: list[tuple[Step, SupportsFloat, SupportsFloat]] = []
 
-    def note(self, step: Step, start: float, end: float) -> None:
+    def note(self, step: Step, start: SupportsFloat, end: SupportsFloat) -> None:
         """Keep the interval."""
-        self._spans.append(Span(step.op.lane, step.op.label, step.issue.micro_batch, start, end))
+        self._notes.append((step, start, end))
 
     def timeline(self) -> Timeline:
-        """Return what was kept, by start."""
-        return Timeline(tuple(sorted(self._spans, key=lambda span: span.start)))
+        """Return what was kept, by start; waits for what still runs."""
+        spans = (
+            Span(step.op.lane, step.op.label, step.issue.micro_batch, float(start), float(end))
+            for step, start, end in self._notes
+        )
+        return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
 
 
 def _measure_within(interval: tuple[float, float], others: Iterable[tuple[float, float]]) -> float:

@@ -14,7 +14,6 @@ the calling thread, so that these are measured alone, too.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ import torch.distributed as dist
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.devices import Device, Lane
-from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.devices import Device
+from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Timeline
@@ -158,14 +157,15 @@ class _Stand:
         self._group = group
         self._vocabulary = runner.model_config.get_vocab_size()
         self._seconds = 0.0
-        device, program = served.runtime.device, served.runtime.program
+        self._device = device = served.runtime.device
+        program = served.runtime.program
         self._forwards = {
             "whole": _copy_forward(served, device, "sequential", group),
             "sequential": _copy_forward(served, device, "sequential", group),
             "alternate": _copy_forward(served, device, "alternate", group),
         }
         if overlaps_itself(program):
-            self._forwards["serial"] = _copy_forward(served, _SerialDevice(), "sequential", group)
+            self._forwards["serial"] = _copy_forward(served, SerialDevice(device), "sequential", group)
         self._forward = self._forwards["whole"]
 
     def run(self, shape: Shape, turn: int) -> list[_Run]:
@@ -182,8 +182,10 @@ class _Stand:
         tokens = tokens.to(torch.int32)  # as vLLM's are
         if self._group.world_size > 1:
             dist.barrier(group=self._group.cpu_group)
+        self._device.synchronize()
         start = time.perf_counter()
         hidden = self._forward(tokens, positions, intermediate_tensors, **kwargs)
+        self._device.synchronize()
         self._seconds = time.perf_counter() - start
         return hidden
 
@@ -210,21 +212,11 @@ class _Stand:
         return _Run(way, loads, self._seconds, timeline.idle, _read_samples(timeline, loads))
 
 
-class _SerialDevice(CpuDevice):
-    """Runs the ops of every lane on the calling thread, so that none runs beside another."""
-
-    def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes, each as if it was the first."""
-        return [lane for name in names for lane in super(_SerialDevice, self).open_lanes([name])]
-
-
 def _copy_forward(served: SplitForward, device: Device, policy: str, group: Any) -> SplitForward:
     """Return a forward of the same model with a runtime of its own: settings, plans, counts and a silent log."""
     config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0))
     runtime = MicroBatchRuntime(served.runtime.program, device, config, open_log(quiet=True), group.world_size)
-    own = copy.copy(served)
-    own.runtime = runtime
-    own.planner = served.planner.copy_for(runtime, group)
+    own = served.copy_for(runtime, served.planner.copy_for(runtime, group))
     runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 

@@ -40,6 +40,7 @@ class ModelCollectives:
         self._dispatch = dispatch
         self._sizes_apart = sizes_apart
         self._process_group: dist.ProcessGroup | None = None
+        self._own_groups: list[dist.ProcessGroup] = []
         self._dispatcher: Dispatcher | None = None
         self._expert_map: torch.Tensor | None = None
 
@@ -51,6 +52,11 @@ class ModelCollectives:
         """
         return self._tensor_parallel.world_size > 1 or self._data_parallel is None
 
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """The communicators of the comm lane, once they are made."""
+        return self._own_groups
+
     def connect(self) -> None:
         """Make the communicators of the comm lane. Collective over all ranks.
 
@@ -58,8 +64,10 @@ class ModelCollectives:
         """
         if self._tensor_parallel.world_size > 1:
             self._process_group = self._tensor_parallel.make_sibling_device_group("dbo")
+            self._own_groups.append(self._process_group)
         if self._data_parallel is not None:
             group = self._data_parallel.make_sibling_device_group("dbo_experts")
+            self._own_groups.append(group)
             self._dispatcher = (
                 AllGather(group) if self._expert_map is None else self._make_all_to_all(self._expert_map, group)
             )

@@ -66,13 +66,16 @@ def find_groups(vllm_config: Any) -> Groups:
 
 
 def find_transport(groups: Groups, hosts: int) -> str:
-    """Return how the ranks on *hosts* hosts communicate: `none`, `shared memory`, `one host` or `network`.
+    """Return how the ranks on *hosts* hosts communicate: `none`, `device`, `shared memory`, `one host` or `network`.
 
+    NPUs and GPUs have links and engines of their own for it, also within a host.
     vLLM's CPU build reduces over shared memory if all ranks of a tensor parallel group are on one host: that spins on
     the cores that compute, and there is nothing to hide.
     """
     if groups.everyone.world_size == 1:
         return "none"
+    if find_platform() != "cpu":
+        return "device"
     if groups.data_parallel is not None:
         return "one host" if hosts == 1 else "network"
     module = getattr(groups.tensor_parallel.device_communicator, "dist_module", None)
@@ -184,6 +187,11 @@ def find_limits(runner: Any) -> Limits:
         runner.kv_cache_config.num_blocks - 1,  # without block 0, which stands for none
         min(table.kv_cache_block_size for table in runner.input_batch.block_table.block_tables),
     )
+
+
+def run_profile(runner: Any) -> None:
+    """Run the model as vLLM does to see how much memory it takes: on as many tokens as a step can have."""
+    runner._dummy_run(runner.max_num_tokens, is_profile=True)
 
 
 def run_dummy(runner: Any, requests: int, tokens: int, context: int) -> None:

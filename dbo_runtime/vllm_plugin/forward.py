@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from vllm import forward_context
 
 from dbo_runtime.batch import Decline
+from dbo_runtime.devices import Stopwatch
 from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.timeline import Recorder, Timeline
 from dbo_runtime.planner.correction import SPLIT, WHOLE
@@ -65,9 +67,16 @@ class SplitForward:
         self.wants_timeline = False
         self.last_step: StepTime | None = None
         self.costs: CostSource | None = None
+        self._watches: deque[tuple[str, float | None, Stopwatch]] = deque()
         self._model = model
         self._forward = forward
         self._agreement = agreement
+
+    def copy_for(self, runtime: MicroBatchRuntime, planner: StepPlanner) -> SplitForward:
+        """Return a forward of the same model with another runtime and planner, and with times of its own."""
+        own = copy.copy(self)
+        own.runtime, own.planner, own._watches = runtime, planner, deque()
+        return own
 
     def __call__(
         self,
@@ -78,7 +87,7 @@ class SplitForward:
         **kwargs: Any,
     ) -> Any:
         """Run one step: tokens [tokens], positions [tokens] -> hidden states [tokens, hidden]."""
-        start = time.perf_counter()
+        watch = self._start_watch()
         whole = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         plan, contexts, statement = self.planner.plan(positions.shape[-1], _find_obstacle(intermediate_tensors, kwargs))
         checks = self.runtime.config.check
@@ -91,7 +100,7 @@ class SplitForward:
             if checks and inputs_embeds is not None:
                 inputs_embeds = inputs_embeds.clone()  # norms may add in place, and the unsplit run needs it, too
             hidden = self._run(plan, contexts, input_ids, positions, inputs_embeds)
-        self._learn(plan, time.perf_counter() - start)
+        self._learn(plan, watch)
         if checks and isinstance(plan, Plan):
             self._check_result(hidden, whole(), plan)
         return hidden
@@ -113,19 +122,27 @@ class SplitForward:
             self.timeline, self.wants_timeline = recorder.timeline(), False
         return torch.cat([hidden for (hidden,) in outputs])
 
-    def _learn(self, plan: Plan | Decline, seconds: float) -> None:
-        """Compare what the step took with what was predicted; now and then, with the other ranks, correct predictions.
+    def _start_watch(self) -> Stopwatch | None:
+        """Start a watch, but not before serving: vLLM may be capturing graphs, and a watch is none of their ops."""
+        return self.runtime.device.start_watch() if self.planner.serving else None
 
-        Every step of every rank is counted, whatever was measured, so that all of them gather at the same one.
+    def _learn(self, plan: Plan | Decline, watch: Stopwatch | None) -> None:
+        """Compare what steps took with what was predicted; now and then, with the other ranks, correct predictions.
+
+        A device may be behind its host, and then it is an earlier step whose time is known. Every step of every rank is
+        counted, whatever was measured, so that all of them gather at the same one.
         """
-        way = WHOLE if isinstance(plan, Decline) else SPLIT
-        self.last_step = StepTime(way, plan.expected, seconds)
-        planner = self.runtime.planner
-        if planner is None or not self.planner.serving:
+        if watch is None:
             return
-        if plan.expected is not None:
-            planner.note(way, plan.expected, seconds)
-        if planner.correction.count():
+        watch.stop()
+        self._watches.append((WHOLE if isinstance(plan, Decline) else SPLIT, plan.expected, watch))
+        planner = self.runtime.planner
+        while self._watches and (seconds := self._watches[0][2].read()) is not None:
+            way, expected, _ = self._watches.popleft()
+            self.last_step = StepTime(way, expected, seconds)
+            if planner is not None and expected is not None:
+                planner.note(way, expected, seconds)
+        if planner is not None and planner.correction.count():
             planner.correct(self._agreement.gather(planner.correction.propose()))
 
     def _check_result(self, split: torch.Tensor, whole: torch.Tensor, plan: Plan) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dbo_runtime.adapter import ModelAdapter, find_adapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig, name_policy
-from dbo_runtime.devices import open_device
+from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import ConfigError, UnsupportedError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
@@ -20,6 +20,7 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
 
 _INSTALLED = "_dbo_installed"
+DEVICES = ("cpu", "cuda", "npu")  # named alike by vLLM and by us
 
 
 def install(config: RuntimeConfig) -> None:
@@ -40,6 +41,7 @@ def install(config: RuntimeConfig) -> None:
         original(self)
         _mend_platform(self.vllm_config.parallel_config, quiet=self.global_rank > 0)
         _wrap_load_model(self.worker.model_runner, config)
+        _wrap_profile_run(self.worker.model_runner)
         _wrap_warm_up(self.worker)
 
     setattr(init_device, _INSTALLED, True)
@@ -58,6 +60,23 @@ def _wrap_load_model(runner: Any, config: RuntimeConfig) -> None:
         return result
 
     runner.load_model = load_and_attach
+
+
+def _wrap_profile_run(runner: Any) -> None:
+    """Let vLLM's memory profiling see a split step, because its KV cache takes what is left."""
+    profile_run = getattr(runner, "profile_run", None)
+    if profile_run is None:
+        return
+
+    @functools.wraps(profile_run)
+    def profile_and_reserve(*args: Any, **kwargs: Any) -> Any:
+        from dbo_runtime.vllm_plugin.memory import reserve_split_step
+
+        result = profile_run(*args, **kwargs)
+        reserve_split_step(runner, compat.find_groups(runner.vllm_config).everyone)
+        return result
+
+    runner.profile_run = profile_and_reserve
 
 
 def _wrap_warm_up(worker: Any) -> None:
@@ -101,7 +120,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
         return
     collectives.connect()
     transport = compat.find_transport(groups, hosts)
-    model.forward = _make_forward(program, model, vllm_config, config, groups, transport, log)
+    device = _open_device(collectives)
+    model.forward = _make_forward(program, model, vllm_config, config, groups, transport, device, log)
     model.forward.costs = _make_cost_source(runner, model.forward, config, groups, transport, hosts, log)
     setattr(model, _INSTALLED, True)
     log.info(
@@ -140,9 +160,9 @@ def _record(
 
     if adapter is None:
         return f"no adapter is registered for {architecture}"
-    device = compat.find_platform()
-    if device != "cpu":
-        return f"there is no device for {device!r} yet"
+    platform = compat.find_platform()
+    if platform not in DEVICES:
+        return f"there is no device for {platform!r}"
     refusal = find_config_hazard(vllm_config) or adapter.decline(model)
     if refusal is not None:
         return refusal
@@ -174,6 +194,19 @@ def _compare_settings(group: Any, config: RuntimeConfig, program: Program | str,
     return len({host for _, host in said})
 
 
+def _open_device(collectives: Any) -> Device:
+    """Open the device that vLLM serves on, whatever else the machine has."""
+    from dbo_runtime.vllm_plugin.thread_state import capture_thread_state
+
+    platform = compat.find_platform()
+    options = {
+        "cpu": {"capture_state": capture_thread_state},
+        "cuda": {},
+        "npu": {"groups": collectives.process_groups},
+    }
+    return open_device(platform, **options[platform])
+
+
 def _make_forward(
     program: Program,
     model: Any,
@@ -181,16 +214,15 @@ def _make_forward(
     config: RuntimeConfig,
     groups: compat.Groups,
     transport: str,
+    device: Device,
     log: Any,
 ) -> Any:
     from dbo_runtime.vllm_plugin.agreement import Agreement
     from dbo_runtime.vllm_plugin.attention import ContextSplitter, trace_builders
     from dbo_runtime.vllm_plugin.forward import SplitForward
     from dbo_runtime.vllm_plugin.step_planner import StepPlanner
-    from dbo_runtime.vllm_plugin.thread_state import capture_thread_state
 
     trace_builders()  # in time: builders are made after the model
-    device = open_device("cpu", capture_state=capture_thread_state)
     runtime = MicroBatchRuntime(program, device, config, log, groups.everyone.world_size)
     agreement = Agreement(groups.everyone, _votes(vllm_config, groups))
     rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group

@@ -46,6 +46,7 @@ class StepPlanner:
 
     Attributes:
         serving: nothing is split before it is set: vLLM profiles and compiles whole steps.
+        profiling: every step is split, whatever it is, to see what memory that takes; results mean nothing.
         choose_cuts, choose_sizes: if set, cut there whatever the settings say, without and with data parallel ranks.
     """
 
@@ -58,6 +59,7 @@ class StepPlanner:
         rank: int | None = None,
     ) -> None:
         self.serving = True
+        self.profiling = False
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
         self._runtime = runtime
@@ -76,12 +78,28 @@ class StepPlanner:
         """Plan a step of *tokens* tokens on this rank; *obstacle* is what its caller has against splitting it."""
         if not forward_context.is_forward_context_available():
             return _whole(Decline("no forward context"))
+        context = forward_context.get_forward_context()
+        if self.profiling:
+            return self._plan_profile(context, tokens) if obstacle is None else _whole(obstacle)
         if not self.serving:
             return _whole(Decline("starting up"))
-        context = forward_context.get_forward_context()
         if self.rank is None:
             return self._plan_alone(context, tokens, obstacle)
         return self._plan_together(context, tokens, obstacle, self.rank)
+
+    def _plan_profile(self, context: Any, tokens: int) -> StepPlan:
+        """Plan a dummy batch, which has no attention metadata, in equal parts."""
+        parts = self._runtime.config.parts
+        sizes: Sizes = ()
+        if context.dp_metadata is not None:
+            everywhere = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+            sizes = tuple(zip(*(_split_evenly(count, parts) for count in everywhere), strict=True))
+        own = _split_evenly(tokens, parts)
+        plan = self._runtime.plan(Batch(own, 0), list(accumulate(own))[:-1])
+        if isinstance(plan, Decline):
+            return _whole(plan)
+        contexts = self._splitter.split(context, plan.slices, sizes)
+        return _whole(contexts) if isinstance(contexts, Decline) else StepPlan(plan, contexts, "profiling")
 
     def _plan_alone(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
         """Plan a step whose batch is the same on all ranks, so that all come to the same."""
@@ -142,7 +160,7 @@ class StepPlanner:
 
     def _find_nothing_to_hide(self) -> Decline | None:
         """Return why no prediction is needed. On one host communication may be worth hiding if it was measured."""
-        if self._runtime.config.mode != "auto" or self._transport == "network":
+        if self._runtime.config.mode != "auto" or self._transport not in NOTHING_TO_HIDE:
             return None
         if self._transport == "one host" and self._runtime.planner is not None:
             return None
@@ -152,6 +170,10 @@ class StepPlanner:
 def find_cuts(plan: Plan) -> list[int]:
     """Return the token offsets at which a plan cuts."""
     return [piece.first_token for piece in plan.slices[1:]]
+
+
+def _split_evenly(tokens: int, parts: int) -> tuple[int, ...]:
+    return tuple(tokens * (part + 1) // parts - tokens * part // parts for part in range(parts))
 
 
 def _whole(decline: Decline) -> StepPlan:

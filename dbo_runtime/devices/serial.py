@@ -1,0 +1,56 @@
+"""A device on which nothing runs beside anything: what ops cost alone is measured on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dbo_runtime.devices import Device, Event, Lane, Stopwatch
+
+
+class SerialDevice:
+    """The first lane of another device, under every name."""
+
+    def __init__(self, device: Device) -> None:
+        self.name = device.name
+        self._device = device
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the other device is."""
+        return self._device.is_capturing
+
+    def open_lanes(self, names: Sequence[str]) -> list[Lane]:
+        """Return the first lane, as often as there are names."""
+        return self._device.open_lanes(names[:1]) * len(names)
+
+    def make_event(self) -> Event:
+        """Make an event of the other device."""
+        return self._device.make_event()
+
+    def start_watch(self) -> Stopwatch:
+        """Start a watch of the other device."""
+        return self._device.start_watch()
+
+    def begin(self) -> None:
+        """Start a run of the other device."""
+        self._device.begin()
+
+    def hand_over(self, values: Iterable[Any]) -> None:
+        """Hand over what is in the first lane's memory."""
+        self._device.hand_over(values)
+
+    def finish(self) -> None:
+        """End a run of the other device."""
+        self._device.finish()
+
+    def abort(self) -> None:
+        """Abort a run of the other device."""
+        self._device.abort()
+
+    def synchronize(self) -> None:
+        """Wait for the other device."""
+        self._device.synchronize()
+
+    def close(self) -> None:
+        """Leave the other device as it is: it belongs to somebody else."""

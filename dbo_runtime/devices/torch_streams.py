@@ -1,0 +1,288 @@
+"""Streams of torch as lanes: what `torch.npu` and `torch.cuda` have in common.
+
+The host thread that issues calls every op at once, with its lane's stream as the current one; kernels follow in the
+order of the stream. So an op that raises does it on the host, and nothing here waits for a kernel but `abort`, `close`,
+and whoever reads a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
+from dbo_runtime.errors import DeviceError
+
+POOL = 32  # streams that CUDA (of one priority) and NPU each hand out in turn (c10/cuda/CUDAStream.h, NPUStream.cpp)
+
+
+class StreamEvent:
+    """An event of the backend, and in which run it was recorded last."""
+
+    __slots__ = ("native", "run")
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.run = 0
+
+
+class StreamLane:
+    """A stream. The first lane's is the one that is current when a run begins."""
+
+    def __init__(self, name: str, stream: Any, device: StreamDevice) -> None:
+        self.name = name
+        self.stream = stream
+        self._device = device
+
+    def launch(self, task: Task, values: Values) -> None:
+        """Issue the op's kernels onto the stream."""
+        self._device.switch(self)
+        task(values)
+
+    def measure(self, task: Task, values: Values, note: Note) -> None:
+        """Launch the task between two timing events."""
+        start = self._device.read_clock(self)
+        self.launch(task, values)
+        note(start, self._device.read_clock(self))
+
+    def record(self, event: StreamEvent) -> None:
+        """Let the event stand for all that was issued onto the stream."""
+        event.native.record(self.stream)
+        event.run = self._device.run
+
+    def wait(self, event: StreamEvent) -> None:
+        """Let the stream wait for the event; the host goes on."""
+        check_recorded(event.run, self._device.run, self.name)
+        self.stream.wait_event(event.native)
+
+    def move(self, stream: Any) -> None:
+        """Go on with another stream, after all that is on the present one."""
+        stream.wait_stream(self.stream)
+        self.stream = stream
+
+
+class Moment:
+    """A point in a stream's time. `float()` waits for it and gives seconds of `time.perf_counter`."""
+
+    __slots__ = ("_native", "_origin")
+
+    def __init__(self, native: Any, origin: tuple[Any, float]) -> None:
+        self._native = native
+        self._origin = origin
+
+    def __float__(self) -> float:
+        event, seconds = self._origin
+        self._native.synchronize()
+        return seconds + float(event.elapsed_time(self._native)) / 1e3  # it is in ms
+
+
+class StreamWatch:
+    """Two timing events on the stream that is current at start and stop."""
+
+    def __init__(self, backend: Any) -> None:
+        self._start, self._stop = (backend.Event(enable_timing=True) for _ in range(2))
+        self._start.record()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Stop when what was issued onto the current stream is done."""
+        self._stop.record()
+        self._stopped = True
+
+    def read(self) -> float | None:
+        """Return the seconds; None as long as the stream has not come to the stop."""
+        if not self._stopped or not self._stop.query():
+            return None
+        return float(self._start.elapsed_time(self._stop)) / 1e3  # it is in ms
+
+
+class StreamDevice:
+    """Streams as lanes.
+
+    Args:
+        name: what `open_device` calls it; torch's name of the device type.
+        backend: `torch.npu` or `torch.cuda`.
+
+    Attributes:
+        run: how many runs were begun.
+        switches: how often the current stream was changed: a lane's ops in a row share one change.
+    """
+
+    def __init__(self, name: str, backend: Any) -> None:
+        self.name = name
+        self.backend = backend
+        self.run = 0
+        self.switches = 0
+        self._lanes: dict[str, StreamLane] = {}
+        self._current: StreamLane | None = None
+        self._origin: tuple[Any, float] | None = None
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return bool(self.backend.is_current_stream_capturing())
+
+    def open_lanes(self, names: Sequence[str]) -> list[Lane]:
+        """Return the lanes; the first name stands for the stream that is current when a run begins.
+
+        Raises:
+            DeviceError: if all streams that the backend hands out are taken.
+        """
+        for position, name in enumerate(names):
+            if name not in self._lanes:
+                stream = self.draw_stream(name) if position else self.backend.current_stream()
+                self._lanes[name] = StreamLane(name, stream, self)
+        self.separate_streams()
+        return [self._lanes[name] for name in names]
+
+    def make_event(self) -> StreamEvent:
+        """Make an event that is not recorded yet."""
+        return StreamEvent(self.backend.Event())
+
+    def start_watch(self) -> StreamWatch:
+        """Start a watch on the current stream."""
+        return StreamWatch(self.backend)
+
+    def begin(self) -> None:
+        """Start a run: the first lane is the stream that is current now."""
+        self.run += 1
+        self._origin = None
+        first = self._find_first()
+        if first is None:
+            return
+        stream = self.backend.current_stream()
+        if stream != first.stream:
+            if self.is_capturing:  # a stream under capture cannot wait for one outside; it has memory of its own
+                first.stream = stream
+            else:  # what the last run left in the lanes' memory may still be read on the old stream
+                first.move(stream)
+            self.separate_streams()
+        self._current = first
+
+    def switch(self, lane: StreamLane) -> None:
+        """Make a lane's stream the current one, unless it is that already."""
+        if lane is not self._current:
+            self.backend.set_stream(lane.stream)
+            self._current = lane
+            self.switches += 1
+
+    def read_clock(self, lane: StreamLane) -> Moment:
+        """Return the moment at which all that was issued onto the lane is done.
+
+        Milliseconds since an event are a float32 to the backends, so the event must not lie long ago: each run has one.
+        """
+        native = self.backend.Event(enable_timing=True)
+        native.record(lane.stream)
+        if self._origin is None:
+            self._origin = native, time.perf_counter()
+        return Moment(native, self._origin)
+
+    def hand_over(self, values: Iterable[Any]) -> None:
+        """Tell the allocator of tensors that leave the schedule, because from now on the caller frees them.
+
+        Within a run the schedule's frees keep memory safe: none comes before the lane that the memory belongs to has
+        waited for whoever read it. The caller waits for nothing, and uses all of them on the first lane's stream.
+        """
+        first = self._find_first()
+        assert first is not None, "nothing is handed over before a run"
+        for tensor in _find_tensors(values):
+            if tensor.device.type == self.name:
+                tensor.record_stream(first.stream)
+
+    def finish(self) -> None:
+        """End a run: the stream that was current when it began is current again. Kernels may still run."""
+        self._restore()
+
+    def abort(self) -> None:
+        """End a run that failed: return when no kernel of it runs any more."""
+        self._restore()
+        if not self.is_capturing:  # then nothing runs yet, and synchronizing would spoil the capture
+            for lane in self._lanes.values():
+                lane.stream.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the device."""
+        self.backend.synchronize()
+
+    def reserve(self, run: Callable[[], Any]) -> int:
+        """Run something, and let the memory it took show as a peak of what tensors took; return its bytes.
+
+        Each lane has memory of its own, and what one has cached no other can have, so that a split step takes more than
+        its tensors do. Whoever sizes a cache by the peak of tensors (vLLM: `allocated_bytes.all.peak`) leaves room for
+        it afterwards.
+        """
+        memory = self.backend
+        self.synchronize()
+        memory.empty_cache()
+        held = memory.memory_reserved()
+        memory.reset_peak_memory_stats()
+        run()
+        self.synchronize()
+        taken = int(memory.max_memory_reserved() - held)
+        memory.empty_cache()
+        if taken:
+            torch.empty(taken, dtype=torch.uint8, device=self.name)  # freed at once: only the peak remains
+            memory.empty_cache()
+        return taken
+
+    def close(self) -> None:
+        """Wait for the lanes and forget them. The device can be used again."""
+        self.synchronize()
+        self._lanes.clear()
+        self._current = None
+
+    def find_taken(self) -> set[int]:
+        """Return the ids of streams that are no lane's and must not become one."""
+        return set()
+
+    def draw_stream(self, lane: str) -> Any:
+        """Return a stream that nobody else has.
+
+        Raises:
+            DeviceError: if the backend has no such stream.
+        """
+        taken = self.find_taken() | {other.stream.stream_id for other in self._lanes.values()}
+        for _ in range(POOL):
+            stream = self.backend.Stream()
+            if stream.stream_id not in taken:
+                return stream
+        raise DeviceError(
+            f"{self.name} has no stream left for lane {lane!r}: it hands out {POOL} in turn, and all are taken. Let "
+            "the program name fewer lanes, or make fewer communicators."
+        )
+
+    def separate_streams(self) -> None:
+        """See that no two lanes have the same stream: one would wait for itself, and nothing would overlap.
+
+        Raises:
+            DeviceError: if that cannot be had.
+        """
+        taken = self.find_taken()
+        for position, lane in enumerate(self._lanes.values()):
+            if lane.stream.stream_id in taken:
+                if not position:
+                    raise DeviceError(
+                        f"the current stream, {lane.stream.stream_id}, is one that collectives run on: nothing would "
+                        "overlap with them. Serve on another stream."
+                    )
+                lane.move(self.draw_stream(lane.name))
+            taken.add(lane.stream.stream_id)
+
+    def _find_first(self) -> StreamLane | None:
+        return next(iter(self._lanes.values()), None)
+
+    def _restore(self) -> None:
+        first = self._find_first()
+        if first is not None:
+            self.switch(first)
+
+
+def _find_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _find_tensors(value)

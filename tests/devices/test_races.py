@@ -1,0 +1,196 @@
+"""A schedule's waits and frees are what keeps data right on streams with a real caching allocator.
+
+First hand-made: one wait removed, one free moved, and the latch brings about the order of events that they are there to
+prevent. Then at random, with each kernel of the stand-in for CANN slowed down by chance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dbo_runtime.errors import DboError, ScheduleError
+from dbo_runtime.events import EventTable
+from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.policies import alternate
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.validate import validate
+from tests.devices import rigs
+from tests.latch import GRACE
+from tests.mutants import move_free_earlier, remove_wait
+from tests.strategies import Case, cases
+
+PRESENT = [name for name in rigs.find_present() if name in rigs.STREAMS]
+if not PRESENT:
+    pytest.skip("no device with streams is here; `make test-npu` has one", allow_module_level=True)
+
+import torch  # noqa: E402 - the core's tests run without it
+
+from tests.devices.tensor_programs import LENGTH, make_tensors, read, with_tensors  # noqa: E402
+
+EXAMPLES = 300
+LONGEST = 2e-4  # seconds that a kernel is slowed down by
+MUTANTS = 100
+POISON = -7
+
+
+@pytest.fixture(params=PRESENT)
+def rig(request: pytest.FixtureRequest) -> Iterator[Any]:
+    rig = rigs.open_rig(request.param)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def standin() -> Iterator[Any]:
+    rigs.prepare("npu")
+    from tests.standin_cann import cann
+
+    standin = cann.load()
+    if standin is None:
+        pytest.skip("a real CANN is here: its kernels cannot be slowed down")
+    yield standin
+    standin.calm()
+
+
+def run_late(rig: Any, schedule: Schedule, latch: Any) -> list[int]:
+    """Return what a schedule of one micro-batch computes from zeros if a held op goes on only when all others have."""
+    device = rig.device
+    executor = Executor(schedule, device, EventTable(device))
+    x = torch.zeros(LENGTH, dtype=torch.int64, device=device.name)
+    for lane in device.open_lanes(schedule.lanes):  # so that memory nobody has written to does not look right
+        with device.backend.stream(lane.stream):
+            poison = [torch.full((LENGTH,), POISON, dtype=torch.int64, device=device.name) for _ in range(8)]
+            del poison
+    device.synchronize()
+    ((result,),) = executor.run([(x,)])
+    time.sleep(GRACE)
+    latch.release()
+    device.synchronize()
+    numbers: list[int] = result.tolist()
+    return numbers
+
+
+def lower_alone(program: Program) -> Schedule:
+    return lower([program], alternate([program]))
+
+
+def record_send(latch: Any) -> Program:
+    """Return a program whose first op is held: compute, then comm, then compute."""
+    p = ProgramBuilder()
+    x = p.compute("make", lambda x: (latch.hold([]), x + 5)[1], p.input("x"))
+    x = p.comm("send", lambda x: x * 2, x)
+    return p.build(p.compute("receive", lambda x: x + 1, x))
+
+
+def without_wait(schedule: Schedule, label: str) -> Schedule:
+    return replace(
+        schedule,
+        steps=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.steps),
+        forks=(*schedule.forks, "comm"),  # so that the lane still begins where it should
+    )
+
+
+def test_a_wait_makes_the_reader_wait_for_the_writer(rig: Any) -> None:
+    latch = rig.make_latch()
+    assert run_late(rig, lower_alone(record_send(latch)), latch) == [11] * LENGTH
+
+
+def test_without_the_wait_validation_refuses_and_the_device_reads_what_is_not_there_yet(rig: Any) -> None:
+    latch = rig.make_latch()
+    schedule = without_wait(lower_alone(record_send(latch)), "send/0")
+    with pytest.raises(ScheduleError, match="send/0"):
+        validate(schedule)
+    assert run_late(rig, schedule, latch) == [POISON * 2 + 1] * LENGTH
+
+
+def record_beside(latch: Any, device: str) -> Program:
+    """Return a program whose comm op is held while a compute op beside it needs memory."""
+    p = ProgramBuilder()
+    x = p.compute("make", lambda x: x + 5, p.input("x"))
+    sent = p.comm("send", lambda x: (latch.hold([]), x * 2)[1], x)
+    other = p.compute("other", lambda: torch.full((LENGTH,), 1000, dtype=torch.int64, device=device))
+    return p.build(p.compute("receive", lambda sent, other: sent + other, sent, other))
+
+
+def with_free_at(schedule: Schedule, name: str, label: str) -> Schedule:
+    """Return the schedule in which the value *name* is freed at another step."""
+    (slot,) = (slot for step in schedule.steps for slot in step.frees if slot.value.name == name)
+    steps = (replace(step, frees=tuple(other for other in step.frees if other != slot)) for step in schedule.steps)
+    return replace(
+        schedule,
+        steps=tuple(replace(step, frees=(*step.frees, slot)) if step.label == label else step for step in steps),
+    )
+
+
+def test_a_free_comes_when_no_lane_reads_the_memory_any_more(rig: Any) -> None:
+    latch = rig.make_latch()
+    assert run_late(rig, lower_alone(record_beside(latch, rig.device.name)), latch) == [1010] * LENGTH
+
+
+def test_a_free_moved_earlier_is_refused_and_gives_the_memory_away_while_it_is_read(rig: Any) -> None:
+    latch = rig.make_latch()
+    schedule = with_free_at(lower_alone(record_beside(latch, rig.device.name)), "make", "other/0")
+    with pytest.raises(ScheduleError, match="make"):
+        validate(schedule)
+    assert run_late(rig, schedule, latch) == [3000] * LENGTH  # what `other` wrote there, twice, and once
+
+
+def test_random_programs_compute_what_the_sequential_loop_computes(standin: Any) -> None:
+    rig = rigs.open_rig("npu")
+
+    @settings(max_examples=EXAMPLES)
+    @given(cases(), st.integers(0, 2**31))
+    def check(case: Case, seed: int) -> None:
+        standin.jitter(seed, LONGEST)
+        case_here = with_tensors(case, "npu")
+        outputs = Executor(case_here.lower(), rig.device, EventTable(rig.device)).run(make_tensors(case, "npu"))
+        assert read(outputs) == compute(case)
+
+    check()
+    rig.close()
+
+
+def test_random_faults_that_validation_refuses_do_harm(standin: Any, record_property: Any) -> None:
+    """Not each of them each time: that is what makes such faults hard to find without validation."""
+    rig = rigs.open_rig("npu")
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=MUTANTS)
+    @given(cases(), st.sampled_from([remove_wait, move_free_earlier]), st.data())
+    def check(case: Case, mutation: Any, data: st.DataObject) -> None:
+        mutant = mutation(with_tensors(case, "npu").lower(), data.draw)
+        assume(mutant is not None and is_refused(mutant))
+        standin.jitter(len(seen), LONGEST)
+        seen["unsafe"] += 1
+        try:
+            outputs = Executor(mutant, rig.device, EventTable(rig.device)).run(make_tensors(case, "npu"))
+            seen["wrong"] += read(outputs) != compute(case)
+        except (DboError, TypeError):  # a wait for what was not recorded; a value that was gone before it was read
+            seen["failed"] += 1
+
+    check()
+    rig.close()
+    record_property("unsafe schedules", dict(seen))
+    assert seen["wrong"]
+
+
+def compute(case: Case) -> list[list[list[int]]]:
+    """Return what the sequential loop computes on the CPU."""
+    return read(run_sequential(with_tensors(case, "cpu").programs, make_tensors(case, "cpu")))
+
+
+def is_refused(schedule: Schedule) -> bool:
+    with suppress(ScheduleError):
+        validate(schedule)
+        return False
+    return True

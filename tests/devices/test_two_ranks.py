@@ -1,0 +1,29 @@
+"""Two ranks that all-reduce through torch_npu's ProcessGroupHCCL, split and unsplit, over the stand-in for CANN."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("torch_npu") is None:
+    pytest.skip("torch_npu is not installed here: `make test-npu` has it", allow_module_level=True)
+
+from tests.devices import rigs
+from tests.devices.tensor_parallel import compare_split_and_unsplit
+from tests.standin_cann import cann
+from tests.standin_cann.npu_ranks import Ranks
+
+
+def test_split_and_unsplit_agree_at_every_cut_and_compute_runs_beside_the_all_reduce(tmp_path: Path) -> None:
+    rigs.prepare("npu")
+    if cann.load() is None:
+        pytest.skip("a real CANN is here: it keeps no trace for us")
+    with Ranks(2, tmp_path) as ranks:
+        answers = ranks.run(compare_split_and_unsplit, timeout=240)
+    for answer in answers:
+        assert max(answer["apart"].values()) < 1e-5, answer["apart"]
+        assert not set(answer["lanes"]) & set(answer["collectives"])
+        assert not set(answer["beside"]["unsplit"]) - {"MemcpyH2D"}
+        assert {"Matmul", "Softmax"} <= set(answer["beside"]["split"]), answer["beside"]
