@@ -2,15 +2,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+NPU ?= auto
+NPU_BIN := $(VENV)-npu/bin
+NPU_TESTS := tests/standin_cann tests/devices tests/test_executor.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-two-hosts demo-expert-parallel demo-sweep train test test-slow bench lint format clean
+.PHONY: help setup setup-npu demo demo-two-hosts demo-expert-parallel demo-sweep train test test-npu test-slow bench \
+	lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
 
 setup: ## make .venv: vLLM for CPU, tests and tools; minutes the first time, nothing after that
 	@$(PYTHON) tools/set_up.py $(VENV)
+
+setup-npu: ## make .venv-npu: torch_npu and tests, without vLLM
+	@$(PYTHON) tools/set_up.py --npu $(VENV)-npu
 
 demo: setup ## generate with and without dual-batch overlap, compare and time them
 	$(BIN)/python examples/offline_dualbatch_overlap_npu.py
@@ -24,8 +31,14 @@ demo-expert-parallel: setup ## the same where each host has prompts of its own a
 train: setup ## train the tiny DeepSeek model that the demos serve
 	$(BIN)/python examples/train_tiny_deepseek.py
 
-test: setup ## run the tests, but for the slow ones
+test: setup ## run the tests but for the slow ones, and those of the NPU where their environment can be made
 	$(BIN)/python -m pytest -m "not slow"
+	@if $(MAKE) setup-npu; then $(MAKE) test-npu; \
+	elif [ $(NPU) = required ]; then exit 1; \
+	else echo "test: left out the tests on torch_npu: their environment cannot be made, see above"; fi
+
+test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a stand-in for CANN (g++); see NPU=required
+	NPU=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_TESTS)
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
 	$(BIN)/python -m pytest -m slow
@@ -35,6 +48,7 @@ demo-sweep: setup ## auto against off and always over link rates and prompt leng
 
 bench: setup ## run the benchmarks
 	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' -q -s
+	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m pytest tests/benchmarks/bench_streams.py -q -s; fi
 
 lint: setup ## check style, types and who imports whom
 	$(BIN)/ruff check .
@@ -47,5 +61,5 @@ format: setup ## rewrite the code in the common format
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and all caches
-	rm -rf $(VENV) build dist *.egg-info .*_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-npu build dist *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

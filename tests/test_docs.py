@@ -30,6 +30,16 @@ def test_links_to_files_lead_somewhere(document: Path) -> None:
         assert target.startswith("http") or (document.parent / target).exists(), target
 
 
+def test_the_errors_of_devices_are_those_in_the_code() -> None:
+    table = (ROOT / "docs" / "devices.md").read_text().partition("## What goes wrong")[2]
+    errors = re.findall(r"`([^`]+)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `")))
+    code = "".join(path.read_text() for path in (ROOT / "dbo_runtime").rglob("*.py"))
+    variable = re.compile(r"'\w+'| \.\.\. |, which cannot be imported \(.*")
+    parts = [part.strip() for error in errors for part in variable.split(error) if part]
+    assert len(errors) >= 10
+    assert not [part for part in parts if part not in code]
+
+
 @pytest.mark.parametrize("words", ["--costs a3-layer-4894", "--costs r1-tp16-941 --sweep tokens,tp"])
 def test_what_the_planner_is_said_to_print_it_prints(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/planner.md").read_text()

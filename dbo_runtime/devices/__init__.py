@@ -133,7 +133,9 @@ def open_device(name: str, **options: Any) -> Device:
     try:
         make: Callable[..., Device] = getattr(import_module(module), kind)
     except (ImportError, RuntimeError) as error:  # RuntimeError: torch, if it cannot load torch_npu by itself
-        raise DeviceError(f"device {name!r} needs torch, which cannot be imported ({error}); install it.") from error
+        raise DeviceError(
+            f"device {name!r} needs torch, which cannot be imported ({error}): install or mend it."
+        ) from error
     return make(**options)
 
 

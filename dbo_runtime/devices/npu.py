@@ -64,6 +64,11 @@ class NpuDevice(StreamDevice):
             self.backend.set_stream_limit(stream, *self._core_limits[lane])
         return stream
 
+    def return_stream(self, stream: Any) -> None:
+        """Take the core limit away, which would go on to whoever draws the stream next."""
+        if self._core_limits:
+            self.backend.reset_stream_limit(stream)
+
     def find_taken(self) -> set[int]:
         """Return the ids of HCCL's streams."""
         device = torch.device("npu", self.backend.current_device())

@@ -172,11 +172,18 @@ class StreamDevice:
     def read_clock(self, lane: StreamLane) -> Moment:
         """Return the moment at which all that was issued onto the lane is done.
 
-        Milliseconds since an event are a float32 to the backends, so the event must not lie long ago: each run has one.
+        The first of a run waits for it, to know what the host's clock says then. Milliseconds since an event are a
+        float32 to the backends, so that event must not lie long ago.
+
+        Raises:
+            DeviceError: under capture, where there are no moments yet.
         """
+        if self.is_capturing:
+            raise DeviceError("no times can be taken of what is captured into a graph: leave the instrument out.")
         native = self.backend.Event(enable_timing=True)
         native.record(lane.stream)
         if self._origin is None:
+            native.synchronize()
             self._origin = native, time.perf_counter()
         return Moment(native, self._origin)
 
@@ -194,14 +201,26 @@ class StreamDevice:
 
     def finish(self) -> None:
         """End a run: the stream that was current when it began is current again. Kernels may still run."""
-        self._restore()
+        first = self._find_first()
+        if first is not None:
+            self.switch(first)
 
     def abort(self) -> None:
-        """End a run that failed: return when no kernel of it runs any more."""
-        self._restore()
-        if not self.is_capturing:  # then nothing runs yet, and synchronizing would spoil the capture
-            for lane in self._lanes.values():
+        """End a run that failed: return when no kernel of it runs any more.
+
+        Under capture nothing runs yet, but a graph can end only where all its lanes have come together again.
+        """
+        first = self._find_first()
+        if first is None:
+            return
+        self.backend.set_stream(first.stream)  # whatever the op that failed has left
+        self._current = first
+        capturing = self.is_capturing
+        for lane in self._lanes.values():
+            if not capturing:
                 lane.stream.synchronize()
+            elif lane is not first and self._is_captured(lane):
+                first.stream.wait_stream(lane.stream)
 
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
@@ -211,8 +230,8 @@ class StreamDevice:
         """Run something, and let the memory it took show as a peak of what tensors took; return its bytes.
 
         Each lane has memory of its own, and what one has cached no other can have, so that a split step takes more than
-        its tensors do. Whoever sizes a cache by the peak of tensors (vLLM: `allocated_bytes.all.peak`) leaves room for
-        it afterwards.
+        its tensors do, and keeps it while others run. Whoever sizes a cache by the peak of tensors (vLLM:
+        `allocated_bytes.all.peak`) leaves room for it afterwards.
         """
         memory = self.backend
         self.synchronize()
@@ -223,14 +242,16 @@ class StreamDevice:
         self.synchronize()
         taken = int(memory.max_memory_reserved() - held)
         memory.empty_cache()
-        if taken:
-            torch.empty(taken, dtype=torch.uint8, device=self.name)  # freed at once: only the peak remains
-            memory.empty_cache()
+        torch.empty(taken, dtype=torch.uint8, device=self.name)  # freed at once: only the peak remains
+        memory.empty_cache()
         return taken
 
     def close(self) -> None:
         """Wait for the lanes and forget them. The device can be used again."""
         self.synchronize()
+        for position, lane in enumerate(self._lanes.values()):
+            if position:
+                self.return_stream(lane.stream)
         self._lanes.clear()
         self._current = None
 
@@ -254,6 +275,9 @@ class StreamDevice:
             "the program name fewer lanes, or make fewer communicators."
         )
 
+    def return_stream(self, stream: Any) -> None:
+        """Undo what was done to a stream that was drawn: the backend hands it to others, too."""
+
     def separate_streams(self) -> None:
         """See that no two lanes have the same stream: one would wait for itself, and nothing would overlap.
 
@@ -268,16 +292,16 @@ class StreamDevice:
                         f"the current stream, {lane.stream.stream_id}, is one that collectives run on: nothing would "
                         "overlap with them. Serve on another stream."
                     )
+                self.return_stream(lane.stream)
                 lane.move(self.draw_stream(lane.name))
             taken.add(lane.stream.stream_id)
 
     def _find_first(self) -> StreamLane | None:
         return next(iter(self._lanes.values()), None)
 
-    def _restore(self) -> None:
-        first = self._find_first()
-        if first is not None:
-            self.switch(first)
+    def _is_captured(self, lane: StreamLane) -> bool:
+        with self.backend.stream(lane.stream):
+            return self.is_capturing
 
 
 def _find_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

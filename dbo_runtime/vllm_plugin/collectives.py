@@ -54,8 +54,9 @@ class ModelCollectives:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The communicators of the comm lane, once they are made."""
-        return self._own_groups
+        """The communicators of the comm lane, once they are made, and vLLM's own, which ops on `compute` may use."""
+        groups = [group for group in (self._tensor_parallel, self._data_parallel) if group is not None]
+        return [*self._own_groups, *(group.device_group for group in groups if group.world_size > 1)]
 
     def connect(self) -> None:
         """Make the communicators of the comm lane. Collective over all ranks.

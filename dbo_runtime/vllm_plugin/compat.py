@@ -189,11 +189,6 @@ def find_limits(runner: Any) -> Limits:
     )
 
 
-def run_profile(runner: Any) -> None:
-    """Run the model as vLLM does to see how much memory it takes: on as many tokens as a step can have."""
-    runner._dummy_run(runner.max_num_tokens, is_profile=True)
-
-
 def run_dummy(runner: Any, requests: int, tokens: int, context: int) -> None:
     """Run the model on a batch of vLLM's making: equal requests with *tokens* new tokens after *context* cached ones.
 

@@ -1,8 +1,9 @@
 """The install points in an unmodified vLLM.
 
 `WorkerWrapperBase.init_device` is run by every executor on every platform. After it the worker owns a model runner;
-that instance's `load_model` is wrapped, and then the `forward` of the loaded model instance is replaced. Nothing is
-subclassed or registered, so there is no race with vllm-ascend, which replaces classes of its own.
+that instance's `load_model` and `profile_run` are wrapped, the worker's `compile_or_warm_up_model`, and then the
+`forward` of the loaded model instance is replaced. Nothing is subclassed or registered, so there is no race with
+vllm-ascend, which replaces classes of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
 
 _INSTALLED = "_dbo_installed"
-DEVICES = ("cpu", "cuda", "npu")  # named alike by vLLM and by us
+_PROVEN = ("cpu",)  # where split steps of vLLM have been compared with unsplit ones
+_DEVICES = (*_PROVEN, "cuda", "npu")  # named alike by vLLM and by us
 
 
 def install(config: RuntimeConfig) -> None:
@@ -69,14 +71,13 @@ def _wrap_profile_run(runner: Any) -> None:
         return
 
     @functools.wraps(profile_run)
-    def profile_and_reserve(*args: Any, **kwargs: Any) -> Any:
-        from dbo_runtime.vllm_plugin.memory import reserve_split_step
+    def profile_whole_and_split(*args: Any, **kwargs: Any) -> None:
+        from dbo_runtime.vllm_plugin.memory import profile_split
 
-        result = profile_run(*args, **kwargs)
-        reserve_split_step(runner, compat.find_groups(runner.vllm_config).everyone)
-        return result
+        everyone = compat.find_groups(runner.vllm_config).everyone
+        profile_split(runner, everyone, functools.partial(profile_run, *args, **kwargs))
 
-    runner.profile_run = profile_and_reserve
+    runner.profile_run = profile_whole_and_split
 
 
 def _wrap_warm_up(worker: Any) -> None:
@@ -113,7 +114,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells
     sizes_apart = compat.find_platform() != "cpu"
     collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch, sizes_apart)
-    program = _record(adapter, architecture, model, vllm_config, collectives)
+    program = _find_unproven(config) or _record(adapter, architecture, model, vllm_config, collectives)
     hosts = _compare_settings(groups.everyone, config, program, _votes(vllm_config, groups))
     if adapter is None or isinstance(program, str):
         log.warning("every step runs whole", reason=program, model=architecture)
@@ -152,6 +153,18 @@ def _mend_platform(parallel: Any, quiet: bool) -> None:
         open_log(quiet=quiet).info("mended a fault of vLLM", symptom=symptom)
 
 
+def _find_unproven(config: RuntimeConfig) -> str | None:
+    """Return why this platform is not served split, or None. Nobody's answers are an experiment by default."""
+    platform = compat.find_platform()
+    if platform not in _DEVICES:
+        return f"there is no device for {platform!r}"
+    if platform not in _PROVEN and not config.check:
+        return (
+            f"not proven on {platform!r} yet; with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
+        )
+    return None
+
+
 def _record(
     adapter: ModelAdapter | None, architecture: str, model: Any, vllm_config: Any, collectives: Any
 ) -> Program | str:
@@ -160,9 +173,6 @@ def _record(
 
     if adapter is None:
         return f"no adapter is registered for {architecture}"
-    platform = compat.find_platform()
-    if platform not in DEVICES:
-        return f"there is no device for {platform!r}"
     refusal = find_config_hazard(vllm_config) or adapter.decline(model)
     if refusal is not None:
         return refusal

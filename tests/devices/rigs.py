@@ -68,6 +68,7 @@ class StreamRig:
         self.device: Any = open_device(name)
         self.backend = self.device.backend
         self._reader = self.backend.Stream()
+        self._latches: list[StreamLatch] = []
 
     def make_pad(self) -> Values:
         pad = [self._make_tensor(_LENGTH, _EMPTY)]
@@ -91,9 +92,12 @@ class StreamRig:
     def make_latch(self) -> StreamLatch:
         flag = self._make_tensor(1, 0)
         self.backend.synchronize()
-        return StreamLatch(self.device.name, self.backend, flag)
+        self._latches.append(StreamLatch(self.device.name, self.backend, flag))
+        return self._latches[-1]
 
     def close(self) -> None:
+        for latch in self._latches:
+            latch.close()
         self.device.close()
         self.backend.synchronize()
 
@@ -124,13 +128,15 @@ class StreamLatch:
 
     def let_go(self, _: Values) -> None:
         """Let the current stream write."""
-        self._watchdog.cancel()
         self._write(self._backend.current_stream(), self._flag.data_ptr())
 
     def release(self) -> None:
         """Write now."""
-        self._watchdog.cancel()
         self._write(self._releaser, self._flag.data_ptr())
+
+    def close(self) -> None:
+        """End the watchdog."""
+        self._watchdog.cancel()
 
 
 def find_present() -> list[str]:

@@ -41,11 +41,22 @@ def with_tensors(case: Case, device: str) -> Case:
     return Case(tuple(changed[id(program)] for program in case.programs), case.order)
 
 
-def make_tensors(case: Case, device: str) -> list[tuple[torch.Tensor, ...]]:
-    """Return fresh inputs for each micro-batch."""
+def with_all_outputs(case: Case) -> Case:
+    """Return the case with programs that return every value there is at the end, so that no fault goes unseen."""
+    changed: dict[int, Program] = {}
+    for program in case.programs:
+        gone = {value for op in program.ops for value in op.overwrites}
+        written = (value for op in program.ops for value in op.writes)
+        outputs = tuple(value for value in written if value not in gone)
+        changed.setdefault(id(program), replace(program, outputs=outputs))
+    return Case(tuple(changed[id(program)] for program in case.programs), case.order)
+
+
+def make_tensors(case: Case, device: str, seed: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return inputs for each micro-batch; other seeds give others, or what an earlier run left would look right."""
     return [
         tuple(
-            torch.full((LENGTH,), 100 * mb + number, dtype=torch.int64, device=device)
+            torch.full((LENGTH,), 1000 * seed + 100 * mb + number, dtype=torch.int64, device=device)
             for number in range(len(program.inputs))
         )
         for mb, program in enumerate(case.programs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from dbo_runtime.devices import Device, Lane, open_device
 from dbo_runtime.errors import DeviceError
-from tests.devices.rigs import NAMES, find_present, open_rig
+from tests.devices.rigs import NAMES, find_present, open_rig, prepare
 from tests.latch import GRACE
 
 LANES = ("compute", "comm", "aux")
@@ -67,6 +68,7 @@ def test_a_device_that_is_missing_is_refused_with_a_remedy(name: str, remedy: st
 
 def test_auto_takes_what_is_there_and_says_once_why(capfd: pytest.CaptureFixture[str]) -> None:
     expected = next(name for name in ("npu", "cuda", "cpu") if name in find_present())
+    prepare(expected)
     device = open_device("auto")
     said = capfd.readouterr().err
     assert device.name == expected
@@ -77,7 +79,7 @@ def test_auto_takes_what_is_there_and_says_once_why(capfd: pytest.CaptureFixture
 def test_a_device_that_needs_torch_says_so_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torch", "dbo_runtime.devices.npu", "dbo_runtime.devices.torch_streams"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DeviceError, match=r"device 'npu' needs torch, which cannot be imported .*install it"):
+    with pytest.raises(DeviceError, match=r"device 'npu' needs torch, which cannot be imported .*: install or mend it"):
         open_device("npu")
 
 
@@ -293,6 +295,23 @@ def test_a_run_that_was_aborted_leaves_the_device_fit_for_the_next(rig: Any, lan
     lanes[1].launch(rig.note(2), later)
     finish(rig.device, lanes)
     assert rig.read(later) == [2]
+
+
+def test_an_aborted_run_has_ended(rig: Any, lanes: list[Lane], latch: Any) -> None:
+    pad = rig.make_pad()
+    rig.device.begin()
+    lanes[1].launch(latch.hold, pad)
+    lanes[1].launch(rig.note(1), pad)
+    timer = threading.Timer(GRACE, latch.release)
+    timer.start()
+    before = time.perf_counter()
+    rig.device.abort()
+    assert time.perf_counter() - before > GRACE / 2  # it waited for what was held
+    assert rig.read(pad) in ([1], [])  # what had been launched has run, or never will
+    at_once = rig.read(pad)
+    time.sleep(GRACE)
+    assert rig.read(pad) == at_once
+    timer.join()
 
 
 def test_a_closed_device_can_be_opened_again(rig: Any, lanes: list[Lane]) -> None:

@@ -35,7 +35,8 @@ class Group:
 
 
 @pytest.fixture(autouse=True)
-def _npu() -> None:
+def _npu(record_property: Any) -> None:
+    record_property("device", "npu")
     rigs.prepare("npu")
 
 
@@ -54,7 +55,7 @@ def test_a_lane_does_not_take_a_stream_that_collectives_run_on() -> None:
 
 
 def test_a_lane_leaves_a_stream_that_collectives_turn_out_to_run_on() -> None:
-    """A communicator gets its stream with its first collective, which may come after the lanes were made."""
+    """Such as those of a communicator that was made later."""
     group = Group(-1)
     device = open_device("npu", groups=[group])
     group.ids = (find_id(device, "comm"),)
@@ -73,6 +74,13 @@ def test_a_lane_may_have_a_core_limit() -> None:
     compute, comm = device.open_lanes(LANES)
     assert device.backend.get_stream_limit(comm.stream) == {"cube_core_num": 4, "vector_core_num": 8}
     assert device.backend.get_stream_limit(compute.stream) == device.backend.get_device_limit(0)
+
+
+def test_a_core_limit_does_not_stay_with_a_stream_that_others_draw_next() -> None:
+    device = open_device("npu", core_limits={"comm": CoreLimit(cube=4, vector=8)})
+    _, comm = device.open_lanes(LANES)
+    device.close()
+    assert device.backend.get_stream_limit(comm.stream) == device.backend.get_device_limit(0)
 
 
 def test_the_compute_lane_may_not() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from dbo_runtime.errors import DeviceError
+from dbo_runtime.errors import DeviceError, get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import lower
 from tests.devices import rigs
+from tests.latch import GRACE
 
 PRESENT = [name for name in rigs.find_present() if name in rigs.STREAMS]
 if not PRESENT:
@@ -22,13 +25,14 @@ if not PRESENT:
 
 import torch  # noqa: E402 - the core's tests run without it
 
-from dbo_runtime.devices.torch_streams import POOL, StreamDevice  # noqa: E402
+from dbo_runtime.devices.torch_streams import POOL, StreamDevice, StreamLane  # noqa: E402
 
 NUMBERS = torch.arange(64)
 
 
 @pytest.fixture(params=PRESENT)
-def rig(request: pytest.FixtureRequest) -> Iterator[Any]:
+def rig(request: pytest.FixtureRequest, record_property: Any) -> Iterator[Any]:
+    record_property("device", request.param)
     rig = rigs.open_rig(request.param)
     yield rig
     rig.close()
@@ -162,14 +166,57 @@ def test_without_handing_over_its_memory_would_be_taken(rig: Any, monkeypatch: p
     assert seen != expected
 
 
-def capture(device: StreamDevice, executor: Executor, inputs: Any) -> tuple[Any, Any]:
+def read_after_another_stream(rig: Any) -> tuple[list[int], list[int]]:
+    """Return what an op reads of the comm lane's memory while the next run, on another stream, has begun, and should.
+
+    The first run ends with an op that is held back before it reads; its memory is the comm lane's, and free by then.
+    """
+    device, latch = rig.device, rig.make_latch()
+    held = [True]
+
+    def receive(x: torch.Tensor) -> torch.Tensor:
+        if held[0]:
+            latch.hold([])
+        return x + 0
+
+    p = ProgramBuilder()
+    x = p.compute("work", lambda x: x + 1, p.input("x"))
+    executor = prepare(device, p.build(p.compute("receive", receive, p.comm("send", lambda x: x * 2, x))), 1)
+    inputs = make_inputs(device, 1)
+    device.synchronize()
+    ((result,),) = executor.run(inputs)
+    held[0] = False
+    with device.backend.stream(device.backend.Stream()):
+        executor.run([((NUMBERS + 1000).to(device.name, non_blocking=True),)])
+        time.sleep(GRACE)  # for the comm lane to overwrite what it must not
+    latch.release()
+    device.synchronize()
+    return result.tolist(), ((NUMBERS + 1) * 2).tolist()
+
+
+def test_a_run_on_another_stream_waits_for_the_last_one(rig: Any) -> None:
+    seen, expected = read_after_another_stream(rig)
+    assert seen == expected
+
+
+def test_without_that_its_memory_would_be_written_over(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the test above can fail."""
+    monkeypatch.setattr(StreamLane, "move", lambda self, stream: setattr(self, "stream", stream))
+    seen, expected = read_after_another_stream(rig)
+    assert seen != expected
+
+
+def capture(
+    device: StreamDevice, executor: Executor, inputs: Any, warm_up: bool = True, instrument: Any = None
+) -> tuple[Any, Any]:
     """Return a graph of a run, and the outputs that each replay writes."""
     make = {"npu": "NPUGraph", "cuda": "CUDAGraph"}[device.name]
     graph = getattr(device.backend, make)()
-    executor.run(inputs)
+    if warm_up:
+        executor.run(inputs)
     device.synchronize()
     with device.backend.graph(graph, stream=device.backend.Stream()):
-        outputs = executor.run(inputs)
+        outputs = executor.run(inputs, instrument=instrument)
     return graph, outputs
 
 
@@ -184,6 +231,44 @@ def test_a_schedule_is_captured_into_a_graph_and_replays(device: StreamDevice) -
         graph.replay()
         device.synchronize()
         assert_equal(outputs, run_sequential([program] * 2, [(start + number,) for (start,) in make_inputs(None)]))
+
+
+@pytest.mark.parametrize("lane", ["compute", "comm"])
+def test_an_op_that_fails_under_capture_is_named_and_the_device_goes_on(device: StreamDevice, lane: str) -> None:
+    """A graph cannot end while a lane has left it: then nobody would hear of the op."""
+    fails = [False]
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        if fails[0]:
+            raise FloatingPointError("not a number")
+        return x * 2
+
+    p = ProgramBuilder()
+    x = p.comm("send", lambda x: x + 1, p.compute("begin", lambda x: x + 1, p.input("x")))
+    program = p.build(p.op("work", work, p.comm("more", lambda x: x + 1, x), lane=lane))
+    executor = prepare(device, program)
+    executor.run(make_inputs(device))
+    fails[0] = True
+    before = device.backend.current_stream()
+    with pytest.raises(FloatingPointError) as raised:
+        capture(device, executor, make_inputs(device), warm_up=False)
+    assert "op 'work'" in get_context(raised.value)
+    assert device.backend.current_stream() == before
+    fails[0] = False
+    expected = run_sequential([program] * 2, make_inputs(None))
+    assert_equal(executor.run(make_inputs(device)), expected)
+    graph, outputs = capture(device, executor, make_inputs(device))
+    graph.replay()
+    device.synchronize()
+    assert_equal(outputs, expected)
+
+
+def test_no_times_are_taken_of_what_is_captured(device: StreamDevice) -> None:
+    executor = prepare(device, record_layers(1))
+    executor.run(make_inputs(device))
+    with pytest.raises(DeviceError, match="captured into a graph: leave the instrument out"):
+        capture(device, executor, make_inputs(device), warm_up=False, instrument=Recorder())
+    assert_equal(executor.run(make_inputs(device)), run_sequential([record_layers(1)] * 2, make_inputs(None)))
 
 
 def test_a_run_after_a_capture_is_none_of_the_graph(device: StreamDevice) -> None:
@@ -211,20 +296,25 @@ def test_reserved_memory_is_enough_for_split_steps(device: StreamDevice, record_
         with p.layer(index):
             x = p.compute("widen", lambda x: (x.repeat(4) + 1)[: x.shape[0]] * 2, x)
             x = p.comm("reduce", lambda x: x.repeat(3)[: x.shape[0]] + 1, x)
-    executor = prepare(device, p.build(x))
+    program = p.build(x)
+    executor = prepare(device, program)
     largest = 1 << 20
 
     def run(tokens: int) -> None:
         executor.run([(torch.ones(tokens, device=device.name),) for _ in range(2)])
 
+    def run_whole(tokens: int) -> None:
+        run_sequential([program], [(torch.ones(2 * tokens, device=device.name),)])
+
     device.backend.empty_cache()
     weights = device.backend.memory_allocated()
-    taken = device.reserve(lambda: run(largest))
+    taken = device.reserve(lambda: (run_whole(largest), run(largest)))
     peak = device.backend.memory_stats()["allocated_bytes.all.peak"]
     assert peak - weights >= taken
     before = device.backend.memory_reserved()
     for tokens in (largest, largest // 2, largest, largest // 3, largest):
         run(tokens)
+        run_whole(tokens)
         device.synchronize()
     grown = device.backend.memory_reserved() - before
     assert 0 < grown <= taken
