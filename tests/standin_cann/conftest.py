@@ -1,0 +1,72 @@
+"""What all tests on the stand-in share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.standin_cann import cann
+from tests.standin_cann.build import build
+
+if TYPE_CHECKING:
+    from tests.standin_cann.gate import Gate
+
+# Where torch_npu is installed, a bare `import torch` would look for CANN and fail.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def find_obstacle() -> str | None:
+    """Return why the stand-in cannot be used here, if it cannot."""
+    if "ASCEND_HOME_PATH" in os.environ:
+        return "CANN itself is installed here"
+    for package in ("torch", "torch_npu"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    for program in ("g++", "nm"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs the stand-in, with one reason for each file."""
+    if obstacle := find_obstacle():
+        skip = pytest.mark.skip(reason=f"the stand-in for CANN cannot be used: {obstacle}")
+        for item in items:
+            if "standin_folder" in getattr(item, "fixturenames", ()):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def standin_folder() -> Path:
+    """Return the folder of the stand-in's libraries, for tests that load them in other processes."""
+    return build()
+
+
+@pytest.fixture(scope="session")
+def standin(standin_folder: Path) -> cann.StandIn:
+    """Return the stand-in, loaded, with the real torch_npu on it."""
+    standin = cann.load()
+    assert standin is not None
+    import torch_npu  # noqa: F401 - only now that it finds its libraries
+
+    return standin
+
+
+@pytest.fixture
+def gate(standin: cann.StandIn) -> Iterator[Gate]:
+    """Return a gate that is open after the test, so that a test that fails does not leave streams held."""
+    import torch
+
+    from tests.standin_cann.gate import Gate
+
+    gate = Gate()
+    yield gate
+    gate.open()
+    torch.npu.synchronize()
