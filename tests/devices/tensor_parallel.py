@@ -118,6 +118,19 @@ def compare_split_and_unsplit(rank: Any) -> dict[str, Any]:
     }
 
 
+def find_streams_of_collectives(rank: Any) -> list[int]:
+    """Return on which stream a new group's collectives run: before the first, after others drew some, and after it."""
+    group = dist.new_group(backend="hccl")
+    device = NpuDevice(groups=[group])
+    found = [*device.find_taken()]
+    drawn = [device.backend.Stream().stream_id for _ in range(5)]
+    found += device.find_taken()
+    dist.all_reduce(torch.ones(4, device="npu"), group=group)
+    found += device.find_taken()
+    assert not set(found) & set(drawn)
+    return found
+
+
 def run_whole(program: Program, layers: list[Layer]) -> list[torch.Tensor]:
     """Run all tokens as one micro-batch, without a device."""
     for layer in layers:

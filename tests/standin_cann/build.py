@@ -100,7 +100,6 @@ def compile_source(source: Path, object_file: Path) -> None:
     npu, torch = find_package("torch_npu"), find_package("torch")
     headers = [
         npu / "include",
-        npu / "include",
         npu / "include/third_party/acl/inc",
         npu / "include/third_party/hccl/inc",
         torch / "include",
