@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NPU ?= auto
 NPU_BIN := $(VENV)-npu/bin
-NPU_TESTS := tests/standin_cann tests/devices tests/test_executor.py
+NPU_SUITES := tests/standin_cann tests/devices tests/test_executor.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu demo demo-two-hosts demo-expert-parallel demo-sweep train test test-npu test-slow bench \
@@ -38,7 +38,7 @@ test: setup ## run the tests but for the slow ones, and those of the NPU where t
 	else echo "test: left out the tests on torch_npu: their environment cannot be made, see above"; fi
 
 test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a stand-in for CANN (g++); see NPU=required
-	NPU=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_TESTS)
+	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES)
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
 	$(BIN)/python -m pytest -m slow

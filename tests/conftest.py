@@ -41,7 +41,7 @@ def device(rig: Any) -> Any:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail where the NPU's tests are required (`make test-npu NPU=required`) and all of them were skipped."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if os.environ.get("NPU") == "required" and not count_devices(reporter)["npu", "passed"]:
+    if os.environ.get("NPU_TESTS") == "required" and not count_devices(reporter)["npu", "passed"]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
