@@ -89,6 +89,13 @@ class StreamRig:
         with self.backend.stream(self._reader):
             return [number for number in pad[0].cpu().tolist() if number != _EMPTY]
 
+    def drain(self) -> None:
+        """Wait until all that was issued is on its stream: until then torch_npu's host queue keeps tensors alive.
+
+        Reading the handle of a stream does that.
+        """
+        getattr(self.backend.current_stream(), f"{self.device.name}_stream")
+
     def make_latch(self) -> StreamLatch:
         flag = self._make_tensor(1, 0)
         self.backend.synchronize()

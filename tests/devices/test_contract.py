@@ -302,6 +302,7 @@ def test_an_aborted_run_has_ended(rig: Any, lanes: list[Lane], latch: Any) -> No
     rig.device.begin()
     lanes[1].launch(latch.hold, pad)
     lanes[1].launch(rig.note(1), pad)
+    time.sleep(GRACE)  # for the lane to have come to the latch
     timer = threading.Timer(GRACE, latch.release)
     timer.start()
     before = time.perf_counter()

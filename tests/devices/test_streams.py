@@ -131,6 +131,7 @@ class Caller:
     """Runs a program whose result is made on the comm lane, and reads it on a stream that is held back."""
 
     def __init__(self, rig: Any) -> None:
+        self._rig = rig
         self._device: StreamDevice = rig.device
         self._latch = rig.make_latch()
         p = ProgramBuilder()
@@ -144,6 +145,7 @@ class Caller:
         self._device.synchronize()
         self._latch.hold([])
         seen = result + 0
+        self._rig.drain()
         del result
         with self._device.backend.stream(self._comm.stream):
             thief = torch.full((64,), -1, device=self._device.name)  # the same size, on the lane that made the result
@@ -185,6 +187,7 @@ def read_after_another_stream(rig: Any) -> tuple[list[int], list[int]]:
     inputs = make_inputs(device, 1)
     device.synchronize()
     ((result,),) = executor.run(inputs)
+    rig.drain()
     held[0] = False
     with device.backend.stream(device.backend.Stream()):
         executor.run([((NUMBERS + 1000).to(device.name, non_blocking=True),)])
