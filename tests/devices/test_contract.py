@@ -205,7 +205,8 @@ def test_intervals_of_a_lane_follow_each_other_and_are_of_the_hosts_clock(rig: A
     finish(rig.device, lanes)
     times = [float(moment) for span in spans for moment in span]
     assert times == sorted(times)
-    assert rig.device.name == "virtual" or before <= times[0] <= times[-1] <= time.perf_counter()
+    now = time.perf_counter() + GRACE  # the host learns of the first moment a little after it has come
+    assert rig.device.name == "virtual" or before <= times[0] <= times[-1] <= now
     assert rig.read(pad) == [0, 1, 2]
 
 
