@@ -26,8 +26,19 @@ from tests.devices import rigs  # noqa: E402 - torch must find the variable
 @pytest.fixture(params=rigs.find_present())
 def rig(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[Any]:
     """Each device there is, with what tests need beside it."""
-    record_property("device", request.param)
-    rig = rigs.open_rig(request.param)
+    yield from use_rig(request.param, record_property)
+
+
+@pytest.fixture(params=[name for name in rigs.find_present() if name in rigs.STREAMS])
+def stream_rig(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[Any]:
+    """Each device with streams."""
+    yield from use_rig(request.param, record_property)
+
+
+def use_rig(name: str, record_property: Callable[[str, object], None]) -> Iterator[Any]:
+    """Note the device for the count at the end, open it, and close it."""
+    record_property("device", name)
+    rig = rigs.open_rig(name)
     yield rig
     rig.close()
 

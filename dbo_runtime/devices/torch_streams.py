@@ -7,13 +7,13 @@ and whoever reads a clock.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
+from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamWatch
 from dbo_runtime.errors import DeviceError
 
 POOL = 32  # streams that CUDA (of one priority) and NPU each hand out in turn (c10/cuda/CUDAStream.h, NPUStream.cpp)
@@ -64,41 +64,6 @@ class StreamLane:
         self.stream = stream
 
 
-class Moment:
-    """A point in a stream's time. `float()` waits for it and gives seconds of `time.perf_counter`."""
-
-    __slots__ = ("_native", "_origin")
-
-    def __init__(self, native: Any, origin: tuple[Any, float]) -> None:
-        self._native = native
-        self._origin = origin
-
-    def __float__(self) -> float:
-        event, seconds = self._origin
-        self._native.synchronize()
-        return seconds + float(event.elapsed_time(self._native)) / 1e3  # it is in ms
-
-
-class StreamWatch:
-    """Two timing events on the stream that is current at start and stop."""
-
-    def __init__(self, backend: Any) -> None:
-        self._start, self._stop = (backend.Event(enable_timing=True) for _ in range(2))
-        self._start.record()
-        self._stopped = False
-
-    def stop(self) -> None:
-        """Stop when what was issued onto the current stream is done."""
-        self._stop.record()
-        self._stopped = True
-
-    def read(self) -> float | None:
-        """Return the seconds; None as long as the stream has not come to the stop."""
-        if not self._stopped or not self._stop.query():
-            return None
-        return float(self._start.elapsed_time(self._stop)) / 1e3  # it is in ms
-
-
 class StreamDevice:
     """Streams as lanes.
 
@@ -118,7 +83,7 @@ class StreamDevice:
         self.switches = 0
         self._lanes: dict[str, StreamLane] = {}
         self._current: StreamLane | None = None
-        self._origin: tuple[Any, float] | None = None
+        self._clock = StreamClock(backend)
 
     @property
     def is_capturing(self) -> bool:
@@ -149,7 +114,7 @@ class StreamDevice:
     def begin(self) -> None:
         """Start a run: the first lane is the stream that is current now."""
         self.run += 1
-        self._origin = None
+        self._clock.restart()
         first = self._find_first()
         if first is None:
             return
@@ -172,20 +137,12 @@ class StreamDevice:
     def read_clock(self, lane: StreamLane) -> Moment:
         """Return the moment at which all that was issued onto the lane is done.
 
-        The first of a run waits for it, to know what the host's clock says then. Milliseconds since an event are a
-        float32 to the backends, so that event must not lie long ago.
-
         Raises:
             DeviceError: under capture, where there are no moments yet.
         """
         if self.is_capturing:
             raise DeviceError("no times can be taken of what is captured into a graph: leave the instrument out.")
-        native = self.backend.Event(enable_timing=True)
-        native.record(lane.stream)
-        if self._origin is None:
-            native.synchronize()
-            self._origin = native, time.perf_counter()
-        return Moment(native, self._origin)
+        return self._clock.read(lane.stream)
 
     def hand_over(self, values: Iterable[Any]) -> None:
         """Tell the allocator of tensors that leave the schedule, because from now on the caller frees them.

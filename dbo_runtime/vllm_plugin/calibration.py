@@ -29,12 +29,10 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.errors import UnsupportedError
-from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.samples import Sample
 from dbo_runtime.program import COMPUTE, Program
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
 from dbo_runtime.vllm_plugin.agreement import gather
 from dbo_runtime.vllm_plugin.forward import SplitForward
@@ -213,11 +211,9 @@ class _Stand:
 
 
 def _copy_forward(served: SplitForward, device: Device, policy: str, group: Any) -> SplitForward:
-    """Return a forward of the same model with a runtime of its own: settings, plans, counts and a silent log."""
-    config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0))
-    runtime = MicroBatchRuntime(served.runtime.program, device, config, open_log(quiet=True), group.world_size)
-    own = served.copy_for(runtime, served.planner.copy_for(runtime, group))
-    runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
+    """Return a forward of the same model that splits by a policy, whatever the settings are."""
+    own = served.copy_for(device, RuntimeConfig(enabled=True, mode="always", policy=(policy, 0)), group)
+    own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 
 

@@ -13,8 +13,10 @@ import torch
 from vllm import forward_context
 
 from dbo_runtime.batch import Decline
-from dbo_runtime.devices import Stopwatch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices import Device, Stopwatch
 from dbo_runtime.errors import SplitError
+from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Recorder, Timeline
 from dbo_runtime.planner.correction import SPLIT, WHOLE
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
@@ -72,10 +74,13 @@ class SplitForward:
         self._forward = forward
         self._agreement = agreement
 
-    def copy_for(self, runtime: MicroBatchRuntime, planner: StepPlanner) -> SplitForward:
-        """Return a forward of the same model with another runtime and planner, and with times of its own."""
+    def copy_for(self, device: Device, config: RuntimeConfig, group: Any) -> SplitForward:
+        """Return a forward of the same model with plans, counts and times of its own, and a silent log."""
         own = copy.copy(self)
-        own.runtime, own.planner, own._watches = runtime, planner, deque()
+        own.runtime = MicroBatchRuntime(
+            self.runtime.program, device, config, open_log(quiet=True), ranks=group.world_size
+        )
+        own.planner, own._watches = self.planner.copy_for(own.runtime, group), deque()
         return own
 
     def __call__(

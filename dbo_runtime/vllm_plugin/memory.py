@@ -8,7 +8,6 @@ from typing import Any
 
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.forward import SplitForward
 
 
@@ -47,10 +46,8 @@ def run_both(runner: Any, own: SplitForward, profile_run: Callable[[], Any]) -> 
 
 
 def copy_for_profile(served: SplitForward, group: Any) -> SplitForward:
-    """Return a forward of the same model that splits every step unchecked, with plans and counts of its own."""
-    runtime = served.runtime
-    config = replace(runtime.config, check=False)  # without attention metadata results mean nothing
-    own = MicroBatchRuntime(runtime.program, runtime.device, config, open_log(quiet=True), group.world_size)
-    planner = served.planner.copy_for(own, group)
-    planner.profiling = True
-    return served.copy_for(own, planner)
+    """Return a forward of the same model that splits every step, and compares none."""
+    config = replace(served.runtime.config, check=False)  # without attention metadata results mean nothing
+    own = served.copy_for(served.runtime.device, config, group)
+    own.planner.profiling = True
+    return own

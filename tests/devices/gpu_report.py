@@ -24,18 +24,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # the stand-in is to be loaded before torch_npu is
 
-import torch  # noqa: E402 - after the path
+import torch
 
-from dbo_runtime.errors import DeviceError  # noqa: E402
-from dbo_runtime.events import EventTable  # noqa: E402
-from dbo_runtime.executor import Executor, run_sequential  # noqa: E402
-from dbo_runtime.observe.timeline import Recorder  # noqa: E402
-from dbo_runtime.policies import alternate, sequential  # noqa: E402
-from dbo_runtime.program import Program, ProgramBuilder  # noqa: E402
-from dbo_runtime.schedule import lower  # noqa: E402
-from dbo_runtime.validate import validate  # noqa: E402
-from tests.benchmarks.bench_core import LAYERS, record_decoder  # noqa: E402
-from tests.devices import rigs  # noqa: E402
+from dbo_runtime.devices import open_device
+from dbo_runtime.errors import DeviceError
+from dbo_runtime.events import EventTable
+from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.observe.timeline import Recorder
+from dbo_runtime.policies import alternate, sequential
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.schedule import lower
+from dbo_runtime.validate import validate
+from tests.benchmarks.bench_core import LAYERS, record_decoder
+from tests.devices import rigs
 
 SUITES = ("tests/devices/test_contract.py", "tests/devices/test_streams.py", "tests/devices/test_races.py")
 GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}
@@ -47,7 +48,7 @@ Row = tuple[str, str]
 
 def main() -> int:
     """Run everything and print the table; 1 if something failed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(chr(10))[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=rigs.STREAMS, default="cuda")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch")
     parser.add_argument("--hidden", type=int, default=4096)
@@ -73,8 +74,6 @@ class Report:
 
     def __init__(self, name: str, tokens: int, hidden: int, rounds: int) -> None:
         rigs.prepare(name)
-        from dbo_runtime.devices import open_device
-
         self.failed = False
         self.parts: tuple[Callable[[], Iterator[Row]], ...] = (
             self.describe,

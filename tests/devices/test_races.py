@@ -30,13 +30,12 @@ from tests.latch import GRACE
 from tests.mutants import move_free_earlier, remove_wait
 from tests.strategies import Case, cases
 
-PRESENT = [name for name in rigs.find_present() if name in rigs.STREAMS]
-if not PRESENT:
+if not {*rigs.STREAMS} & {*rigs.find_present()}:
     pytest.skip("no device with streams is here; `make test-npu` has one", allow_module_level=True)
 
-import torch  # noqa: E402 - the core's tests run without it
+import torch
 
-from tests.devices.tensor_programs import LENGTH, make_tensors, read, with_all_outputs, with_tensors  # noqa: E402
+from tests.devices.tensor_programs import LENGTH, make_tensors, read, with_all_outputs, with_tensors
 
 EXAMPLES = 300
 LONGEST = 2e-4  # seconds that a kernel is slowed down by
@@ -44,12 +43,9 @@ MUTANTS = 100
 POISON = -7
 
 
-@pytest.fixture(params=PRESENT)
-def rig(request: pytest.FixtureRequest, record_property: Any) -> Iterator[Any]:
-    record_property("device", request.param)
-    rig = rigs.open_rig(request.param)
-    yield rig
-    rig.close()
+@pytest.fixture
+def rig(stream_rig: Any) -> Any:
+    return stream_rig
 
 
 @pytest.fixture

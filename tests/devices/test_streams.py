@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -19,23 +18,19 @@ from dbo_runtime.schedule import lower
 from tests.devices import rigs
 from tests.latch import GRACE
 
-PRESENT = [name for name in rigs.find_present() if name in rigs.STREAMS]
-if not PRESENT:
+if not {*rigs.STREAMS} & {*rigs.find_present()}:
     pytest.skip("no device with streams is here; `make test-npu` has one", allow_module_level=True)
 
-import torch  # noqa: E402 - the core's tests run without it
+import torch
 
-from dbo_runtime.devices.torch_streams import POOL, StreamDevice, StreamLane  # noqa: E402
+from dbo_runtime.devices.torch_streams import POOL, StreamDevice, StreamLane
 
 NUMBERS = torch.arange(64)
 
 
-@pytest.fixture(params=PRESENT)
-def rig(request: pytest.FixtureRequest, record_property: Any) -> Iterator[Any]:
-    record_property("device", request.param)
-    rig = rigs.open_rig(request.param)
-    yield rig
-    rig.close()
+@pytest.fixture
+def rig(stream_rig: Any) -> Any:
+    return stream_rig
 
 
 @pytest.fixture
