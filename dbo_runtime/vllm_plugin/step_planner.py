@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from vllm import forward_context
 
-from dbo_runtime.batch import Batch, Decline
+from dbo_runtime.batch import Batch, Decline, share_together
 from dbo_runtime.errors import SplitError
 from dbo_runtime.runtime import MicroBatchRuntime, Plan, Shared
 from dbo_runtime.vllm_plugin.agreement import Agreement
@@ -89,16 +89,15 @@ class StepPlanner:
 
     def _plan_profile(self, context: Any, tokens: int) -> StepPlan:
         """Plan a dummy batch, which has no attention metadata, in equal parts."""
-        parts = self._runtime.config.parts
-        sizes: Sizes = ()
-        if context.dp_metadata is not None:
-            everywhere = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
-            sizes = tuple(zip(*(_split_evenly(count, parts) for count in everywhere), strict=True))
-        own = _split_evenly(tokens, parts)
+        everywhere = [] if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+        shares = share_together([tokens, *everywhere], self._runtime.config.parts)
+        if isinstance(shares, Decline):
+            return _whole(shares)
+        own = tuple(share[0] for share in shares)
         plan = self._runtime.plan(Batch(own, 0), list(accumulate(own))[:-1])
         if isinstance(plan, Decline):
             return _whole(plan)
-        contexts = self._splitter.split(context, plan.slices, sizes)
+        contexts = self._splitter.split(context, plan.slices, [share[1:] for share in shares] if everywhere else ())
         return _whole(contexts) if isinstance(contexts, Decline) else StepPlan(plan, contexts, "profiling")
 
     def _plan_alone(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
@@ -170,10 +169,6 @@ class StepPlanner:
 def find_cuts(plan: Plan) -> list[int]:
     """Return the token offsets at which a plan cuts."""
     return [piece.first_token for piece in plan.slices[1:]]
-
-
-def _split_evenly(tokens: int, parts: int) -> tuple[int, ...]:
-    return tuple(tokens * (part + 1) // parts - tokens * part // parts for part in range(parts))
 
 
 def _whole(decline: Decline) -> StepPlan:
