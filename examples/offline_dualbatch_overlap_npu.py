@@ -201,18 +201,18 @@ def report_steps(statistics: dict[str, Any] | None) -> None:
         print(f"steps run whole: {count}, because: {reason}")
 
 
-def report_timeline(spans: list[list[Any]] | None) -> None:
-    """Print the lanes of one split step on the first rank."""
-    if not spans:
+def report_timeline(found: dict[str, Any] | None) -> None:
+    """Print the lanes of one split step on the first rank, and where they lost time."""
+    if found is None:
         return
-    from dbo_runtime.observe.timeline import Span, Timeline
+    from dbo_runtime.observe.summary import summarize
+    from dbo_runtime.observe.timeline import Timeline
 
-    timeline = Timeline(tuple(Span(*span) for span in spans))
+    timeline = Timeline.from_dict(found)
     print(f"\none split step, {timeline.duration * 1e3:.1f} ms; digits are micro-batches, dots idle")
     print(timeline.draw())
     print(timeline.table(most=SHOWN))
-    both = timeline.overlap("compute", "comm")
-    print(f"both lanes busy for {both * 1e3:.1f} ms of {timeline.busy('comm') * 1e3:.1f} ms of communication")
+    print(summarize(timeline))
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ class Notes:
     def __init__(self) -> None:
         self.spans: dict[str, tuple[SupportsFloat, SupportsFloat]] = {}
 
-    def note(self, step: Step, start: SupportsFloat, end: SupportsFloat) -> None:
+    def note(self, step: Step, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
         assert step.label not in self.spans
         self.spans[step.label] = start, end
 

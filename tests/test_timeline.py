@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,8 +155,16 @@ def test_a_table_that_shows_all_says_nothing_of_more(most: int) -> None:
 def test_a_recorder_keeps_spans_by_start() -> None:
     recorder = Recorder()
     first, second = lower_toy().steps[1:3]
-    recorder.note(second, 2.0, 3.0)
-    recorder.note(first, 1.0, 2.0)
-    assert recorder.timeline() == make_timeline(
-        ("compute", "L0.attention", 0, 1.0, 2.0), ("comm", "L0.attn_reduce", 0, 2.0, 3.0)
+    recorder.note(second, 0.5, 2.0, 3.0)
+    recorder.note(first, 0.25, 1.0, 2.0)
+    assert recorder.timeline().spans == (
+        Span("compute", "L0.attention", 0, 1.0, 2.0, 0.25),
+        Span("comm", "L0.attn_reduce", 0, 2.0, 3.0, 0.5, (("L0.attention", 0),)),
     )
+
+
+def test_a_timeline_comes_back_from_plain_data_and_from_json() -> None:
+    waits = (("L0.attention", 0), ("L0.attention", 1))
+    timeline = Timeline((Span("comm", "reduce", 1, 1.0, 2.0, 0.5, waits), Span("compute", "a", 0, 0.1, 0.2)), 1.5)
+    data = timeline.as_dict()
+    assert Timeline.from_dict(data) == Timeline.from_dict(json.loads(json.dumps(data))) == timeline

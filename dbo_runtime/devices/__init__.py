@@ -14,7 +14,7 @@ from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
 
 Values = list[Any]
-Note = Callable[[SupportsFloat, SupportsFloat], None]  # is told when a task started and ended
+Note = Callable[[float, SupportsFloat, SupportsFloat], None]  # is told when a task was issued, started and ended
 
 _CLASSES = {
     "npu": ("dbo_runtime.devices.npu", "NpuDevice"),
@@ -47,7 +47,9 @@ class Lane(Protocol):
         """Run `task(values)` after all that was launched here or waited for."""
 
     def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Launch the task and tell *note* when it starts and ends, in seconds; on some devices, `float()` waits.
+        """Launch the task and tell *note* when it was issued, starts and ends, in seconds of one clock.
+
+        On some devices `float()` of start and end waits.
 
         *note* may be called from the thread that runs the task.
         """

@@ -143,18 +143,19 @@ class HostWatch:
 
 
 class _Timed:
-    """A task that tells when it ran."""
+    """A task that tells when it was issued and when it ran."""
 
-    __slots__ = ("_note", "_task")
+    __slots__ = ("_issued", "_note", "_task")
 
     def __init__(self, task: Task, note: Note) -> None:
         self._task = task
         self._note = note
+        self._issued = time.perf_counter()
 
     def __call__(self, values: Values) -> None:
         start = time.perf_counter()
         self._task(values)
-        self._note(start, time.perf_counter())
+        self._note(self._issued, start, time.perf_counter())
 
 
 class CpuDevice:

@@ -7,6 +7,7 @@ and whoever reads a clock.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -44,9 +45,10 @@ class StreamLane:
 
     def measure(self, task: Task, values: Values, note: Note) -> None:
         """Launch the task between two timing events."""
+        issued = time.perf_counter()
         start = self._device.read_clock(self)
         self.launch(task, values)
-        note(start, self._device.read_clock(self))
+        note(issued, start, self._device.read_clock(self))
 
     def record(self, event: StreamEvent) -> None:
         """Let the event stand for all that was issued onto the stream."""

@@ -35,10 +35,10 @@ class VirtualLane:
         task(values)
 
     def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Launch the task and tell its virtual times."""
+        """Launch the task and tell its virtual times; all tasks are issued before time begins."""
         start = self.ready
         self.launch(task, values)
-        note(start, self.ready)
+        note(0.0, start, self.ready)
 
     def record(self, event: VirtualEvent) -> None:
         """Note the lane's time."""

@@ -10,8 +10,9 @@ from dbo_runtime.schedule import Step
 class Instrument(Protocol):
     """Receives each op's interval. It may be called from the thread that ran the op."""
 
-    def note(self, step: Step, start: SupportsFloat, end: SupportsFloat) -> None:
-        """Op of *step* ran from *start* to *end*, in seconds of `time.perf_counter`, or of a virtual device's clock.
+    def note(self, step: Step, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
+        """Op of *step* was issued by the host, and ran from *start* to *end*: seconds of one clock.
 
-        Where a device runs behind the host these are moments yet to come: `float()` waits for them.
+        The clock is `time.perf_counter`, or a virtual device's own. Where a device runs behind the host start and end
+        are moments yet to come: `float()` waits for them.
         """

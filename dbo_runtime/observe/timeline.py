@@ -4,29 +4,52 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from dbo_runtime.schedule import Step
 
 
 class Span(NamedTuple):
-    """One op of one micro-batch on a lane, times in seconds."""
+    """One op of one micro-batch on a lane, times in seconds.
+
+    Attributes:
+        issued: when the host issued it; None where nobody asked.
+        waits: (op, micro-batch) of each that its lane waited for first.
+    """
 
     lane: str
     op: str
     micro_batch: int
     start: float
     end: float
+    issued: float | None = None
+    waits: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of one run, in issue order."""
+    """The spans of one run, in issue order or by start.
+
+    Attributes:
+        bound: seconds that no issue order could beat if each op took what it took here; None where nobody asked.
+    """
 
     spans: tuple[Span, ...]
+    bound: float | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
+        """Return what `as_dict` was called on, whatever made lists of its tuples on the way."""
+        rows = (dict(zip(Span._fields, row, strict=True)) for row in data["spans"])
+        spans = (Span(**{**row, "waits": tuple((op, part) for op, part in row["waits"])}) for row in rows)
+        return cls(tuple(spans), data["bound"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for RPC."""
+        return {"spans": [tuple(span) for span in self.spans], "bound": self.bound}
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -112,18 +135,19 @@ class Recorder:
     """An instrument that keeps the spans of a run."""
 
     def __init__(self) -> None:
-        self._notes: list[tuple[Step, SupportsFloat, SupportsFloat]] = []
+        self._notes: list[tuple[Step, float, SupportsFloat, SupportsFloat]] = []
 
-    def note(self, step: Step, start: SupportsFloat, end: SupportsFloat) -> None:
+    def note(self, step: Step, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
         """Keep the interval."""
-        self._notes.append((step, start, end))
+        self._notes.append((step, issued, start, end))
 
     def timeline(self) -> Timeline:
         """Return what was kept, by start; waits for what still runs."""
-        spans = (
-            Span(step.op.lane, step.op.label, step.issue.micro_batch, float(start), float(end))
-            for step, start, end in self._notes
-        )
+        names = {step.issue: (step.op.label, step.issue.micro_batch) for step, *_ in self._notes}
+        spans = []
+        for step, issued, start, end in self._notes:
+            waits = tuple(names[awaited] for awaited in step.waits)
+            spans.append(Span(step.op.lane, *names[step.issue], float(start), float(end), issued, waits))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
 
 

@@ -1,13 +1,16 @@
-"""A timeline as a trace-event file, which ui.perfetto.dev and chrome://tracing open.
+"""Timelines as a trace-event file, which ui.perfetto.dev and chrome://tracing open.
 
 The format is "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+`trace_file` reads it back.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,68 +18,133 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.program import COMPUTE
 
-PROCESS = 1
+HOST_TRACK = 1
 # From the names that chrome://tracing reserves (catapult, tracing/base/color_scheme.html), as far apart as they come.
 # Perfetto colours by op name, whatever a trace says (its issue 208).
 COLOURS = ("rail_response", "thread_state_iowait", "thread_state_running", "rail_animation", "olive", "generic_work")
 
 
-def make_trace(timeline: Timeline, title: str = "dbo_runtime") -> dict[str, Any]:
-    """Return *timeline* as a trace-event object: a process called *title*, a track per lane, `compute` first.
+def make_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Return *timelines* by name, such as `rank 0`, of one clock, as a trace-event object.
 
-    Times are in microseconds since the first start, whole nanoseconds each; `args` name the micro-batch and the layer,
-    if the op is of one. A viewer drops an op that crosses another on its lane; ops of an in-order lane never do.
+    Each is a process, with a track for the host, if it is known when the host issued ops, and one per lane, `compute`
+    first. Arrows lead from the end of an op to the start of another that waited for it. Times are in microseconds since
+    the first event, whole nanoseconds each. `args` name the micro-batch, the layer, if the op is of one, when it was
+    issued and for what it waited. A viewer drops an op that crosses another on its lane; ops of an in-order lane never
+    do.
     """
-    lanes = sorted(timeline.lanes, key=lambda lane: lane != COMPUTE)
-    tracks = {lane: number for number, lane in enumerate(lanes, start=1)}
-    origin = min((span.start for span in timeline.spans), default=0.0)
-    events: list[dict[str, Any]] = [_describe("process_name", None, name=title)]
-    for lane, track in tracks.items():
-        events.append(_describe("thread_name", track, name=lane))
-        events.append(_describe("thread_sort_index", track, sort_index=track))
-    events.extend(_make_event(span, tracks[span.lane], origin) for span in timeline.spans)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    spans = [span for timeline in timelines.values() for span in timeline.spans]
+    origin = min((_find_first(span) for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for process, (name, timeline) in enumerate(timelines.items(), start=1):
+        events.extend(_Process(process, timeline, origin).make_events(name))
+    bounds = {name: timeline.bound for name, timeline in timelines.items() if timeline.bound is not None}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"bound_seconds": bounds}}
 
 
-def save_trace(timeline: Timeline, path: str | Path, title: str = "dbo_runtime") -> None:
-    """Write `make_trace` of *timeline* to *path*, as JSON.
+def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+    """Write `make_trace` of *timelines* to *path*, as JSON; a reader finds the whole of it or nothing.
 
     Raises:
         ConfigError: if the file cannot be written.
     """
-    text = json.dumps(make_trace(timeline, title))
+    text = json.dumps(make_trace(timelines))
+    partial = Path(f"{path}.partial")
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise ConfigError(
             f"the trace cannot be written to path {str(path)!r} ({error.strerror}): name a file in a folder that "
             "exists and that you may write to."
         ) from error
 
 
-def _describe(what: str, track: int | None, **args: Any) -> dict[str, Any]:
-    """Return the event that tells a viewer *what* of the process, or of a track."""
-    where = {"pid": PROCESS} if track is None else {"pid": PROCESS, "tid": track}
-    return {"name": what, "ph": "M", **where, "args": args}
+class _Process:
+    """What becomes of one timeline."""
+
+    def __init__(self, number: int, timeline: Timeline, origin: float) -> None:
+        self._number = number
+        self._timeline = timeline
+        self._origin = origin
+        self._has_host = any(span.issued is not None for span in timeline.spans)
+        lanes = sorted(timeline.lanes, key=lambda lane: lane != COMPUTE)
+        self._tracks = {lane: track for track, lane in enumerate(lanes, start=HOST_TRACK + 1)}
+
+    def make_events(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the names, then the ops, then what refers to ops."""
+        yield self._describe("process_name", None, name=name)
+        yield self._describe("process_sort_index", None, sort_index=self._number)
+        host = {"host": HOST_TRACK} if self._has_host else {}
+        for lane, track in {**host, **self._tracks}.items():
+            yield self._describe("thread_name", track, name=lane)
+            yield self._describe("thread_sort_index", track, sort_index=track)
+        yield from map(self._make_op, self._timeline.spans)
+        yield from (self._make_issue(span) for span in self._timeline.spans if span.issued is not None)
+        yield from self._make_arrows()
+
+    def _describe(self, what: str, track: int | None, **args: Any) -> dict[str, Any]:
+        """Return the event that tells a viewer *what* of the process, or of a track."""
+        where = {"pid": self._number} if track is None else {"pid": self._number, "tid": track}
+        return {"name": what, "ph": "M", **where, "args": args}
+
+    def _make_op(self, span: Span) -> dict[str, Any]:
+        # Both ends are rounded, not the length, so that an op which ends where the next begins still does.
+        start, end = self._count(span.start), self._count(span.end)
+        args: dict[str, Any] = {"micro_batch": span.micro_batch}
+        if layer := re.match(r"L(\d+)\.", span.op):
+            args["layer"] = int(layer[1])
+        if span.issued is not None:
+            args["issued"] = _to_microseconds(self._count(span.issued))
+        if span.waits:
+            args["waits"] = [list(awaited) for awaited in span.waits]
+        return {
+            "name": span.op,
+            "cat": span.lane,
+            "ph": "X",
+            "ts": _to_microseconds(start),
+            "dur": _to_microseconds(end - start),
+            "pid": self._number,
+            "tid": self._tracks[span.lane],
+            "cname": COLOURS[span.micro_batch % len(COLOURS)],
+            "args": args,
+        }
+
+    def _make_issue(self, span: Span) -> dict[str, Any]:
+        assert span.issued is not None
+        return {
+            "name": f"{span.op}/{span.micro_batch}",
+            "cat": "issue",
+            "ph": "i",
+            "s": "t",  # as high as its track
+            "ts": _to_microseconds(self._count(span.issued)),
+            "pid": self._number,
+            "tid": HOST_TRACK,
+        }
+
+    def _make_arrows(self) -> Iterator[dict[str, Any]]:
+        """Yield both ends of an arrow for each wait. A viewer ties an end to the op that runs at its time."""
+        spans = {(span.op, span.micro_batch): span for span in self._timeline.spans}
+        number = 0
+        for span in self._timeline.spans:
+            for source in (spans[awaited] for awaited in span.waits if awaited in spans):
+                last = self._count(source.end) - 1  # at its end it runs no more
+                number += 1
+                if last < self._count(source.start) or self._count(span.end) == self._count(span.start):
+                    continue  # too short to be tied to
+                arrow = {"name": "wait", "cat": "wait", "id": f"{self._number}.{number}", "pid": self._number}
+                tail, tip = self._tracks[source.lane], self._tracks[span.lane]
+                yield {**arrow, "ph": "s", "ts": _to_microseconds(last), "tid": tail}
+                yield {**arrow, "ph": "f", "bp": "e", "ts": _to_microseconds(self._count(span.start)), "tid": tip}
+
+    def _count(self, time: float) -> int:
+        """Return the nanoseconds since the origin."""
+        return round((time - self._origin) * 1e9)
 
 
-def _make_event(span: Span, track: int, origin: float) -> dict[str, Any]:
-    # Both ends are rounded, not the length, so that an op which ends where the next begins still does.
-    start, end = (round((time - origin) * 1e9) for time in (span.start, span.end))
-    args = {"micro_batch": span.micro_batch}
-    if layer := re.match(r"L(\d+)\.", span.op):
-        args["layer"] = int(layer[1])
-    return {
-        "name": span.op,
-        "cat": span.lane,
-        "ph": "X",
-        "ts": _to_microseconds(start),
-        "dur": _to_microseconds(end - start),
-        "pid": PROCESS,
-        "tid": track,
-        "cname": COLOURS[span.micro_batch % len(COLOURS)],
-        "args": args,
-    }
+def _find_first(span: Span) -> float:
+    return span.start if span.issued is None else min(span.issued, span.start)
 
 
 def _to_microseconds(nanoseconds: int) -> float:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dbo_runtime.planner.jobs import Job
+from dbo_runtime.observe.timeline import Timeline
+from dbo_runtime.planner.jobs import Job, make_jobs
+from dbo_runtime.schedule import Schedule
 
 
 def find_bound(jobs: Sequence[Job]) -> float:
@@ -17,6 +19,16 @@ def find_bound(jobs: Sequence[Job]) -> float:
     paths = [max(job.path, default=0.0) for job in jobs]
     lanes = range(len(jobs[0].tail)) if jobs else range(0)
     return max([*paths, *(_find_lane_bound(jobs, lane) for lane in lanes)], default=0.0)
+
+
+def find_bound_of(timeline: Timeline, schedule: Schedule) -> float:
+    """Return the bound, in seconds, for ops that take what they took when *schedule* ran as in *timeline*."""
+    taken = {(span.op, span.micro_batch): span.end - span.start for span in timeline.spans}
+    times = [
+        [max(0.0, taken[op.label, micro_batch]) for op in program.ops]
+        for micro_batch, program in enumerate(schedule.programs)
+    ]
+    return find_bound(make_jobs(schedule.programs, times))
 
 
 def _find_lane_bound(jobs: Sequence[Job], lane: int) -> float:

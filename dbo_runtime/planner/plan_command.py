@@ -97,7 +97,7 @@ def _write_pictures(arguments: argparse.Namespace, answer: WhatIf) -> None:
     title = f"{arguments.costs}, {answer.batch.tokens} tokens (predicted)"
     shown = answer.best.timeline if answer.best else answer.timeline
     if arguments.trace:
-        save_trace(shown, arguments.trace, title)
+        save_trace({title: shown}, arguments.trace)
     if arguments.figure:
         panels = {"unsplit": answer.timeline}
         if answer.best:

@@ -33,12 +33,10 @@ class WorkerExtension:
         if forward is not None:
             forward.timeline, forward.wants_timeline = None, True
 
-    def dbo_timeline(self) -> list[tuple[str, str, int, float, float]] | None:
-        """Return the spans of the timeline that was asked for, or None if no step was split since."""
+    def dbo_timeline(self) -> dict[str, Any] | None:
+        """Return the timeline that was asked for, or None if no step was split since; see `Timeline.from_dict`."""
         forward = self._dbo_forward()
-        if forward is None or forward.timeline is None:
-            return None
-        return [tuple(span) for span in forward.timeline.spans]
+        return None if forward is None or forward.timeline is None else forward.timeline.as_dict()
 
     def dbo_cut_at(self, cuts: list[Any] | None) -> None:
         """Cut every step at these token offsets (those that it can be cut at), whatever the settings say.

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ from dbo_runtime.devices import Device, Stopwatch
 from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Recorder, Timeline
+from dbo_runtime.planner.bound import find_bound_of
 from dbo_runtime.planner.correction import SPLIT, WHOLE
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
 from dbo_runtime.vllm_plugin.agreement import Agreement
@@ -124,7 +126,9 @@ class SplitForward:
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
             outputs = self.runtime.run(plan, inputs, partial(_enter, contexts), recorder)
         if recorder is not None:
-            self.timeline, self.wants_timeline = recorder.timeline(), False
+            timeline = recorder.timeline()
+            bound = find_bound_of(timeline, plan.executor.schedule)
+            self.timeline, self.wants_timeline = replace(timeline, bound=bound), False
         return torch.cat([hidden for (hidden,) in outputs])
 
     def _start_watch(self) -> Stopwatch | None:

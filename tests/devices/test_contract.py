@@ -188,23 +188,24 @@ def test_two_lanes_run_side_by_side_and_their_intervals_say_so(rig: Any, lanes: 
         latch.hold(pad)
 
     rig.device.begin()
-    lanes[1].measure(meet_first, pad, lambda start, end: spans.update({1: (start, end)}))
-    lanes[2].measure(meet_second, pad, lambda start, end: spans.update({2: (start, end)}))
+    lanes[1].measure(meet_first, pad, lambda _, start, end: spans.update({1: (start, end)}))
+    lanes[2].measure(meet_second, pad, lambda _, start, end: spans.update({2: (start, end)}))
     finish(rig.device, lanes)
     (first_start, first_end), (second_start, second_end) = (map(float, spans[number]) for number in (1, 2))
     assert max(first_start, second_start) <= min(first_end, second_end)
 
 
 def test_intervals_of_a_lane_follow_each_other_and_are_of_the_hosts_clock(rig: Any, lanes: list[Lane]) -> None:
-    spans: list[tuple[Any, Any]] = []
+    spans: list[tuple[float, Any, Any]] = []
     pad = rig.make_pad()
     before = time.perf_counter()
     rig.device.begin()
     for number in range(3):
-        lanes[1].measure(rig.note(number), pad, lambda start, end: spans.append((start, end)))
+        lanes[1].measure(rig.note(number), pad, lambda issued, start, end: spans.append((issued, start, end)))
     finish(rig.device, lanes)
-    times = [float(moment) for span in spans for moment in span]
+    times = [float(moment) for _, *span in spans for moment in span]
     assert times == sorted(times)
+    assert all(issued <= float(start) + GRACE for issued, start, _ in spans)
     now = time.perf_counter() + GRACE  # the host learns of the first moment a little after it has come
     assert rig.device.name == "virtual" or before <= times[0] <= times[-1] <= now
     assert rig.read(pad) == [0, 1, 2]

@@ -27,6 +27,7 @@ from dbo_runtime.planner.correction import LARGEST_STEP, PERIOD
 from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost
 from dbo_runtime.planner.planner import Choice, Planner
 from dbo_runtime.program import ProgramBuilder
+from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
 from dbo_runtime.vllm_plugin.agreement import Agreement
@@ -465,12 +466,16 @@ def test_a_timeline_is_kept_of_the_one_step_it_was_asked_for() -> None:
     run(forward)
     assert extension.dbo_timeline() == first
     assert first is not None
-    assert sorted(span[:3] for span in first) == [
+    spans = Timeline.from_dict(first).spans
+    assert sorted(span[:3] for span in spans) == [
         ("comm", "reduce", 0),
         ("comm", "reduce", 1),
         ("compute", "compute", 0),
         ("compute", "compute", 1),
     ]
+    lengths = {span[1:3]: span.end - span.start for span in spans}
+    paths = [lengths["compute", part] + lengths["reduce", part] for part in range(2)]
+    assert max(paths) <= first["bound"] <= sum(lengths.values())
 
 
 def test_a_worker_whose_model_is_not_split_has_nothing_to_tell() -> None:

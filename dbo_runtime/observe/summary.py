@@ -1,0 +1,83 @@
+"""What a step gained by overlap, and where it lost time, in a few figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dbo_runtime.observe.gaps import CAUSES, find_gaps, sum_causes
+from dbo_runtime.observe.timeline import Timeline
+from dbo_runtime.program import COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One split step; times in seconds.
+
+    Attributes:
+        duration: from the first start to the last end.
+        busy: of each lane [lanes].
+        hidden: the share of the time of the lanes beside `compute` in which `compute` ran, too; None without any.
+        overlap: E_overlap, see `measure_overlap`; None if nothing ran beside `compute`.
+        bound: what no issue order could beat with the ops' durations of this very step; None if nobody asked.
+        lost: what each lane lost to each cause [lanes][causes].
+    """
+
+    duration: float
+    busy: Mapping[str, float]
+    hidden: float | None
+    overlap: float | None
+    bound: float | None
+    lost: Mapping[str, Mapping[str, float]]
+
+    @property
+    def efficiency(self) -> float | None:
+        """The bound by the duration: 1 if no order could have been faster."""
+        return self.bound / self.duration if self.bound is not None and self.duration else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**asdict(self), "efficiency": self.efficiency}
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        lanes = ", ".join(f"{lane} {seconds * 1e3:.2f}" for lane, seconds in self.busy.items())
+        rows = [f"{self.duration * 1e3:.2f} ms; lanes busy: {lanes} ms"]
+        if self.hidden is not None and self.overlap is not None:
+            rows.append(f"{self.hidden:.1%} of the communication ran beside computation; E_overlap {self.overlap:.1%}")
+        if self.bound is not None and self.efficiency is not None:
+            least = f"{self.bound * 1e3:.2f} ms is the least that ops which take that long can take"
+            rows.append(f"{least}: LB/T {self.efficiency:.3f}")
+        for lane, causes in self.lost.items():
+            each = ", ".join(f"{cause} {causes[cause] * 1e3:.2f}" for cause in CAUSES if cause in causes)
+            rows.append(f"{lane} idle for {sum(causes.values()) * 1e3:.2f} ms: {each}")
+        return "\n".join(rows)
+
+
+def summarize(timeline: Timeline) -> Summary:
+    """Sum up a timeline."""
+    lanes = sorted(timeline.lanes, key=lambda lane: lane != COMPUTE)
+    beside = [lane for lane in lanes if lane != COMPUTE]
+    communication = sum(timeline.busy(lane) for lane in beside)
+    hidden = sum(timeline.overlap(COMPUTE, lane) for lane in beside)
+    return Summary(
+        duration=timeline.duration,
+        busy={lane: timeline.busy(lane) for lane in lanes},
+        hidden=hidden / communication if communication else None,
+        overlap=measure_overlap(timeline),
+        bound=timeline.bound,
+        lost=sum_causes(find_gaps(timeline)),
+    )
+
+
+def measure_overlap(timeline: Timeline) -> float | None:
+    """Return E_overlap = 1 - ECT / ECT_serial; None if nothing ran on a lane beside `compute`.
+
+    ECT, the effective communication time, is what the step takes beyond its computation; ECT_serial is that without
+    overlap: the sum of all ops beside `compute` (Flux, arXiv:2406.06858). Here the computation is that of
+    the very step, split; a step that is only planned is compared with the unsplit one (docs/planner.md).
+    """
+    compute = timeline.busy(COMPUTE)
+    serial = sum(span.end - span.start for span in timeline.spans if span.lane != COMPUTE)
+    return 1 - (timeline.duration - compute) / serial if serial else None
