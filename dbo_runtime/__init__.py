@@ -6,6 +6,7 @@ The names here need neither torch nor vLLM. vLLM finds the plugin by itself; see
 from dbo_runtime.batch import Batch, BatchSlice, Decline
 from dbo_runtime.config import RuntimeConfig, read_environment
 from dbo_runtime.errors import ConfigError, DboError, DeviceError, ProgramError, ScheduleError, SplitError
+from dbo_runtime.observe.counts import statistics
 from dbo_runtime.program import Op, Program, ProgramBuilder, Value
 from dbo_runtime.schedule import Issue, Schedule, Step, lower
 
@@ -29,4 +30,5 @@ __all__ = [
     "Value",
     "lower",
     "read_environment",
+    "statistics",
 ]

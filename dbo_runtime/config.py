@@ -138,6 +138,21 @@ class RuntimeConfig:
         "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
         "default does; `all_to_all` sends each only where its experts are, and exchanges sizes first. Read at start.",
     )
+    trace: str = _setting(
+        "DBO_TRACE",
+        "",
+        str,
+        "a path",
+        "Write the first split steps into this folder, each as a trace of all ranks for ui.perfetto.dev; what that "
+        "cost is logged. `dbo trace FOLDER` sums them up.",
+    )
+    trace_steps: int = _setting(
+        "DBO_TRACE_STEPS",
+        32,
+        _parse_count(1),
+        "a whole number, at least 1",
+        "How many split steps DBO_TRACE writes.",
+    )
     check: bool = _setting(
         "DBO_CHECK",
         False,

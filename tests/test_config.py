@@ -32,6 +32,8 @@ GOOD = [
     ("DBO_POLICY", "staggered:3", "policy", ("staggered", 3)),
     ("DBO_DISPATCH", "all_gather", "dispatch", "all_gather"),
     ("DBO_DISPATCH", "all_to_all", "dispatch", "all_to_all"),
+    ("DBO_TRACE", "traces", "trace", "traces"),
+    ("DBO_TRACE_STEPS", "1", "trace_steps", 1),
     ("DBO_CHECK", "1", "check", True),
 ]
 
@@ -50,6 +52,7 @@ BAD = [
     ("DBO_MARGIN", "inf", "a number, at least 0"),
     ("DBO_MIN_TOKENS", "0", "a whole number, at least 1"),
     ("DBO_MIN_TOKENS", "-1", "a whole number, at least 1"),
+    ("DBO_TRACE_STEPS", "0", "a whole number, at least 1"),
     ("DBO_MIN_PREFILL_TOKENS", "-1", "a whole number, at least 0"),
     ("DBO_MIN_PREFILL_TOKENS", "", "a whole number, at least 0"),
     ("DBO_POLICY", "optimal:1", "optimal, sequential, alternate, staggered or staggered:LEAD"),
@@ -80,7 +83,7 @@ def test_a_bad_value_is_refused_with_variable_value_and_what_is_allowed(variable
 def test_every_variable_has_good_and_bad_values_above() -> None:
     variables = {setting.metadata["variable"] for setting in fields(RuntimeConfig)}
     assert {row[0] for row in GOOD} == variables
-    assert {row[0] for row in BAD} == variables - {"DBO_COSTS"}  # of which every text may be a path
+    assert {row[0] for row in BAD} == variables - {"DBO_COSTS", "DBO_TRACE"}  # of which every text may be a path
 
 
 def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant() -> None:

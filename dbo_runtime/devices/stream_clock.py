@@ -15,38 +15,49 @@ class StreamClock:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._origin: tuple[Any, float] | None = None
+        self._bridge = _Bridge(backend)
 
     def restart(self) -> None:
-        """Begin anew. Milliseconds since an event are a float32 to the backends, so that must not lie long ago."""
-        self._origin = None
+        """Begin anew. Milliseconds between events are a float32 to the backends, so they must not lie far apart."""
+        self._bridge = _Bridge(self._backend)
 
     def read(self, stream: Any) -> Moment:
-        """Return the moment at which all that was issued onto a stream is done.
-
-        The first since the start is waited for, to know what the host's clock says then.
-        """
+        """Return the moment at which all that was issued onto a stream is done."""
         native = self._backend.Event(enable_timing=True)
         native.record(stream)
-        if self._origin is None:
-            native.synchronize()
-            self._origin = native, time.perf_counter()
-        return Moment(native, self._origin)
+        return Moment(native, self._bridge)
 
 
 class Moment:
     """A point in a stream's time. `float()` waits for it and gives seconds of `time.perf_counter`."""
 
-    __slots__ = ("_native", "_origin")
+    __slots__ = ("_bridge", "_native")
 
-    def __init__(self, native: Any, origin: tuple[Any, float]) -> None:
+    def __init__(self, native: Any, bridge: _Bridge) -> None:
         self._native = native
-        self._origin = origin
+        self._bridge = bridge
 
     def __float__(self) -> float:
-        event, seconds = self._origin
         self._native.synchronize()
-        return seconds + float(event.elapsed_time(self._native)) / 1e3  # it is in ms
+        event, seconds = self._bridge.find()
+        return seconds - float(self._native.elapsed_time(event)) / 1e3  # it is in ms
+
+
+class _Bridge:
+    """An event of which the host's time is known, made when somebody first asks: the host has to wait for it."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._found: tuple[Any, float] | None = None
+
+    def find(self) -> tuple[Any, float]:
+        """Return the event, and what the host's clock said when it had come."""
+        if self._found is None:
+            native = self._backend.Event(enable_timing=True)
+            native.record()
+            native.synchronize()
+            self._found = native, time.perf_counter()
+        return self._found
 
 
 class StreamWatch:

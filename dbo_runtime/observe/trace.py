@@ -61,6 +61,22 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
         ) from error
 
 
+def prepare_folder(path: str) -> None:
+    """Make a folder for traces, unless it is there.
+
+    Raises:
+        ConfigError: if traces cannot be written there.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"DBO_TRACE={path!r} cannot be made a folder ({error.strerror}): name another one."
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"DBO_TRACE={path!r} cannot be written to: name a folder that you may write to.")
+
+
 class _Process:
     """What becomes of one timeline."""
 

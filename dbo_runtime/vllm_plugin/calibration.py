@@ -193,7 +193,8 @@ class _Stand:
         planner.serving = way != "whole"
         planner.choose_cuts = lambda _: [cut]
         planner.choose_sizes = lambda tokens: ((cut,) * len(tokens), (shape.total - cut,) * len(tokens))
-        self._forward.timeline, self._forward.wants_timeline = None, way != "whole"
+        if way != "whole":
+            self._forward.recording.request()
         model = self._runner.get_model()
         served, model.forward = model.forward, self
         try:
@@ -202,7 +203,7 @@ class _Stand:
             model.forward = served
         if way == "whole":
             return _Run(way, (shape.measure_load(),), self._seconds, 0.0, [])
-        timeline = self._forward.timeline
+        timeline = self._forward.recording.timeline
         if timeline is None:
             reasons = ", ".join(self._forward.runtime.statistics.declined)
             raise UnsupportedError(f"vLLM's dummy batch of {shape} cannot be split: {reasons}")

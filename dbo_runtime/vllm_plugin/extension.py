@@ -31,12 +31,13 @@ class WorkerExtension:
         """Keep the timeline of the next step that is split, and forget the last one."""
         forward = self._dbo_forward()
         if forward is not None:
-            forward.timeline, forward.wants_timeline = None, True
+            forward.recording.request()
 
     def dbo_timeline(self) -> dict[str, Any] | None:
         """Return the timeline that was asked for, or None if no step was split since; see `Timeline.from_dict`."""
         forward = self._dbo_forward()
-        return None if forward is None or forward.timeline is None else forward.timeline.as_dict()
+        timeline = None if forward is None else forward.recording.timeline
+        return None if timeline is None else timeline.as_dict()
 
     def dbo_cut_at(self, cuts: list[Any] | None) -> None:
         """Cut every step at these token offsets (those that it can be cut at), whatever the settings say.

@@ -6,7 +6,6 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +17,11 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device, Stopwatch
 from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.observe.timeline import Recorder, Timeline
-from dbo_runtime.planner.bound import find_bound_of
 from dbo_runtime.planner.correction import SPLIT, WHOLE
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
 from dbo_runtime.vllm_plugin.agreement import Agreement
+from dbo_runtime.vllm_plugin.metrics import Metrics
+from dbo_runtime.vllm_plugin.recording import Recording
 from dbo_runtime.vllm_plugin.step_planner import StepPlanner, find_cuts
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ class SplitForward:
         agreement: of all ranks that communicate in a step.
 
     Attributes:
-        timeline, wants_timeline: of the last step that was split since one was wanted.
+        recording: records split steps for whoever wants to know.
+        metrics: counts steps; None where another rank does.
         last_step: what the last step was, what it was predicted to take, and what it took.
         costs: what gives the runtime its costs; None where nobody did.
     """
@@ -67,8 +67,8 @@ class SplitForward:
     ) -> None:
         self.runtime = runtime
         self.planner = planner
-        self.timeline: Timeline | None = None
-        self.wants_timeline = False
+        self.recording = Recording()
+        self.metrics: Metrics | None = None
         self.last_step: StepTime | None = None
         self.costs: CostSource | None = None
         self._watches: deque[tuple[str, float | None, Stopwatch]] = deque()
@@ -83,6 +83,7 @@ class SplitForward:
             self.runtime.program, device, config, open_log(quiet=True), ranks=group.world_size
         )
         own.planner, own._watches = self.planner.copy_for(own.runtime, group), deque()
+        own.recording, own.metrics = Recording(), None
         return own
 
     def __call__(
@@ -108,6 +109,8 @@ class SplitForward:
                 inputs_embeds = inputs_embeds.clone()  # norms may add in place, and the unsplit run needs it, too
             hidden = self._run(plan, contexts, input_ids, positions, inputs_embeds)
         self._learn(plan, watch)
+        if self.metrics is not None and self.planner.serving:
+            self.metrics.count_step(plan)
         if checks and isinstance(plan, Plan):
             self._check_result(hidden, whole(), plan)
         return hidden
@@ -122,13 +125,11 @@ class SplitForward:
     ) -> torch.Tensor:
         x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
         inputs = [(x[piece.tokens], positions[..., piece.tokens]) for piece in plan.slices]
-        recorder = Recorder() if self.wants_timeline else None
+        recorder = self.recording.begin()
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
             outputs = self.runtime.run(plan, inputs, partial(_enter, contexts), recorder)
         if recorder is not None:
-            timeline = recorder.timeline()
-            bound = find_bound_of(timeline, plan.executor.schedule)
-            self.timeline, self.wants_timeline = replace(timeline, bound=bound), False
+            self.recording.end(recorder, plan.executor.schedule)
         return torch.cat([hidden for (hidden,) in outputs])
 
     def _start_watch(self) -> Stopwatch | None:
@@ -151,6 +152,8 @@ class SplitForward:
             self.last_step = StepTime(way, expected, seconds)
             if planner is not None and expected is not None:
                 planner.note(way, expected, seconds)
+            if self.metrics is not None and expected is not None:
+                self.metrics.count_time(way, expected, seconds)
         if planner is not None and planner.correction.count():
             planner.correct(self._agreement.gather(planner.correction.propose()))
 

@@ -15,14 +15,15 @@ from dbo_runtime.adapter import ModelAdapter, find_adapter, name_adapter, record
 from dbo_runtime.config import RuntimeConfig, name_policy
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import ConfigError, UnsupportedError
+from dbo_runtime.observe.counts import find_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
 
 _INSTALLED = "_dbo_installed"
-_PROVEN = ("cpu",)  # where split steps of vLLM have been compared with unsplit ones
-_DEVICES = (*_PROVEN, "cuda", "npu")  # named alike by vLLM and by us
+PROVEN = ("cpu",)  # where split steps of vLLM have been compared with unsplit ones
+DEVICES = (*PROVEN, "cuda", "npu")  # named alike by vLLM and by us
 
 
 def install(config: RuntimeConfig) -> None:
@@ -123,6 +124,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     transport = compat.find_transport(groups, hosts)
     device = _open_device(collectives)
     model.forward = _make_forward(program, model, vllm_config, config, groups, transport, device, log)
+    _observe(model.forward, vllm_config, config, groups, log)
     model.forward.costs = _make_cost_source(runner, model.forward, config, groups, transport, hosts, log)
     setattr(model, _INSTALLED, True)
     log.info(
@@ -153,16 +155,19 @@ def _mend_platform(parallel: Any, quiet: bool) -> None:
         open_log(quiet=quiet).info("mended a fault of vLLM", symptom=symptom)
 
 
-def _find_unproven(config: RuntimeConfig) -> str | None:
-    """Return why this platform is not served split, or None. Nobody's answers are an experiment by default."""
-    platform = compat.find_platform()
-    if platform not in _DEVICES:
+def find_unproven(platform: str, config: RuntimeConfig) -> str | None:
+    """Return why *platform* is not served split, or None. Nobody's answers are an experiment by default."""
+    if platform not in DEVICES:
         return f"there is no device for {platform!r}"
-    if platform not in _PROVEN and not config.check:
+    if platform not in PROVEN and not config.check:
         return (
             f"not proven on {platform!r} yet; with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
         )
     return None
+
+
+def _find_unproven(config: RuntimeConfig) -> str | None:
+    return find_unproven(compat.find_platform(), config)
 
 
 def _record(
@@ -239,6 +244,22 @@ def _make_forward(
     planner = StepPlanner(runtime, ContextSplitter(vllm_config), agreement, transport, rank)
     planner.serving = False  # until vLLM has warmed up
     return SplitForward(model, model.forward, runtime, planner, agreement)
+
+
+def _observe(forward: Any, vllm_config: Any, config: RuntimeConfig, groups: compat.Groups, log: Any) -> None:
+    """Let a forward trace and count what it does; the first tensor parallel rank counts for all, which do the same."""
+    from dbo_runtime.vllm_plugin.metrics import Metrics
+    from dbo_runtime.vllm_plugin.recording import Recording
+    from dbo_runtime.vllm_plugin.traces import TraceFolder
+
+    folder = find_folder()
+    if folder is not None and groups.tensor_parallel.rank_in_group == 0:
+        name, engine = vllm_config.model_config.served_model_name, vllm_config.parallel_config.data_parallel_index
+        forward.metrics = Metrics(folder, name, engine)
+    traces = None
+    if config.trace:
+        traces = TraceFolder(config.trace, config.trace_steps, groups.everyone, forward.runtime.device, log)
+    forward.recording = Recording(traces, forward.metrics)
 
 
 def _make_cost_source(

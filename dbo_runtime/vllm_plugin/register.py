@@ -11,7 +11,8 @@ def register() -> None:
     """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1`; otherwise do nothing, and import nothing heavy to do it.
 
     Raises:
-        ConfigError: for a setting that is not allowed. It stops vLLM's start, which is what the user needs to see.
+        ConfigError: for a setting that is not allowed, or a folder for traces that cannot be written to. It stops
+            vLLM's start, which is what the user needs to see.
     """
     if ENABLE not in os.environ:
         return
@@ -21,6 +22,11 @@ def register() -> None:
     if not is_enabled(os.environ):
         return
     config = read_environment(os.environ)
+    from dbo_runtime.observe.trace import prepare_folder
     from dbo_runtime.vllm_plugin.hooks import install
+    from dbo_runtime.vllm_plugin.metrics import open_folder
 
+    if config.trace:
+        prepare_folder(config.trace)
+    open_folder()
     install(config)

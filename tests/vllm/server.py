@@ -41,6 +41,12 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self._complete(prompt, tokens), prompts))
 
+    def scrape(self, name: str) -> dict[str, float]:
+        """Return what `/metrics` says of a metric: a value for each text of labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as response:
+            lines = [line for line in response.read().decode().splitlines() if line.startswith(f"{name}{{")]
+        return {line.rpartition(" ")[0].removeprefix(name): float(line.rpartition(" ")[2]) for line in lines}
+
     def _complete(self, prompt: str, tokens: int) -> str:
         body = {"model": str(self.model), "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         request = urllib.request.Request(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,8 @@ import pytest
 from dbo_runtime.__main__ import main
 from dbo_runtime.config import ENABLE
 from dbo_runtime.planner.cost_file import load_costs
-from dbo_runtime.vllm_plugin.calibrate_command import EXTENSION
+from dbo_runtime.vllm_plugin.calibrate_command import EXTENSION, CalibrationExtension
+from dbo_runtime.vllm_plugin.cost_source import Report
 from tests.vllm.conftest import TINY
 
 OPTIONS = {
@@ -53,14 +56,14 @@ def run(words: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_costs_that_the_command_writes_are_planned_by_at_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    command = ["-m", "dbo_runtime", "calibrate", str(TINY), "--output", str(path), "--budget", "5", *WORDS]
-    done = run(command)
+    command = ["-m", "dbo_runtime", "calibrate", str(TINY), "--output", str(path), "--budget", "5", "--json", *WORDS]
+    done = run(command, VLLM_LOGGING_LEVEL="INFO")  # which goes elsewhere than what is asked for
     assert done.returncode == 0, done.stderr[-4000:]
     table = load_costs(path)
-    assert re.search(rf"^calibrated in \d+ s; costs {table.digest}; median errors", done.stdout, re.MULTILINE)
-    assert re.search(r"^  attention +\d+\.\d%$", done.stdout, re.MULTILINE)
-    last = f"serve with it: VLLM_ASCEND_ENABLE_DBO=1 DBO_COSTS={path} vllm serve {TINY} ..."
-    assert done.stdout.splitlines()[-1] == last
+    told = json.loads(done.stdout)
+    assert (told["output"], told["digest"]) == (str(path), table.digest)
+    assert told["op_errors"] == pytest.approx(dict(table.errors))
+    assert set(told["step_errors"]) == {"whole", "split"}
 
     served = run(["-c", SERVE], **ON, DBO_COSTS=str(path))
     assert served.returncode == 0, served.stderr[-4000:]
@@ -81,10 +84,13 @@ def test_a_start_that_is_asked_to_calibrates_and_writes_what_it_plans_by(tmp_pat
     assert f"digest={load_costs(path).digest}" in served.stderr
 
 
+REPORT = Report(6.6, "0123456789abcdef", {"attention": 0.031}, {"whole": 0.01, "split": 0.02}, {"compute": 1.25})
+
+
 class Host:
     """Stands for vLLM's `LLM`: keeps what it is started with, and answers as it is told to."""
 
-    def __init__(self, answers: list[str | None] | Exception) -> None:
+    def __init__(self, answers: list[dict[str, Any] | None] | Exception) -> None:
         self.options: dict[str, Any] = {}
         self.asked: list[Any] = []
         self.closed = False
@@ -95,7 +101,7 @@ class Host:
         self.options = options
         return self
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str | None]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any] | None]:
         self.asked.append((method, *args))
         if isinstance(self._answers, Exception):
             raise self._answers
@@ -118,16 +124,31 @@ def test_the_command_hands_all_other_arguments_to_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    host = Host(["the report", "the other rank's"])
+    host = Host([asdict(REPORT), asdict(replace(REPORT, seconds=9.0))])
     words = ("--budget", "7", "--tensor-parallel-size", "2", "--enforce-eager", "--dtype=float32")
     assert calibrate(monkeypatch, host, *words) == 0
-    assert host.asked == [("dbo_calibrate", str(tmp_path / "costs.json"), 7.0)]
+    assert host.asked == [("dbo_calibrate_for_command", str(tmp_path / "costs.json"), 7.0)]
     expected = {"model": str(TINY), "tensor_parallel_size": 2, "enforce_eager": True, "dtype": "float32"}
     assert {name: host.options[name] for name in expected} == expected
     assert host.options["worker_extension_cls"] == EXTENSION
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "the report"
+    assert lines[:-1] == str(REPORT).splitlines()  # the first rank's
     assert lines[-1].startswith("serve with it: VLLM_ASCEND_ENABLE_DBO=1 DBO_COSTS=costs.json vllm serve")
+
+
+def test_the_report_comes_as_json_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert calibrate(monkeypatch, Host([asdict(REPORT)]), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"model": str(TINY), "output": str(tmp_path / "costs.json"), **asdict(REPORT)}
+
+
+def test_workers_have_no_report_of_a_model_that_is_not_split() -> None:
+    worker = CalibrationExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(forward=None))
+    assert worker.dbo_calibrate_for_command("costs.json", 7.0) is None
 
 
 def test_a_model_that_is_not_split_cannot_be_calibrated(

@@ -23,11 +23,11 @@ from dbo_runtime.batch import Batch, BatchSlice, Decline
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import ScheduleError, SplitError
+from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.correction import LARGEST_STEP, PERIOD
 from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost
 from dbo_runtime.planner.planner import Choice, Planner
 from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
 from dbo_runtime.vllm_plugin.agreement import Agreement

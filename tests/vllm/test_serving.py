@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dbo_runtime.observe.trace_file import read_trace
 from examples.tiny_tasks import held_out
+from tests.observe import overlap_script
+from tests.observe.trace_format import check_format
 from tests.vllm.conftest import TINY, share_cores
 from tests.vllm.server import serve
 
@@ -24,9 +27,16 @@ ON = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_MODE": "always"}
 
 def test_two_ranks_served_with_overlap_answer_as_without(tmp_path: Path) -> None:
     cores = {"VLLM_CPU_OMP_THREADS_BIND": share_cores()}
-    with serve(TINY, tmp_path / "log", "--tensor-parallel-size=2", **ON, **cores) as server:
+    traces = {"DBO_TRACE": str(tmp_path / "traces"), "DBO_TRACE_STEPS": "3"}
+    with serve(TINY, tmp_path / "log", "--tensor-parallel-size=2", **ON, **cores, **traces) as server:
         assert server.complete(PROMPTS) == ANSWERS
+        steps, predicted = server.scrape("vllm:dbo_steps_total"), server.scrape("vllm:dbo_predicted_seconds_total")
         log = server.log.read_text()
+    assert {labels.partition('way="')[2]: count > 0 for labels, count in steps.items()}['split"}'] is True
+    assert all('engine="0"' in labels and f'model_name="{TINY}"' in labels for labels in steps)
+    assert not predicted  # nothing is, without costs
+    check_traces(tmp_path / "traces", ranks=2, steps=3)
+    assert log.count("traces are written") == 1
     assert log.count("dual-batch overlap is active") == 1
     assert "adapter=dbo_models.deepseek.DeepseekAdapter" in log
     assert "transport=shared memory" in log
@@ -34,13 +44,40 @@ def test_two_ranks_served_with_overlap_answer_as_without(tmp_path: Path) -> None
 
 
 def test_data_and_expert_parallel_served_with_overlap_answer_as_without(tmp_path: Path) -> None:
-    options = ("--data-parallel-size=2", "--enable-expert-parallel")
-    with serve(TINY, tmp_path / "log", *options, **ON, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
+    """With several API servers, too, whose metrics vLLM keeps in another way."""
+    options = ("--data-parallel-size=2", "--enable-expert-parallel", "--api-server-count=2")
+    settings = {**ON, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "DBO_TRACE": str(tmp_path / "traces")}
+    with serve(TINY, tmp_path / "log", *options, **settings) as server:
         assert server.complete(PROMPTS) == ANSWERS
+        steps = server.scrape("vllm:dbo_steps_total")
         log = server.log.read_text()
+    split = {labels: count for labels, count in steps.items() if 'way="split"' in labels}
+    assert sorted(labels.partition('engine="')[2][0] for labels in split) == ["0", "1"]
+    assert len(set(split.values())) == 1  # all split a step, or none
+    assert min(split.values()) > 0
+    check_traces(tmp_path / "traces", ranks=2)
     assert log.count("dual-batch overlap is active") == 1
     assert "ranks=2  data_parallel=2  transport=one host" in log
     assert log.count("new plan") == 1
+
+
+def check_traces(folder: Path, ranks: int, steps: int | None = None) -> None:
+    """Assert that each trace is well formed, holds all ranks on one clock, and sums up to what a script finds in it."""
+    files = sorted(folder.glob("step-*.json"))
+    assert files
+    assert steps in (None, len(files))
+    for file in files:
+        check_format(json.loads(file.read_text()))
+        timelines = read_trace(file)
+        assert list(timelines) == [f"rank {rank}" for rank in range(ranks)]
+        first, last = (timelines[name] for name in ("rank 0", f"rank {ranks - 1}"))
+        assert max(first.spans[0].start, last.spans[0].start) < min(first.spans[-1].end, last.spans[-1].end)
+    script = subprocess.run([sys.executable, overlap_script.__file__, files[-1]], capture_output=True, check=True)
+    command = [sys.executable, "-m", "dbo_runtime", "trace", str(files[-1])]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for name, found in json.loads(script.stdout).items():
+        assert f"{name}: " in printed
+        assert f"E_overlap {found['overlap']:.1%}" in printed
 
 
 def test_vllm_plugins_without_us_serves_as_if_we_were_not_installed(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Counts of served steps, beside vLLM's own on its Prometheus endpoint, whichever process serves that.
+
+Workers and API servers are processes of their own, so counts pass through files that prometheus_client maps into memory
+and merges: in its own multi-process folder where vLLM has several API servers, in one of ours elsewhere. A rank on
+another host than an API server writes there, and is not seen here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dbo_runtime.batch import Decline
+from dbo_runtime.observe.counts import FOLDER, HELP, PREFIX, find_folder
+from dbo_runtime.observe.timeline import Timeline
+from dbo_runtime.program import COMPUTE
+from dbo_runtime.runtime import Plan
+
+# Of tokens in a micro-batch: those of vLLM's `iteration_tokens_total`.
+BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def open_folder() -> None:
+    """Let this process, and those that it starts, share counts, and serve them from its own registry."""
+    if find_folder() is not None:
+        return
+    from prometheus_client import REGISTRY
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    folder = tempfile.mkdtemp(prefix="dbo_runtime-")
+    os.environ[FOLDER] = folder
+    atexit.register(_remove, folder, os.getpid())
+    MultiProcessCollector(REGISTRY, path=folder)
+
+
+def _remove(folder: str, owner: int) -> None:
+    """Remove the folder when the process ends that made it, not one that was forked from it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _close(files: Iterable[Any]) -> None:
+    for file in files:
+        file.close()
+
+
+class Metrics:
+    """What one engine counts. Values are in place as soon as they are counted, for whoever reads the folder.
+
+    Args:
+        folder: of the files; see `open_folder`.
+        model: the name that vLLM serves it under.
+        engine: vLLM's number of the engine: the data parallel rank.
+    """
+
+    def __init__(self, folder: str | Path, model: str, engine: int) -> None:
+        from prometheus_client.mmap_dict import MmapedDict
+
+        self._labels = {"model_name": model, "engine": str(engine)}
+        owner = uuid.uuid4().hex  # several engines may live in one process
+        self._files = {
+            kind: MmapedDict(str(Path(folder) / f"{kind}_dbo{owner}.db")) for kind in ("counter", "histogram")
+        }
+        weakref.finalize(self, _close, tuple(self._files.values()))
+        self._keys: dict[tuple[Any, ...], str] = {}
+        for way in ("split", "whole"):
+            self._add("steps", 0, way=way)
+        for bound in (*map(float, BUCKETS), float("inf")):
+            self._put("histogram", "micro_batch_tokens", "_bucket", 0, {"le": str(bound)})
+
+    def count_step(self, plan: Plan | Decline) -> None:
+        """Count a step that ran split, or whole for a reason."""
+        if isinstance(plan, Decline):
+            self._add("steps", 1, way="whole")
+            self._add("declines", 1, reason=plan.reason)
+            return
+        self._add("steps", 1, way="split")
+        self._add("micro_batches", len(plan.slices))
+        for piece in plan.slices:
+            bound = next((float(bound) for bound in BUCKETS if piece.size <= bound), float("inf"))
+            self._put("histogram", "micro_batch_tokens", "_bucket", 1, {"le": str(bound)})
+            self._put("histogram", "micro_batch_tokens", "_sum", piece.size, {})
+
+    def count_time(self, way: str, expected: float, seconds: float) -> None:
+        """Add up what steps of a *way* (`whole` or `split`) were predicted to take, and took, in seconds."""
+        self._add("predicted_seconds", expected, way=way)
+        self._add("measured_seconds", seconds, way=way)
+
+    def add_sample(self, timeline: Timeline) -> None:
+        """Add a split step that was recorded op by op."""
+        lanes = [lane for lane in timeline.lanes if lane != COMPUTE]
+        self._add("sampled_steps", 1)
+        self._add("communication_seconds", sum(timeline.busy(lane) for lane in lanes))
+        self._add("hidden_seconds", sum(timeline.overlap(COMPUTE, lane) for lane in lanes))
+
+    def _add(self, name: str, amount: float, **labels: str) -> None:
+        self._put("counter", name, "_total", amount, labels)
+
+    def _put(self, kind: str, name: str, suffix: str, amount: float, labels: dict[str, str]) -> None:
+        file = self._files[kind]
+        key = self._find_key(name, suffix, labels)
+        file.write_value(key, file.read_value(key)[0] + amount, 0.0)
+
+    def _find_key(self, name: str, suffix: str, labels: dict[str, str]) -> str:
+        """Return the key as prometheus_client's own metrics have it; building one takes longer than counting."""
+        from prometheus_client.mmap_dict import mmap_key
+
+        short = (name, suffix, *labels.values())
+        if short not in self._keys:
+            full = {**self._labels, **labels}
+            self._keys[short] = mmap_key(
+                PREFIX + name, PREFIX + name + suffix, list(full), list(full.values()), HELP[name]
+            )
+        return self._keys[short]
