@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NPU ?= auto
 NPU_BIN := $(VENV)-npu/bin
-NPU_SUITES := tests/standin_cann tests/devices tests/test_executor.py
+NPU_SUITES := tests/standin_cann tests/devices tests/doctor tests/test_executor.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu demo demo-two-hosts demo-expert-parallel demo-sweep train test test-npu test-slow bench \

@@ -1,4 +1,4 @@
-"""`python -m dbo_runtime COMMAND`: what can be done without a program of one's own. One module a command."""
+"""`dbo COMMAND`, or `python -m dbo_runtime COMMAND`: what needs no program of one's own. One module a command."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from dbo_runtime.errors import ConfigError, DboError
 
 FAILED = 2  # what argparse exits with, too
+SCRIPT = "dbo"  # what pip installs
 
 
 class Command(NamedTuple):
@@ -34,12 +36,15 @@ class Command(NamedTuple):
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
+        "doctor": Command("dbo_runtime.doctor.doctor_command", "find what keeps steps from being split here"),
         "plan": Command(
             "dbo_runtime.planner.plan_command", "predict from a cost file what splitting brings; needs no device"
         ),
         "calibrate": Command(
             "dbo_runtime.vllm_plugin.calibrate_command", "measure a model's costs with vLLM", "vllm", passes_on=True
         ),
+        "trace": Command("dbo_runtime.observe.trace_command", "sum up a trace that DBO_TRACE wrote, and draw it"),
+        "render": Command("dbo_runtime.render_command", "print the schedule of a cost file's program, or check one"),
     }
 )
 
@@ -58,7 +63,7 @@ def _make_parser() -> ArgumentParser:
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = ArgumentParser(
-        prog="python -m dbo_runtime",
+        prog=_name_program(),
         description="Dual-batch overlap for LLM serving.",
         epilog=f"commands:\n{listed}\n\n`COMMAND --help` shows what a command takes.",
         formatter_class=RawDescriptionHelpFormatter,
@@ -74,13 +79,17 @@ def _run(name: str, words: Sequence[str]) -> int:
     if command.needs is not None and find_spec(command.needs) is None:
         raise ConfigError(f"needs {command.needs}, which is not installed: pip install 'dbo-runtime[{command.needs}]'")
     module = import_module(command.module)
-    parser = ArgumentParser(prog=f"python -m dbo_runtime {name}", description=f"{command.summary.capitalize()}.")
+    parser = ArgumentParser(prog=f"{_name_program()} {name}", description=f"{command.summary.capitalize()}.")
     module.add_arguments(parser)
     arguments, unknown = parser.parse_known_args(words)
     if unknown and not command.passes_on:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     status: int = module.run(arguments, unknown)
     return status
+
+
+def _name_program() -> str:
+    return SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m dbo_runtime"
 
 
 def _find_version() -> str:

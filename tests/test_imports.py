@@ -22,6 +22,8 @@ CORE = [
     "dbo_runtime.devices.virtual",
     "dbo_runtime.devices.rehearsal",
     "dbo_runtime.devices.serial",
+    "dbo_runtime.doctor",
+    *(f"dbo_runtime.doctor.{path.stem}" for path in sorted(ROOT.glob("doctor/*.py")) if path.stem not in NOT_CORE),
     "dbo_runtime.observe",
     *(f"dbo_runtime.observe.{path.stem}" for path in sorted(ROOT.glob("observe/*.py")) if path.stem not in NOT_CORE),
     "dbo_runtime.planner",

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,108 @@ def test_help_and_version_are_printed(words: list[str], capsys: pytest.CaptureFi
         program.main(words)
     assert stopped.value.code == 0
     assert ("plan" in capsys.readouterr().out) == ("--help" in words)
+
+
+@pytest.mark.parametrize("script", ["dbo", "python -m dbo_runtime"])
+def test_help_names_the_program_as_it_was_called(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{script}" if script == "dbo" else "/here/dbo_runtime/__main__.py"])
+    for words, usage in ((["--help"], f"usage: {script} [-h]"), (["plan", "--help"], f"usage: {script} plan [-h]")):
+        with pytest.raises(SystemExit):
+            program.main(words)
+        assert capsys.readouterr().out.startswith(usage)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_pip_installs_the_script() -> None:
+    import tomllib
+
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {program.SCRIPT: "dbo_runtime.__main__:main"}
+
+
+@pytest.mark.parametrize("name", program.COMMANDS)
+def test_every_command_answers_programs_too(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needs = program.COMMANDS[name].needs
+    if needs is not None and find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    with pytest.raises(SystemExit) as stopped:
+        program.main([name, "--help"])
+    assert stopped.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def run_render(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    assert program.main(["render", *words]) == status
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    return output
+
+
+@pytest.mark.parametrize("policy", ["optimal", "sequential", "staggered:2"])
+def test_a_schedule_is_printed_with_waits_records_and_frees(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--costs", "r1-tp16-941", "--policy", policy)
+    about, counts, head, *rows = run_render(capsys, *case).splitlines()
+    assert about == f"# r1-tp16-941; layers 4; micro-batches 2; {policy}"  # one of each run of equal layers
+    assert re.fullmatch(r"# 40 steps, \d+ waits, digest \w{16}; all rules of validation hold", counts)
+    assert head.split() == ["step", "compute", "comm"]
+    assert rows[0].split() == ["0", "L0.attention/0", "*"]
+    assert re.search(r"^ +\d+ +L0\.attn_reduce/0 \*? +wait L0\.attention/0", "\n".join(rows), re.MULTILINE)
+    assert re.search(r"  free %\d+/\d", "\n".join(rows))
+
+
+def test_layers_and_micro_batches_are_as_many_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--costs", "a3-layer-4894", "--layers", "5", "--micro-batches", "3", "--policy", "alternate", "--json")
+    found = json.loads(run_render(capsys, *words))
+    assert (found["layers"], found["micro_batches"], found["policy"]) == (5, 3, "alternate")
+    assert {step["op"].partition(".")[0] for step in found["steps"]} == {f"L{layer}" for layer in range(5)}
+    assert {step["op"].rpartition("/")[2] for step in found["steps"]} == {"0", "1", "2"}
+    assert found["forks"] == ["comm"]
+    assert all(step["lane"] in found["lanes"] for step in found["steps"])
+
+
+def test_a_printed_schedule_is_read_back_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "schedule.txt"
+    case = ("--costs", "r1-tp16-941", "--policy", "alternate")
+    path.write_text(run_render(capsys, *case))
+    assert "valid; the same as" in run_render(capsys, *case, "--check", str(path))
+    assert "valid; another than" in run_render(capsys, *case[:2], "--policy", "sequential", "--check", str(path))
+    path.write_text(re.sub(r"wait L0\.attention/0", "", path.read_text()))
+    told = run_render(capsys, *case, "--check", str(path), status=1)
+    assert told.startswith(f"{path}: not valid: rule 7, step 1: lane 'comm' starts")
+    told = json.loads(run_render(capsys, *case, "--check", str(path), "--json", status=1))
+    assert (told["valid"], told["same"]) == (False, False)
+    assert told["problem"].startswith("rule 7")
+
+
+def test_a_schedule_of_another_program_is_not_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "schedule.txt"
+    path.write_text(run_render(capsys, "--costs", "a3-layer-4894"))
+    told = run_render(capsys, "--costs", "r1-tp16-941", "--check", str(path), status=1)
+    assert "cannot be read ('L0.gather/0')" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--costs a4-layer", "neither a file nor a published case"),
+        ("--costs r1-tp16-941 --layers 3", "--layers is 3; the program of these costs can be shown with 4 to 61"),
+        ("--costs r1-tp16-941 --layers 62", "--layers is 62"),
+        ("--costs r1-tp16-941 --policy best", "DBO_POLICY='best' is not allowed"),
+        ("--costs r1-tp16-941 --micro-batches 1", "DBO_MICRO_BATCHES='1' is not allowed"),
+        ("--costs r1-tp16-941 --micro-batches 99999", "--micro-batches is 99999; a schedule is shown for up to 64"),
+        ("--costs r1-tp16-941 --check /nowhere/schedule.txt", "schedule /nowhere/schedule.txt cannot be read"),
+    ],
+)
+def test_what_cannot_be_rendered_is_one_line_on_standard_error(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["render", *words.split()]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("dbo_runtime render: ")
+    assert message in errors
+    assert errors.count("\n") == 1
 
 
 def test_calibrate_needs_vllm_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

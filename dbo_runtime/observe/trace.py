@@ -18,7 +18,9 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.program import COMPUTE
 
-HOST_TRACK = 1
+TRACKS = (
+    100  # so far apart are the numbers of processes' tracks; a track numbered like a process comes first in Perfetto
+)
 # From the names that chrome://tracing reserves (catapult, tracing/base/color_scheme.html), as far apart as they come.
 # Perfetto colours by op name, whatever a trace says (its issue 208).
 COLOURS = ("rail_response", "thread_state_iowait", "thread_state_running", "rail_animation", "olive", "generic_work")
@@ -29,9 +31,9 @@ def make_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
 
     Each is a process, with a track for the host, if it is known when the host issued ops, and one per lane, `compute`
     first. Arrows lead from the end of an op to the start of another that waited for it. Times are in microseconds since
-    the first event, whole nanoseconds each. `args` name the micro-batch, the layer, if the op is of one, when it was
-    issued and for what it waited. A viewer drops an op that crosses another on its lane; ops of an in-order lane never
-    do.
+    the first event, whole nanoseconds each. An op is called `op/micro-batch`; `args` name both, the layer, if it is of
+    one, when it was issued and for what it waited. A viewer drops an op that crosses another on its lane; ops of an
+    in-order lane never do.
     """
     spans = [span for timeline in timelines.values() for span in timeline.spans]
     origin = min((_find_first(span) for span in spans), default=0.0)
@@ -86,13 +88,14 @@ class _Process:
         self._origin = origin
         self._has_host = any(span.issued is not None for span in timeline.spans)
         lanes = sorted(timeline.lanes, key=lambda lane: lane != COMPUTE)
-        self._tracks = {lane: track for track, lane in enumerate(lanes, start=HOST_TRACK + 1)}
+        self._host = number * TRACKS
+        self._tracks = {lane: track for track, lane in enumerate(lanes, start=self._host + 1)}
 
     def make_events(self, name: str) -> Iterator[dict[str, Any]]:
         """Yield the names, then the ops, then what refers to ops."""
         yield self._describe("process_name", None, name=name)
         yield self._describe("process_sort_index", None, sort_index=self._number)
-        host = {"host": HOST_TRACK} if self._has_host else {}
+        host = {"host": self._host} if self._has_host else {}
         for lane, track in {**host, **self._tracks}.items():
             yield self._describe("thread_name", track, name=lane)
             yield self._describe("thread_sort_index", track, sort_index=track)
@@ -108,7 +111,7 @@ class _Process:
     def _make_op(self, span: Span) -> dict[str, Any]:
         # Both ends are rounded, not the length, so that an op which ends where the next begins still does.
         start, end = self._count(span.start), self._count(span.end)
-        args: dict[str, Any] = {"micro_batch": span.micro_batch}
+        args: dict[str, Any] = {"op": span.op, "micro_batch": span.micro_batch}
         if layer := re.match(r"L(\d+)\.", span.op):
             args["layer"] = int(layer[1])
         if span.issued is not None:
@@ -116,7 +119,7 @@ class _Process:
         if span.waits:
             args["waits"] = [list(awaited) for awaited in span.waits]
         return {
-            "name": span.op,
+            "name": f"{span.op}/{span.micro_batch}",
             "cat": span.lane,
             "ph": "X",
             "ts": _to_microseconds(start),
@@ -136,7 +139,7 @@ class _Process:
             "s": "t",  # as high as its track
             "ts": _to_microseconds(self._count(span.issued)),
             "pid": self._number,
-            "tid": HOST_TRACK,
+            "tid": self._host,
         }
 
     def _make_arrows(self) -> Iterator[dict[str, Any]]:

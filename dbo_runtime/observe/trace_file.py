@@ -47,4 +47,4 @@ def _read_span(event: Mapping[str, Any]) -> Span:
     start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
     issued = args["issued"] / 1e6 if "issued" in args else None
     waits = tuple((op, micro_batch) for op, micro_batch in args.get("waits", ()))
-    return Span(event["cat"], event["name"], args["micro_batch"], start, end, issued, waits)
+    return Span(event["cat"], args["op"], args["micro_batch"], start, end, issued, waits)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig, read_environment
@@ -24,7 +25,7 @@ from dbo_runtime.planner.plan_report import (
 )
 from dbo_runtime.planner.published_cases import list_cases, open_costs
 from dbo_runtime.planner.scale import MODELS, parse_bandwidth, scale_bandwidth, scale_tensor, set_model
-from dbo_runtime.planner.sweep import GRIDS, parse_axes, sweep
+from dbo_runtime.planner.sweep import GRIDS, Point, parse_axes, sweep
 from dbo_runtime.planner.whatif import WhatIf, find_break_even, predict_step
 
 TOKENS = 8192
@@ -77,10 +78,20 @@ def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
 def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
     if arguments.trace or arguments.figure:
         raise ConfigError("--trace and --figure show one step; leave out --sweep.")
-    cells = sweep(table, batch, config, parse_axes(arguments.sweep))
+    cells = sweep(table, batch, config, parse_axes(arguments.sweep), _show_progress)
     if arguments.json:
         return _print(json.dumps(list_cells(cells, config.margin), indent=2))
     return _print(describe_sweep(cells, config.margin))
+
+
+def _show_progress(points: Sequence[Point]) -> Iterable[Point]:
+    """Hand *points* on, with a bar on standard error if that is a terminal and tqdm, which vLLM brings, is there."""
+    if find_spec("tqdm") is None:
+        return points
+    from tqdm import tqdm
+
+    bar: Iterable[Point] = tqdm(points, desc="sweeping", unit="point", leave=False, disable=None)
+    return bar
 
 
 def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:

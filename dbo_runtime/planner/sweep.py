@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
@@ -58,10 +58,17 @@ def list_grid(axes: Sequence[str]) -> dict[str, tuple[float, ...]]:
     return {axis: GRIDS[axis][:: 2 if len(axes) > 2 else 1] for axis in axes}
 
 
-def sweep(table: CostTable, batch: Batch, config: RuntimeConfig, axes: Sequence[str]) -> list[Cell]:
+Point = tuple[float, ...]
+Watch = Callable[[Sequence[Point]], Iterable[Point]]
+
+
+def sweep(
+    table: CostTable, batch: Batch, config: RuntimeConfig, axes: Sequence[str], watch: Watch = iter
+) -> list[Cell]:
     """Return a prediction for each point of the grid, the last axis running fastest.
 
-    What is no axis stays as it is in *table* and *batch*. Steps are predicted by `estimate.Estimator`.
+    What is no axis stays as it is in *table* and *batch*. Steps are predicted by `estimate.Estimator`. *watch* is given
+    the points, and hands them on: a progress bar, for one.
 
     Raises:
         ConfigError: if the costs cannot be scaled.
@@ -69,7 +76,7 @@ def sweep(table: CostTable, batch: Batch, config: RuntimeConfig, axes: Sequence[
     grid = list_grid(axes)
     estimators: dict[tuple[float, ...], Estimator] = {}
     cells = []
-    for point in product(*grid.values()):
+    for point in watch(list(product(*grid.values()))):
         values = dict(zip(grid, point, strict=True))
         machine = tuple(value for axis, value in values.items() if axis != TOKENS)
         if machine not in estimators:

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.vllm_plugin.cost_source import BUDGET
+from dbo_runtime.vllm_plugin.extension import WorkerExtension
 
-EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
+EXTENSION = "dbo_runtime.vllm_plugin.calibrate_command.CalibrationExtension"
+
+
+class CalibrationExtension(WorkerExtension):
+    """What the workers do for this command, on top of what they do for everyone."""
+
+    def dbo_calibrate_for_command(self, path: str, budget: float | None) -> dict[str, Any] | None:
+        """Do what `dbo_calibrate` does; return the fields of its report, or None where the model is not split."""
+        forward = self._dbo_forward()
+        if forward is None or forward.costs is None:
+            return None
+        own = {} if budget is None else {"budget": budget}
+        return dataclasses.asdict(forward.costs.calibrate(path, **own))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; all others are those of vLLM's engine."""
     parser.add_argument("model", help="directory or name of the model, as for `vllm serve`")
     parser.add_argument("--output", required=True, metavar="FILE", help="the cost file to write, for DBO_COSTS")
-    parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds to measure (default: {BUDGET:.0f})")
+    parser.add_argument("--budget", type=float, help="seconds to measure (default: as many as DBO_CALIBRATE=1 takes)")
+    parser.add_argument("--json", action="store_true", help="print the report for programs; vLLM's log moves to stderr")
+    parser.set_defaults(program=parser.prog)
 
 
 def run(arguments: argparse.Namespace, engine_words: list[str]) -> int:
@@ -27,22 +45,49 @@ def run(arguments: argparse.Namespace, engine_words: list[str]) -> int:
     output = Path(arguments.output).absolute()
     if not os.access(output.parent, os.W_OK) or output.is_dir():
         raise ConfigError(f"cost file {output} cannot be written. Name a file in a writable folder.")
+    with _divert_output() if arguments.json else nullcontext():
+        fields = _calibrate(arguments, engine_words, output)
+    if fields is None:
+        print("error: this model is not split, so there is nothing to measure; the log says why.", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, "output": str(output), **fields}, indent=2))
+        return 0
+    from dbo_runtime.vllm_plugin.cost_source import Report  # late: it imports vLLM
+
+    print(Report(**fields))
+    print(f"serve with it: {ENABLE}=1 DBO_COSTS={arguments.output} vllm serve {arguments.model} ...")
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace, engine_words: list[str], output: Path) -> dict[str, Any] | None:
+    """Return the report of the first rank, field by field; None if the model is not split."""
     os.environ[ENABLE] = "1"
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="python -m dbo_runtime calibrate"))
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=arguments.program))
     engine = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model, *engine_words]))
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     llm = LLM(**{**options, "worker_extension_cls": EXTENSION, "disable_log_stats": True})
     try:
-        report = llm.collective_rpc("dbo_calibrate", args=(str(output), arguments.budget))[0]
+        fields: dict[str, Any] | None
+        fields = llm.collective_rpc("dbo_calibrate_for_command", args=(str(output), arguments.budget))[0]
     finally:
         llm.llm_engine.engine_core.shutdown()
-    if report is None:
-        print("error: this model is not split, so there is nothing to measure; the log says why.", file=sys.stderr)
-        return 1
-    print(report)
-    print(f"serve with it: {ENABLE}=1 DBO_COSTS={arguments.output} vllm serve {arguments.model} ...")
-    return 0
+    return fields
+
+
+@contextmanager
+def _divert_output() -> Iterator[None]:
+    """Send to standard error what this process and those that it starts print: vLLM logs to standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

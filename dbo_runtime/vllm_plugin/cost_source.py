@@ -264,10 +264,10 @@ def _find_error(predicted: list[tuple[StepSample, float]], fixed: float, per_tok
 
 
 class _Bar:
-    """A progress bar on the first rank's terminal."""
+    """A progress bar on the first rank's terminal, if there is one."""
 
     def __init__(self, quiet: bool) -> None:
-        self._bar: Any = tqdm(disable=quiet, desc="calibrating", unit="shape", file=sys.stderr, leave=False)
+        self._bar: Any = tqdm(disable=quiet or None, desc="calibrating", unit="shape", file=sys.stderr, leave=False)
 
     def __enter__(self) -> _Bar:
         return self

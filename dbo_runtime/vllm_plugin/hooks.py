@@ -115,7 +115,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells
     sizes_apart = compat.find_platform() != "cpu"
     collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch, sizes_apart)
-    program = _find_unproven(config) or _record(adapter, architecture, model, vllm_config, collectives)
+    unproven = find_unproven(compat.find_platform(), config)
+    program = unproven or _record(adapter, architecture, model, vllm_config, collectives)
     hosts = _compare_settings(groups.everyone, config, program, _votes(vllm_config, groups))
     if adapter is None or isinstance(program, str):
         log.warning("every step runs whole", reason=program, model=architecture)
@@ -164,10 +165,6 @@ def find_unproven(platform: str, config: RuntimeConfig) -> str | None:
             f"not proven on {platform!r} yet; with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
         )
     return None
-
-
-def _find_unproven(config: RuntimeConfig) -> str | None:
-    return find_unproven(compat.find_platform(), config)
 
 
 def _record(

@@ -60,15 +60,19 @@ def test_the_process_bears_the_title() -> None:
 def test_each_lane_is_a_track_and_compute_comes_first() -> None:
     timeline = Timeline((Span("comm", "recv", 0, 0, 1), Span("aux", "copy", 0, 0, 1), Span("compute", "norm", 0, 1, 2)))
     trace = make_trace({"step": timeline})
-    assert find_metadata(trace, "thread_name") == [(2, "compute"), (3, "comm"), (4, "aux")]
-    assert find_metadata(trace, "thread_sort_index") == [(2, 2), (3, 3), (4, 4)]
-    assert [(event["tid"], event["cat"]) for event in find_ops(trace)] == [(3, "comm"), (4, "aux"), (2, "compute")]
+    assert find_metadata(trace, "thread_name") == [(101, "compute"), (102, "comm"), (103, "aux")]
+    assert find_metadata(trace, "thread_sort_index") == [(101, 101), (102, 102), (103, 103)]
+    assert [(event["tid"], event["cat"]) for event in find_ops(trace)] == [
+        (102, "comm"),
+        (103, "aux"),
+        (101, "compute"),
+    ]
 
 
 def test_an_op_is_an_event_in_microseconds_since_the_first_start() -> None:
     timeline = Timeline((Span("compute", "a", 0, 100.0, 100.5), Span("comm", "b", 1, 100.25, 101.0)))
     events = [(e["name"], e["ts"], e["dur"]) for e in find_ops(make_trace({"step": timeline}))]
-    assert events == [("a", 0, 500_000), ("b", 250_000, 750_000)]
+    assert events == [("a/0", 0, 500_000), ("b/1", 250_000, 750_000)]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +86,8 @@ def test_an_op_is_an_event_in_microseconds_since_the_first_start() -> None:
 )
 def test_the_arguments_name_the_micro_batch_and_the_layer_if_there_is_one(op: str, args: dict[str, int]) -> None:
     (event,) = find_ops(make_trace({"step": Timeline((Span("compute", op, 1, 0, 1),))}))
-    assert event["name"] == op
-    assert event["args"] == args
+    assert event["name"] == f"{op}/1"
+    assert event["args"] == {"op": op, **args}
 
 
 def test_a_micro_batch_has_its_colour_in_every_timeline() -> None:
@@ -183,12 +187,12 @@ def test_ranks_are_processes_on_one_clock() -> None:
 def test_the_host_has_a_track_with_each_issue_where_it_is_known() -> None:
     timeline = Timeline((Span("compute", "a", 0, 1.0, 2.0, 0.5), Span("comm", "b", 1, 2.0, 3.0, 0.75, (("a", 0),))))
     trace = make_trace({"step": timeline})
-    assert find_metadata(trace, "thread_name")[0] == (1, "host")
+    assert find_metadata(trace, "thread_name")[0] == (100, "host")
     assert [(event["name"], event["tid"], event["ts"]) for event in find_phase(trace, "i")] == [
-        ("a/0", 1, 0),
-        ("b/1", 1, 250_000),
+        ("a/0", 100, 0),
+        ("b/1", 100, 250_000),
     ]
-    assert (1, "host") not in find_metadata(make_trace({"step": TOY}), "thread_name")
+    assert (100, "host") not in find_metadata(make_trace({"step": TOY}), "thread_name")
 
 
 def test_an_arrow_leads_from_each_op_that_was_waited_for() -> None:
@@ -198,7 +202,7 @@ def test_an_arrow_leads_from_each_op_that_was_waited_for() -> None:
     found = set()
     for tip in find_phase(trace, "f"):
         (source,), (target,) = (find_enclosing(trace["traceEvents"], end) for end in (tails[tip["id"]], tip))
-        found.add(tuple((op["name"], op["args"]["micro_batch"]) for op in (source, target)))
+        found.add(tuple((op["args"]["op"], op["args"]["micro_batch"]) for op in (source, target)))
     waits = {(awaited, (span.op, span.micro_batch)) for span in timeline.spans for awaited in span.waits}
     assert found == waits
     assert waits

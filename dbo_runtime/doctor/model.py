@@ -1,0 +1,79 @@
+"""Whether a model has an adapter: by its config.json, without its weights."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from dbo_runtime.adapter import GROUP, ModelAdapter, find_adapter, name_adapter
+from dbo_runtime.doctor.finding import Finding
+from dbo_runtime.errors import ConfigError, ProgramError
+from dbo_runtime.vllm_plugin.compat import MOE_METHODS
+
+CONFIG = "config.json"
+
+
+def check_model(folder: str) -> list[Finding]:
+    """Tell whether the model in *folder* can be split, as far as can be said before it is loaded."""
+    try:
+        config = _read_config(Path(folder))
+        architectures = _list_architectures(config, Path(folder))
+    except ConfigError as error:
+        return [Finding("model", "fail", str(error), "name the folder of a model, as for `vllm serve`")]
+    return [_check_adapters(architectures), *_check_quantization(config)]
+
+
+def _check_adapters(architectures: list[str]) -> Finding:
+    adapters: list[ModelAdapter | None] = []
+    try:
+        adapters = [find_adapter(name) for name in architectures]
+    except ProgramError as error:
+        return Finding("model", "fail", str(error), "mend or uninstall that adapter")
+    names = ", ".join(architectures)
+    known = ", ".join(sorted({entry.name for entry in entry_points(group=GROUP)})) or "none"
+    if adapters == [None] * len(adapters):
+        remedy = f"serve a model that has one ({known}), or write one: docs/architecture.md, The adapter's contract"
+        return Finding("model", "fail", f"no adapter is registered for {names}", remedy)
+    found = ", ".join(name_adapter(adapter) for adapter in adapters if adapter)
+    if len(architectures) > 1:
+        note = f"config.json names several architectures ({names}); vLLM takes the first it knows. Adapters: {found}"
+        return Finding("model", "ok" if None not in adapters else "warn", note)
+    note = f"{names}, split by {found}; whether it can be as configured, the adapter says when it is loaded"
+    return Finding("model", "ok", note)
+
+
+def _check_quantization(config: dict[str, Any]) -> list[Finding]:
+    declared = config.get("quantization_config")
+    if not declared:
+        return []
+    method = declared.get("quant_method", "unknown") if isinstance(declared, dict) else declared
+    found = (
+        f"{method}; where tokens travel to experts on other ranks, experts run by another method than "
+        f"{', '.join(MOE_METHODS)} cannot be taken apart, and every step runs whole"
+    )
+    remedy = "nothing under tensor parallel alone; otherwise serve weights that are not quantized"
+    return [Finding("quantization", "warn", found, remedy)]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder")
+        if not path.exists():
+            raise ConfigError(f"{folder} has no {CONFIG}")
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return config
+
+
+def _list_architectures(config: dict[str, Any], folder: Path) -> list[str]:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not all(isinstance(n, str) for n in architectures):
+        raise ConfigError(f"{folder / CONFIG} names no architectures, but {architectures!r}")
+    return architectures

