@@ -14,21 +14,8 @@ from typing import Any
 
 from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.vllm_plugin.extension import WorkerExtension
 
-EXTENSION = "dbo_runtime.vllm_plugin.calibrate_command.CalibrationExtension"
-
-
-class CalibrationExtension(WorkerExtension):
-    """What the workers do for this command, on top of what they do for everyone."""
-
-    def dbo_calibrate_for_command(self, path: str, budget: float | None) -> dict[str, Any] | None:
-        """Do what `dbo_calibrate` does; return the fields of its report, or None where the model is not split."""
-        forward = self._dbo_forward()
-        if forward is None or forward.costs is None:
-            return None
-        own = {} if budget is None else {"budget": budget}
-        return dataclasses.asdict(forward.costs.calibrate(path, **own))
+EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +60,7 @@ def _calibrate(arguments: argparse.Namespace, engine_words: list[str], output: P
     llm = LLM(**{**options, "worker_extension_cls": EXTENSION, "disable_log_stats": True})
     try:
         fields: dict[str, Any] | None
-        fields = llm.collective_rpc("dbo_calibrate_for_command", args=(str(output), arguments.budget))[0]
+        fields = llm.collective_rpc("dbo_calibrate", args=(str(output), arguments.budget))[0]
     finally:
         llm.llm_engine.engine_core.shutdown()
     return fields

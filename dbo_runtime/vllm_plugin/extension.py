@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -66,17 +66,20 @@ class WorkerExtension:
         forward = self._dbo_forward()
         return None if forward is None or forward.last_step is None else forward.last_step._asdict()
 
-    def dbo_calibrate(self, path: str = "", budget: float = 45.0) -> str | None:
+    def dbo_calibrate(self, path: str = "", budget: float | None = None) -> dict[str, Any] | None:
         """Measure what ops cost, plan by that from now on, and write it to *path* if that is given.
 
-        Only while no request runs. Returns a table of how well the costs fit, or None where the model is not split.
+        Only while no request runs. Returns how well the costs fit, field by field (`cost_source.Report`), or None where
+        the model is not split.
 
         Args:
             path: of a cost file, on the first rank's host.
-            budget: seconds to take, about.
+            budget: seconds to take, about; as many as at a server's start if not given.
         """
         forward = self._dbo_forward()
-        return None if forward is None or forward.costs is None else str(forward.costs.calibrate(path, budget))
+        if forward is None or forward.costs is None:
+            return None
+        return asdict(forward.costs.calibrate(path, **({} if budget is None else {"budget": budget})))
 
     def dbo_predict(self, query_lens: list[int]) -> dict[str, float] | None:
         """Return what a step of prefills of these lengths is predicted to take, in seconds, whole and split.

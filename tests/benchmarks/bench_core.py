@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
-
 from dbo_runtime.devices import Device, Lane, Task, Values, open_device
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
@@ -26,8 +24,6 @@ LAYERS = 61
 MICRO_BATCHES = 2
 MOST_PLANNING = 0.1  # seconds
 MOST_ISSUING = 2e-6  # seconds an op
-SIZES = [10, 61, 250, 1000]  # layers
-MOST_GROWTH = 3.0  # by how much a layer may cost more among a thousand than among ten
 
 
 def do_nothing(*_: Any) -> None:
@@ -144,19 +140,3 @@ def test_issuing_an_op_costs_little() -> None:
         cost = measure_issuing(LAYERS, open_device(name))
         print(f"  with lanes of the device {name!r}: {cost * 1e6:.2f} us")
     assert free <= MOST_ISSUING
-
-
-@pytest.mark.parametrize(
-    ("what", "measure"),
-    [
-        ("order, lowering and validation", lambda layers: measure_planning(layers, runs=3) / layers),
-        ("issuing", lambda layers: measure_issuing(layers, FreeDevice(), runs=10) * 9 * MICRO_BATCHES),
-    ],
-    ids=["planning", "issuing"],
-)
-def test_cost_grows_no_faster_than_the_model(what: str, measure: Callable[[int], float]) -> None:
-    costs = {layers: measure(layers) for layers in SIZES}
-    print(f"\n{what}, a layer:")
-    for layers, cost in costs.items():
-        print(f"  {layers:5} layers  {cost * 1e6:8.1f} us  x {cost / costs[SIZES[0]]:.2f}")
-    assert costs[SIZES[-1]] <= MOST_GROWTH * costs[SIZES[0]]

@@ -49,7 +49,7 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
     return found, told
 
 
-def calibrate_few(worker: Any, path: str = "", repeats: int = 2) -> tuple[str | None, str]:
+def calibrate_few(worker: Any, path: str = "", repeats: int = 2) -> tuple[dict[str, Any], str]:
     """Calibrate a worker by a few shapes; return the report and the digest of what it plans by from now on."""
     shapes = patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES)
     with shapes, patch.object(calibration, "MOST_REPEATS", repeats):

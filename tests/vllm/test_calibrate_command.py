@@ -17,7 +17,7 @@ import pytest
 from dbo_runtime.__main__ import main
 from dbo_runtime.config import ENABLE
 from dbo_runtime.planner.cost_file import load_costs
-from dbo_runtime.vllm_plugin.calibrate_command import EXTENSION, CalibrationExtension
+from dbo_runtime.vllm_plugin.calibrate_command import EXTENSION
 from dbo_runtime.vllm_plugin.cost_source import Report
 from tests.vllm.conftest import TINY
 
@@ -127,7 +127,7 @@ def test_the_command_hands_all_other_arguments_to_vllm(
     host = Host([asdict(REPORT), asdict(replace(REPORT, seconds=9.0))])
     words = ("--budget", "7", "--tensor-parallel-size", "2", "--enforce-eager", "--dtype=float32")
     assert calibrate(monkeypatch, host, *words) == 0
-    assert host.asked == [("dbo_calibrate_for_command", str(tmp_path / "costs.json"), 7.0)]
+    assert host.asked == [("dbo_calibrate", str(tmp_path / "costs.json"), 7.0)]
     expected = {"model": str(TINY), "tensor_parallel_size": 2, "enforce_eager": True, "dtype": "float32"}
     assert {name: host.options[name] for name in expected} == expected
     assert host.options["worker_extension_cls"] == EXTENSION
@@ -143,12 +143,6 @@ def test_the_report_comes_as_json_too(
     assert calibrate(monkeypatch, Host([asdict(REPORT)]), "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told == {"model": str(TINY), "output": str(tmp_path / "costs.json"), **asdict(REPORT)}
-
-
-def test_workers_have_no_report_of_a_model_that_is_not_split() -> None:
-    worker = CalibrationExtension()
-    worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(forward=None))
-    assert worker.dbo_calibrate_for_command("costs.json", 7.0) is None
 
 
 def test_a_model_that_is_not_split_cannot_be_calibrated(

@@ -1,0 +1,176 @@
+"""What it costs the host to take turns between two micro-batches: this executor beside the other ways to do it.
+
+    python -m pytest tests/benchmarks/bench_host_cost.py -q -s
+
+An **overlap point** is a place where the host leaves one micro-batch and goes on with the other, with what belongs to
+it: the event that is recorded for the lane that goes on, the turn, and the wait for that event. The cost of a point is
+the time of a step by the number of its points, in a step that has little else: one op on either lane between points.
+The cost of a step is that of a decoder of 61 layers of 9 ops (DeepSeek-V3), 3 of which communicate, in 2 micro-batches.
+Both have 367 points. Ops do nothing and streams and events cost nothing, so what is left is the host's work.
+
+Each round runs every way once, in random order. Figures are medians over rounds, and ratios are medians of the ratios
+within a round, so that what else the machine does counts little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import pytest
+
+from dbo_runtime.devices import open_device
+from dbo_runtime.devices.serial import SerialDevice
+from dbo_runtime.events import EventTable
+from dbo_runtime.executor import Executor
+from dbo_runtime.policies import alternate
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.schedule import lower
+from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, FreeDevice, do_nothing, record_decoder
+from tests.benchmarks.handovers import (
+    FreeStreams,
+    Way,
+    find_leaves,
+    make_baton,
+    make_generators,
+    make_tasks,
+    make_ubatches,
+)
+from tests.benchmarks.page import Publish, find_command, make_table
+
+ROUNDS = 60
+MOST_POINT = 5e-6  # seconds
+LEAST_RATIO = 5.0  # vLLM's hand-over by our point
+FREE = "our executor, lanes that cost nothing"
+VLLM = "vLLM's `ubatching`: a thread each, woken by `threading.Event`"
+
+Others = Callable[[Program], dict[str, Way]]
+Ours = Callable[[Program], dict[str, Callable[[], object]]]
+
+
+def record_points(points: int) -> Program:
+    """Return a program of so many pairs of an op that computes and one that communicates, and a last one to compute."""
+    p = ProgramBuilder()
+    x = p.input("x")
+    for index in range(points):
+        with p.layer(index):
+            x = p.comm("send", do_nothing, p.compute("work", do_nothing, x))
+    return p.build(p.compute("end", do_nothing, x))
+
+
+DECODER = record_decoder(LAYERS)
+BARE = record_points(sum(find_leaves(DECODER)))
+POINTS = 2 * sum(find_leaves(DECODER)) + 1  # both micro-batches come in pieces, one more than ops that communicate
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
+    """How others take turns."""
+    ubatching: Any = pytest.importorskip("vllm.v1.worker.ubatching", reason="needs vLLM, to compare with")
+    streams, loop = FreeStreams(), asyncio.new_event_loop()
+    monkeypatch.setattr(ubatching, "torch", streams.torch)
+    monkeypatch.setattr(ubatching, "current_stream", streams.find_stream)
+
+    def make(program: Program) -> dict[str, Way]:
+        leaves = find_leaves(program)
+        return {
+            VLLM: make_ubatches(leaves, ubatching, streams),
+            "a thread each, woken by a semaphore": make_baton(leaves),
+            "asyncio, a task each": make_tasks(leaves, loop),
+            "a generator each": make_generators(leaves),
+        }
+
+    yield make
+    loop.close()
+
+
+@pytest.fixture
+def ours() -> Iterator[Ours]:
+    """How we take turns."""
+    cpu = open_device("cpu")
+    devices = {
+        FREE: FreeDevice(),
+        "our executor, device `cpu` with one lane for all": SerialDevice(cpu),
+        "our executor, device `cpu`: ops that communicate run on a worker": cpu,
+    }
+
+    def make(program: Program) -> dict[str, Callable[[], object]]:
+        schedule = lower([program] * MICRO_BATCHES, alternate([program] * MICRO_BATCHES))
+        executors = {name: Executor(schedule, device, EventTable(device)) for name, device in devices.items()}
+        return {
+            name: lambda executor=executor: executor.run([(None,)] * MICRO_BATCHES)
+            for name, executor in executors.items()
+        }
+
+    yield make
+    cpu.close()
+
+
+def count_turns(micro_batches: list[int]) -> int:
+    return sum(one != other for one, other in pairwise(micro_batches))
+
+
+@pytest.mark.parametrize("program", [BARE, DECODER], ids=["points", "decoder"])
+def test_every_way_issues_as_many_ops_and_takes_as_many_turns(program: Program, others: Others) -> None:
+    schedule = lower([program] * MICRO_BATCHES, alternate([program] * MICRO_BATCHES))
+    issued = [step.issue.micro_batch for step in schedule.steps]
+    assert count_turns(issued) == POINTS
+    for name, way in others(program).items():
+        seen: list[int] = []
+        way(seen.append)
+        assert (len(seen), count_turns(seen)) == (len(issued), POINTS), name
+
+
+def measure(program: Program, ours: Ours, others: Others) -> dict[str, list[float]]:
+    """Return the seconds of a step of each way, in each round; a first round warms up."""
+    ways = ours(program) | {name: lambda way=way: way(do_nothing) for name, way in others(program).items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names, chance = list(ways), random.Random(0)
+    for _ in range(ROUNDS + 1):
+        chance.shuffle(names)
+        for name in names:
+            start = time.perf_counter()
+            ways[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: each[1:] for name, each in seconds.items()}
+
+
+def find_ratio(ones: list[float], others: list[float]) -> float:
+    return median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def test_an_overlap_point_costs_the_host_little(publish: Publish, ours: Ours, others: Others) -> None:
+    bare, decoder = (measure(program, ours, others) for program in (BARE, DECODER))
+    point, ratio = median(bare[FREE]) / POINTS, find_ratio(bare[VLLM], bare[FREE])
+    in_step = find_ratio(decoder[VLLM], decoder[FREE])
+    header = ["way", "us a point", "by the first row", "ms a step", "by the first row"]
+    table = make_table(header, [describe(name, bare, decoder) for name in bare])
+    targets = [
+        f"- Target: at most {MOST_POINT * 1e6:.0f} us a point. {judge(point <= MOST_POINT)}: {point * 1e6:.2f} us.",
+        f"- Target: a point at least {LEAST_RATIO:.0f} times below vLLM's hand-over. {judge(ratio >= LEAST_RATIO)}: "
+        f"{ratio:.1f} times.",
+        f"- A step of the decoder, ops included, takes vLLM's hand-over {in_step:.1f} times as long as our executor.",
+    ]
+    publish("host-cost", find_command(__file__), [*table, "", *targets])
+    assert point <= MOST_POINT
+    assert ratio >= LEAST_RATIO
+
+
+def describe(name: str, bare: dict[str, list[float]], decoder: dict[str, list[float]]) -> list[str]:
+    """Return a row of the table."""
+    return [
+        name,
+        f"{median(bare[name]) / POINTS * 1e6:.2f}",
+        f"{find_ratio(bare[name], bare[FREE]):.2f}x",
+        f"{median(decoder[name]) * 1e3:.2f}",
+        f"{find_ratio(decoder[name], decoder[FREE]):.2f}x",
+    ]
+
+
+def judge(is_reached: bool) -> str:
+    return "Reached" if is_reached else "**Missed**"

@@ -1,0 +1,130 @@
+"""What the planner predicts for set-ups that others published, beside what they gained.
+
+    python -m pytest tests/benchmarks/bench_what_if.py -q -s
+
+All predictions are *modelled*, from the published cases of `python -m dbo_runtime plan --list`; docs/planner.md says
+what is given in each and what is assumed. Only the first row is about one and the same run. The others put beside a
+gain the case that is nearest to it, so they tell whether predictions are in the right range, and no more.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.published_cases import list_cases
+from dbo_runtime.planner.whatif import WhatIf, predict_step
+from tests.benchmarks.page import ROOT, Publish, find_command, make_table
+
+ASCEND = "https://github.com/vllm-project/vllm-ascend/"
+
+
+class Published(NamedTuple):
+    """What somebody measured, and the case that is nearest to it.
+
+    Attributes:
+        source: who, in markdown.
+        what: of the set-up.
+        gains: least and most times faster with overlap; None if none was published.
+        case: name of the case; None if nothing was published from which costs could be made.
+        remark: what is different between the two.
+    """
+
+    source: str
+    what: str
+    gains: tuple[float, float] | None
+    case: str | None
+    remark: str
+
+
+PUBLISHED = (
+    Published(
+        f"[vllm-ascend #941]({ASCEND}pull/941)",
+        "910B, DeepSeek-R1, TP 16; 0.90 to 1.01 requests/s",
+        (1.01 / 0.90,) * 2,
+        "r1-tp16-941",
+        "the same run; #941 cut between requests only and left dense layers whole",
+    ),
+    Published(
+        f"[vllm-ascend #1589]({ASCEND}pull/1589)",
+        "DP 2, TP 8, EP 16; mean time to the first token 4017 to 3017 ms",
+        (4017 / 3017,) * 2,
+        "a3-layer-4894",
+        "the same parallel sizes; the case's durations are an example, of another chip perhaps, without idle time",
+    ),
+    Published(
+        "[CloudMatrix-Infer](https://arxiv.org/abs/2506.12708)",
+        "910C, DeepSeek-R1, prefill; from a secondary source",
+        (1.23, 1.31),
+        "910c-share-5591",
+        "the same chip; other parallel sizes, and the case's share of communication is published as a most",
+    ),
+    Published(
+        "[SGLang](https://lmsys.org/blog/2025-05-05-large-scale-ep/)",
+        "96 H100, DeepSeek-V3, prefill, large-scale EP",
+        (1.27, 1.35),
+        None,
+        "no durations of ops were published with it",
+    ),
+    Published(f"[vllm-ascend #4894]({ASCEND}pull/4894)", "910B, a profile of a prefill", None, "910b-profile-4894", ""),
+    Published(
+        f"[vllm-ascend #5591]({ASCEND}issues/5591)", "910B, the share of communication", None, "910b-share-5591", ""
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, WhatIf]:
+    """What the planner says of each case."""
+    batches = {case.name: Batch(case.prompts, sum(case.prompts)) for case in list_cases()}
+    return {case.name: predict_step(case.table, batches[case.name], RuntimeConfig()) for case in list_cases()}
+
+
+def list_speed_ups(answer: WhatIf) -> list[str]:
+    """Return by how much faster the step is in each number of micro-batches, and the most that any order allows."""
+    speed_ups = [answer.speed_up(split.seconds) for split in answer.splits]
+    most = max(answer.speed_up(split.bound) for split in answer.splits)
+    return [f"{speed_up:.3f}x" for speed_up in (*speed_ups, most)]
+
+
+def describe_gains(published: Published) -> str:
+    if published.gains is None:
+        return "-"
+    least, most = (f"{gain:.2f}" for gain in published.gains)
+    return f"{least}x" if least == most else f"{least} to {most}x"
+
+
+def describe_difference(published: Published, answer: WhatIf | None) -> str:
+    """Return by which share the prediction for the best split is above, or below, what was published."""
+    if published.gains is None or answer is None or answer.best is None:
+        return "-"
+    predicted = answer.speed_up(answer.best.seconds)
+    most, least = (f"{predicted / gain - 1:+.0%}" for gain in published.gains)
+    return least if least == most else f"{least} to {most}"
+
+
+def make_row(published: Published, answer: WhatIf | None) -> list[str]:
+    figures = ["-"] * 3 if answer is None else list_speed_ups(answer)
+    case = "-" if published.case is None else f"`{published.case}`"
+    difference = describe_difference(published, answer)
+    return [published.source, published.what, describe_gains(published), case, *figures, difference, published.remark]
+
+
+def test_predictions_beside_what_was_published(publish: Publish, answers: dict[str, WhatIf]) -> None:
+    assert {published.case for published in PUBLISHED} - {None} == answers.keys()
+    header = ["published", "set-up", "gain", "case", "in 2", "in 3", "at most", "best by published", "what differs"]
+    rows = [make_row(each, None if each.case is None else answers[each.case]) for each in PUBLISHED]
+    note = "*gain* is published; *in 2* and *in 3* (micro-batches) and *at most* (any order) are **modelled**."
+    publish("what-if", find_command(__file__), [*make_table(header, rows), "", note])
+
+
+def test_the_planner_s_page_has_the_same_figures(answers: dict[str, WhatIf]) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    for name, answer in answers.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
+        *_, whole, in_two, in_three, most = (cell.strip() for cell in row.strip("|").split("|"))
+        assert [whole, in_two, in_three, most] == [f"{answer.whole * 1e3:.2f} ms", *list_speed_ups(answer)]

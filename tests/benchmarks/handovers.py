@@ -1,0 +1,151 @@
+"""Ways to take turns between two micro-batches on the host, other than ours: threads, tasks, generators.
+
+What they issue is what the executor issues, and at each overlap point they record and wait for events as vLLM does. Ops
+are functions of the micro-batch; lanes, streams and events cost nothing. A way is a function that runs one step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from types import SimpleNamespace
+from typing import Any
+
+from dbo_runtime.program import COMPUTE, Program
+from tests.benchmarks.bench_core import FreeLane
+
+Op = Callable[[int], None]
+Way = Callable[[Op], None]
+
+
+def find_leaves(program: Program) -> list[bool]:
+    """Return of each op whether it leaves the compute lane, which is where the other micro-batch has its turn."""
+    return [op.lane != COMPUTE for op in program.ops]
+
+
+def forward(leaves: Sequence[bool], micro_batch: int, op: Op) -> Iterator[None]:
+    """Issue a micro-batch's ops, and yield where the other one is to go on."""
+    compute, comm, computed, sent = FreeLane("compute"), FreeLane("comm"), object(), object()
+    for leaving in leaves:
+        if leaving:
+            compute.record(computed)
+            yield
+            comm.wait(computed)
+            op(micro_batch)
+            comm.record(sent)
+            compute.wait(sent)
+        else:
+            op(micro_batch)
+
+
+def run_threads(run: Callable[[int], None], start: Callable[[], object]) -> None:
+    """Run both micro-batches on threads made for this step, as vLLM does."""
+    threads = [threading.Thread(target=run, args=(micro_batch,)) for micro_batch in range(2)]
+    for thread in threads:
+        thread.start()
+    start()
+    for thread in threads:
+        thread.join()
+
+
+def make_baton(leaves: Sequence[bool]) -> Way:
+    """Two threads, each of which sleeps on a semaphore of its own until the other releases it."""
+
+    def run_both(op: Op) -> None:
+        batons = [threading.Semaphore(0) for _ in range(2)]
+
+        def run(micro_batch: int) -> None:
+            mine, other = batons[micro_batch], batons[1 - micro_batch]
+            mine.acquire()
+            for _ in forward(leaves, micro_batch, op):
+                other.release()
+                mine.acquire()
+            other.release()
+
+        run_threads(run, batons[0].release)
+
+    return run_both
+
+
+def make_tasks(leaves: Sequence[bool], loop: asyncio.AbstractEventLoop) -> Way:
+    """Two tasks of an event loop, which goes on with the other one whenever one sleeps for no time."""
+
+    async def run(micro_batch: int, op: Op) -> None:
+        for _ in forward(leaves, micro_batch, op):
+            await asyncio.sleep(0)
+
+    async def run_both(op: Op) -> None:
+        await asyncio.gather(run(0, op), run(1, op))
+
+    return lambda op: loop.run_until_complete(run_both(op))
+
+
+def make_generators(leaves: Sequence[bool]) -> Way:
+    """Two generators, resumed in turn."""
+
+    def run_both(op: Op) -> None:
+        for _ in zip_longest(forward(leaves, 0, op), forward(leaves, 1, op)):
+            pass
+
+    return run_both
+
+
+class FreeStreams:
+    """What `ubatching` uses of torch, at no cost: streams, events, and the current stream of each thread."""
+
+    def __init__(self) -> None:
+        self._current = threading.local()
+        self.torch = SimpleNamespace(cuda=SimpleNamespace(set_stream=self.set_stream), Event=self.make_event)
+
+    def set_stream(self, stream: object) -> None:
+        """Make *stream* this thread's current one."""
+        self._current.stream = stream
+
+    def find_stream(self) -> object:
+        """Return this thread's current stream."""
+        return getattr(self._current, "stream", None)
+
+    def make_event(self) -> SimpleNamespace:
+        """Make an event that nobody records."""
+        return SimpleNamespace(record=lambda stream: None)
+
+    def make_stream(self) -> SimpleNamespace:
+        """Make a stream that waits for nothing."""
+        return SimpleNamespace(wait_event=lambda event: None)
+
+
+def make_ubatches(leaves: Sequence[bool], ubatching: Any, streams: FreeStreams) -> Way:
+    """vLLM's own contexts and yields on its own kind of threads, driven as `UBatchWrapper._run_ubatches` does.
+
+    Args:
+        leaves: of each op, whether the other micro-batch has its turn there.
+        ubatching: `vllm.v1.worker.ubatching`, which uses *streams* instead of torch's.
+        streams: what it uses.
+    """
+    from vllm.forward_context import override_forward_context
+
+    barrier, compute, comm = threading.Barrier(3), streams.make_stream(), streams.make_stream()
+
+    def run_both(op: Op) -> None:
+        contexts = ubatching.make_ubatch_contexts(2, compute, comm, [object(), object()], barrier)
+
+        def run(micro_batch: int) -> None:
+            with contexts[micro_batch]:
+                for leaving in leaves:
+                    if leaving:  # as around the dispatch in prepare_finalize/deepep_ht.py
+                        ubatching.dbo_yield_and_switch_from_compute_to_comm()
+                        op(micro_batch)
+                        ubatching.dbo_switch_to_compute_sync()
+                    else:
+                        op(micro_batch)
+
+        def start() -> None:
+            barrier.wait()
+            contexts[0].cpu_wait_event.set()
+
+        with override_forward_context(None):
+            run_threads(run, start)
+
+    return run_both
