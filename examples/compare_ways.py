@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 WAYS = {
@@ -40,7 +41,7 @@ def time_ways(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[st
     """Time each way *repeat* times in turn after a round to warm up; return seconds, and whether tokens agree."""
     from vllm import SamplingParams
 
-    given = make_prompts(llm, prompts, tokens)
+    given = make_prompts(llm, [tokens] * prompts)
     sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     answers = set()
@@ -59,15 +60,15 @@ def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
     """Return the lanes of one more prefill with overlap, and what ran beside what."""
     from vllm import SamplingParams
 
-    from dbo_runtime.observe.timeline import Span, Timeline
+    from dbo_runtime.observe.timeline import Timeline
 
     llm.collective_rpc("dbo_configure", args=(WAYS["dual-batch overlap"],))
     llm.collective_rpc("dbo_request_timeline")
-    llm.generate(make_prompts(llm, prompts, tokens), SamplingParams(max_tokens=1), use_tqdm=False)
-    spans = llm.collective_rpc("dbo_timeline")[0]
-    if spans is None:
+    llm.generate(make_prompts(llm, [tokens] * prompts), SamplingParams(max_tokens=1), use_tqdm=False)
+    kept = llm.collective_rpc("dbo_timeline")[0]
+    if kept is None:
         return "no step was split, so there is no timeline; the reason is in the log above"
-    timeline = Timeline(tuple(Span(*span) for span in spans))
+    timeline = Timeline.from_dict(kept)
     hidden = timeline.overlap("compute", "comm") / timeline.busy("comm")
     rows = [
         f"one prefill of {prompts * tokens} tokens, {timeline.duration:.2f} s; digits are micro-batches, dots idle",
@@ -91,12 +92,12 @@ def gather(llm: Any, own: list[Any]) -> list[Any]:
     return [one for engine in everyone for one in engine]
 
 
-def make_prompts(llm: Any, prompts: int, tokens: int) -> list[dict[str, list[int]]]:
-    """Return prompts of some length that say nothing, others on each data parallel engine."""
-    first = prompts * _find_parallel(llm).data_parallel_rank
+def make_prompts(llm: Any, lengths: Sequence[int]) -> list[dict[str, list[int]]]:
+    """Return prompts of these lengths, in tokens, that say nothing; others on each data parallel engine."""
+    first = len(lengths) * _find_parallel(llm).data_parallel_rank
     return [
         {"prompt_token_ids": [(i * 7 + j * (1 + i) + j * j) % 250 + 3 for j in range(tokens)]}
-        for i in range(first, first + prompts)
+        for i, tokens in enumerate(lengths, first)
     ]
 
 

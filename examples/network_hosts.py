@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -99,6 +101,7 @@ class TwoHosts:
 
     def _remove(self) -> None:
         for host in self.hosts:
+            _end_all_in(host.namespace)
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
 
 
@@ -109,6 +112,14 @@ def check_requirements() -> None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise NetworkError(f"{' and '.join(missing)} not found: install iproute2.")
+
+
+def _end_all_in(namespace: str) -> None:
+    """End what still runs there: it would go on without a network, and without anyone who knows of it."""
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
+    for process in found.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
 
 
 def _run(*words: str) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from network_hosts import Host
-from two_hosts import OPTIONS, add_host_arguments, join_tensor_parallel, run_on_hosts
+from two_hosts import add_host_arguments, run_on_hosts
+from two_nodes import OPTIONS, join_tensor_parallel
 
 AGAIN = "off again"
 RUNS = {"off": "off", "auto": "auto", "always": "always", AGAIN: "off"}  # what is timed -> its DBO_MODE
@@ -85,6 +86,8 @@ def run_node(arguments: argparse.Namespace) -> int:
     options = join_tensor_parallel(arguments, options)
     from vllm import LLM
 
+    from dbo_runtime.vllm_plugin.cost_source import Report
+
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
     points = []
     set_rate(arguments.interfaces, NO_LIMIT)
@@ -92,7 +95,7 @@ def run_node(arguments: argparse.Namespace) -> int:
     for rate in arguments.rates:
         set_rate(arguments.interfaces, rate)
         print(f"\nlink {rate}", flush=True)
-        print(llm.collective_rpc("dbo_calibrate", args=("", arguments.budget))[0], flush=True)
+        print(Report(**llm.collective_rpc("dbo_calibrate", args=("", arguments.budget))[0]), flush=True)
         print(TITLES)
         for tokens in arguments.tokens:
             points.append(measure_point(llm, rate, tokens, arguments.repeat))

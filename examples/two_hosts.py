@@ -14,28 +14,16 @@ import argparse
 import gc
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 from compare_ways import compare_ways, draw_timeline, gather
 from network_hosts import Host, NetworkError, TwoHosts
-from process_group import end_group
+from process_group import Program, start_together, wait_for_first
+from two_nodes import PARALLEL, join_data_parallel, join_tensor_parallel
 
-OPTIONS = {
-    "distributed_executor_backend": "mp",
-    "worker_extension_cls": "dbo_runtime.vllm_plugin.extension.WorkerExtension",
-    "dtype": "float32",
-    "attention_backend": "CPU_MLA",  # the one for AMX, where there is AMX, takes no fp32 and caches prompts
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 2048,
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 1 << 28,
-}
-PARALLEL = {"tensor": "TP=2", "data-expert": "DP=2 with expert parallel by {dispatch}"}
 DRAWN = {"tensor": (1, 1900), "data-expert": (4, 500)}  # prompts and tokens of the timeline
 
 
@@ -110,24 +98,15 @@ def run_nodes(program: Path, hosts: tuple[Host, Host], model: Path, settings: di
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         **settings,
     }
-    nodes = [
-        subprocess.Popen(
-            host.command(*this, "--node", str(number)),
-            env={**host.environment(core), **settings},
-            start_new_session=True,  # so that its engine and workers can be ended together with it
-        )
+    nodes = (
+        Program(host.command(*this, "--node", str(number)), {**host.environment(core), **settings})
         for number, (host, core) in enumerate(((first, cores[0]), (second, cores[-1])))
-    ]
-    try:
-        while nodes[0].poll() is None and not nodes[1].poll():  # the second may be done first
-            time.sleep(0.2)
-        leader = nodes[0].poll()
-        if leader is None:
+    )
+    with start_together(*nodes) as (leader, follower):
+        ended = wait_for_first(leader, follower)
+        if ended is None:
             print("error: the second host's node has ended; its own message is above.", file=sys.stderr)
-        return 1 if leader is None else leader
-    finally:
-        for node in nodes:
-            end_group(node)
+        return 1 if ended is None else ended
 
 
 def run_node(arguments: argparse.Namespace) -> int:
@@ -153,43 +132,6 @@ def run_node(arguments: argparse.Namespace) -> int:
     del llm
     gc.collect()  # an engine that meets the end of the interpreter prints a page about it
     return 1 if leads and not same else 0
-
-
-def join_tensor_parallel(arguments: argparse.Namespace, base: dict[str, Any] = OPTIONS) -> dict[str, Any]:
-    """Return the options of the first node's engine, which drives both; the second becomes a server that follows."""
-    address, port = arguments.master.split(":")
-    options = {
-        **base,
-        "tensor_parallel_size": 2,
-        "nnodes": 2,
-        "node_rank": arguments.node,
-        "master_addr": address,
-        "master_port": int(port),
-    }
-    if arguments.node == 1:
-        follow(arguments.model, options)
-    return options
-
-
-def follow(model: str, options: dict[str, Any]) -> NoReturn:
-    """Become a server without a head."""
-    words = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
-    vllm = str(Path(sys.executable).with_name("vllm"))
-    os.execv(vllm, [vllm, "serve", model, "--headless", *words])
-
-
-def join_data_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of this node's engine; each drives its own, and all do the same in the same order."""
-    address, port = arguments.master.split(":")
-    os.environ.update(
-        VLLM_DP_SIZE="2",
-        VLLM_DP_RANK=str(arguments.node),
-        VLLM_DP_RANK_LOCAL="0",
-        VLLM_DP_MASTER_IP=address,
-        VLLM_DP_MASTER_PORT=port,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )
-    return {**OPTIONS, "enable_expert_parallel": True}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""How two nodes serve one model: what vLLM is told on either of them. Knows nothing of how the nodes came to be."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+OPTIONS = {
+    "distributed_executor_backend": "mp",
+    "worker_extension_cls": "dbo_runtime.vllm_plugin.extension.WorkerExtension",
+    "dtype": "float32",
+    "attention_backend": "CPU_MLA",  # the one for AMX, where there is AMX, takes no fp32 and caches prompts
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 28,
+}
+PARALLEL = {"tensor": "TP=2", "data-expert": "DP=2 with expert parallel by {dispatch}"}
+
+
+def join_tensor_parallel(arguments: argparse.Namespace, base: dict[str, Any] = OPTIONS) -> dict[str, Any]:
+    """Return the options of the first node's engine, which drives both; the second becomes a server that follows."""
+    options = {**base, **share_tensors(arguments.node, arguments.master)}
+    if arguments.node == 1:
+        follow(arguments.model, options)
+    return options
+
+
+def share_tensors(node: int, master: str) -> dict[str, Any]:
+    """Return what makes a node one of two that share each layer; *master* is where the first one meets the other."""
+    address, port = master.split(":")
+    return {
+        "tensor_parallel_size": 2,
+        "nnodes": 2,
+        "node_rank": node,
+        "master_addr": address,
+        "master_port": int(port),
+    }
+
+
+def follow(model: str, options: dict[str, Any]) -> NoReturn:
+    """Become a server without a head."""
+    words = find_server(model, options, "--headless")
+    os.execv(words[0], words)
+
+
+def find_server(model: str, options: dict[str, Any], *more: str) -> list[str]:
+    """Return the command line of a server with these options."""
+    words = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
+    return [find_vllm(), "serve", model, *words, *more]
+
+
+def find_vllm() -> str:
+    """Return the `vllm` command beside the Python that runs."""
+    return str(Path(sys.executable).with_name("vllm"))
+
+
+def join_data_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of this node's engine; each drives its own, and all do the same in the same order."""
+    address, port = arguments.master.split(":")
+    os.environ.update(
+        VLLM_DP_SIZE="2",
+        VLLM_DP_RANK=str(arguments.node),
+        VLLM_DP_RANK_LOCAL="0",
+        VLLM_DP_MASTER_IP=address,
+        VLLM_DP_MASTER_PORT=port,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    return {**OPTIONS, "enable_expert_parallel": True}

@@ -1,0 +1,100 @@
+"""What was measured of servers, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.benchmarks.measured_hosts import MODEL
+from tests.benchmarks.page import make_table
+from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, Load, Run, Traffic, find_median
+from tests.benchmarks.targets import Target
+
+OFF, ON, ALWAYS, WITHOUT = "off", "on", "always", "without"
+WAYS = {  # of a server with the plugin: settings
+    OFF: {"DBO_MODE": "off"},
+    ON: {"DBO_MODE": "auto"},  # what one gets with VLLM_ASCEND_ENABLE_DBO=1 alone; without costs it goes by thresholds
+    ALWAYS: {"DBO_MODE": "always"},
+}
+TARGET_RATE, ENOUGH = "200mbit", 3  # of the link; runs for a verdict
+TARGET_LOAD = Load(LONG_PROMPTS, "inf")
+THROUGHPUT, FIRST_TOKEN = "request_throughput", "mean_ttft_ms"
+REMARKS = (
+    "One server with `VLLM_ASCEND_ENABLE_DBO=1`, which is told over RPC before each run what to do, ways in turn:",
+    "*off* is `DBO_MODE=off`, *on* the default (`auto`, which without costs goes by the thresholds), *always*",
+    "`DBO_MODE=always`. *without* is another server, started without the variable and measured before; how far it is",
+    "from *off* is what the hooks cost and how much the machine changed in between. *steps split* is of the last run,",
+    "the client's own warm-up included. The ratios compare with *off*: more is better for throughput, less for TTFT.",
+)
+
+
+def write_report(runs: Sequence[Run], link: str, repeat: int) -> list[str]:
+    """Return the section's lines of markdown."""
+    lines = [
+        f"`vllm serve` over two hosts at {link}, TP=2, {MODEL}; `vllm bench serve` on the first host; a core for each "
+        f"host, the client's and the API server's work on the same ones; medians of {repeat} runs of each way.",
+    ]
+    for traffic in dict.fromkeys(run.load.traffic for run in runs):
+        lines += ["", *describe_traffic(traffic), "", *make_rows([run for run in runs if run.load.traffic == traffic])]
+    return [*lines, "", *REMARKS, "", *write_targets(runs, link, repeat)]
+
+
+def describe_traffic(traffic: Traffic) -> list[str]:
+    """Say what is sent."""
+    return [
+        f"**{traffic.name}**, scaled down from {traffic.after}: {traffic.requests} requests of {traffic.prompt} tokens "
+        f"in and {traffic.answer} out.",
+    ]
+
+
+def make_rows(runs: Sequence[Run]) -> list[str]:
+    """Return the table of a traffic."""
+    rows = []
+    for load in dict.fromkeys(run.load for run in runs):
+        for way in sorted({run.way for run in runs if run.load == load}, key=[WITHOUT, *WAYS].index):
+            figures = [find_median(runs, load, way, metric) for metric in METRICS.values()]
+            ratios = [compare(runs, load, way, metric) for metric in (THROUGHPUT, FIRST_TOKEN)]
+            rows.append(
+                [
+                    load.rate,
+                    way,
+                    *("" if figure is None else f"{figure:.4g}" for figure in figures),
+                    describe_steps(runs, load, way),
+                    *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
+                ]
+            )
+    header = ("requests/s offered", "way", *METRICS, "steps split", "throughput / off", "TTFT / off")
+    return make_table(header, rows)
+
+
+def describe_steps(runs: Sequence[Run], load: Load, way: str) -> str:
+    """Return how many of how many steps were split in the last run of a way."""
+    run = [run for run in runs if (run.load, run.way) == (load, way)][-1]
+    return "" if run.split is None or run.whole is None else f"{run.split} of {run.split + run.whole}"
+
+
+def compare(runs: Sequence[Run], load: Load, way: str, metric: str) -> float | None:
+    """Return the ratio of a way's median to that of `off`; None if one of them was not measured."""
+    own, off = (find_median(runs, load, each, metric) for each in (way, OFF))
+    return own / off if own is not None and off else None
+
+
+def write_targets(runs: Sequence[Run], link: str, repeat: int) -> list[str]:
+    """Return the table of targets, or why there is none."""
+    if link != TARGET_RATE or not any(run.load == TARGET_LOAD for run in runs):
+        return [f"Targets are set for {LONG_PROMPTS.name} at {TARGET_RATE}, all at once; this was not measured."]
+    if repeat < ENOUGH:
+        return [f"Targets are judged by medians of {ENOUGH} runs or more; these are of {repeat}."]
+    rows = [target.row() for target in find_targets(runs)]
+    return [
+        f"Targets, for {LONG_PROMPTS.name} at {link}, all at once, *on* compared with *off*:",
+        "",
+        *make_table(("", "asked", "measured", ""), rows),
+    ]
+
+
+def find_targets(runs: Sequence[Run]) -> list[Target]:
+    """Return what is asked for."""
+    return [
+        Target("throughput", 1.15, compare(runs, TARGET_LOAD, ON, THROUGHPUT)),
+        Target("mean TTFT", 0.88, compare(runs, TARGET_LOAD, ON, FIRST_TOKEN), at_least=False),
+    ]

@@ -1,0 +1,94 @@
+"""What was measured over two hosts, and what is derived from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+from examples.compare_ways import WAYS
+
+OFF, SYNCHRONOUS, OVERLAP = WAYS
+NO_LIMIT = "none"
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One split step on one rank, in seconds.
+
+    Attributes:
+        duration: of the forward, without embedding and sampling.
+        communication: in which the lane `comm` was busy.
+        hidden: in which it was, beside `compute`.
+        bound: that no issue order could beat with ops that take what they took; None where that is not known.
+    """
+
+    duration: float
+    communication: float
+    hidden: float
+    bound: float | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload at one rate.
+
+    Attributes:
+        parallel: `tensor` or `data-expert`.
+        rate: of the link, in the words of tc, or `none`.
+        seconds: of each way, in turn [ways][turns].
+        steps: of the ways that split [ways][steps x ranks].
+        same: whether all ways gave the same tokens.
+    """
+
+    parallel: str
+    rate: str
+    workload: str
+    seconds: dict[str, list[float]]
+    steps: dict[str, list[StepFigures]] = field(default_factory=dict)
+    same: bool = True
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Cell:
+        """Return what `as_dict` was called on."""
+        steps = {way: [StepFigures(**each) for each in all_of] for way, all_of in data["steps"].items()}
+        return cls(**{**data, "steps": steps})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+    def median(self, way: str) -> float:
+        """Seconds of a way."""
+        return median(self.seconds[way])
+
+    def gain(self, over: str) -> float:
+        """By how much overlap is faster than another way: the ratio of medians."""
+        return self.median(over) / self.median(OVERLAP)
+
+    def spread(self, over: str) -> tuple[float, float]:
+        """The quartiles of that ratio, taken turn by turn."""
+        ratios = [other / own for other, own in zip(self.seconds[over], self.seconds[OVERLAP], strict=True)]
+        if len(ratios) == 1:
+            return ratios[0], ratios[0]
+        low, _, high = quantiles(ratios, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def hidden(self) -> float | None:
+        """Which share of the communication was hidden, with overlap; None if no step was split."""
+        shares = [step.hidden / step.communication for step in self.steps.get(OVERLAP, ()) if step.communication]
+        return median(shares) if shares else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """The bound by the forward's time with overlap, where the bound is of ops that ran alone; None if unknown."""
+        bounds = [step.bound for step in self.steps.get(SYNCHRONOUS, ()) if step.bound is not None]
+        durations = [step.duration for step in self.steps.get(OVERLAP, ())]
+        return median(bounds) / median(durations) if bounds and durations else None
+
+    @property
+    def order_efficiency(self) -> float | None:
+        """The same where the bound is of the overlapped step's own ops: what a better issue order could still bring."""
+        shares = [step.bound / step.duration for step in self.steps.get(OVERLAP, ()) if step.bound is not None]
+        return median(shares) if shares else None

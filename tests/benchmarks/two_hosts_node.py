@@ -1,0 +1,146 @@
+"""One of two nodes that are measured: `bench_two_hosts.py` starts it on either host.
+
+The first leads: it sets the link's rate, tells how far things are, and writes down what came of it. With data
+parallelism each node drives an engine of its own, and both do the same in the same order; otherwise the second follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+from examples.compare_ways import WAYS, gather
+from examples.network_hosts import Host
+from examples.two_nodes import join_data_parallel, join_tensor_parallel
+from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, Cell, StepFigures
+from tests.benchmarks.workloads import Workload, read_workload, run
+
+ORDERS = tuple(permutations(WAYS))  # what ran before leaves its mark on caches and on the link
+STRIDE = 5  # through the orders, so that each way is soon in each place
+TIMELINES = 3  # of each way that splits
+
+
+def main() -> int:
+    """Be a node."""
+    arguments = parse_arguments()
+    options = join_tensor_parallel(arguments) if arguments.parallel == "tensor" else join_data_parallel(arguments)
+    from vllm import LLM
+
+    llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
+    cells = list(measure_all(llm, arguments))
+    if arguments.node == 0:
+        arguments.results.write_text(json.dumps([cell.as_dict() for cell in cells]))
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()  # an engine that meets the end of the interpreter prints a page about it
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read what the bench says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--node", type=int, required=True)
+    for name in ("--parallel", "--model", "--master"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--interfaces", nargs=2, required=True)
+    parser.add_argument("--rates", nargs="+", required=True)
+    parser.add_argument("--workloads", nargs="+", required=True)
+    parser.add_argument("--repeat", type=int, required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    return parser.parse_args()
+
+
+def measure_all(llm: Any, arguments: argparse.Namespace) -> Iterator[Cell]:
+    """Yield every workload at every rate."""
+    from tqdm import tqdm
+
+    leads = arguments.node == 0
+    workloads = [read_workload(name) for name in arguments.workloads]
+    with tqdm(total=len(arguments.rates) * len(workloads), disable=not leads, unit="cell", file=sys.stderr) as bar:
+        for rate in arguments.rates:
+            if leads:
+                set_rate(arguments.interfaces, rate)
+            gather(llm, [])  # until the first has set the rate
+            for workload in workloads:
+                bar.set_description(f"{arguments.parallel}, {rate}, {workload.name}")
+                yield (cell := measure(llm, arguments.parallel, rate, workload, arguments.repeat))
+                bar.update()
+                if leads:
+                    bar.write(describe(cell), file=sys.stderr)  # so that an interruption does not lose it
+
+
+def set_rate(interfaces: list[str], rate: str) -> None:
+    """Limit both ends of the link from inside one of the hosts."""
+    for end in interfaces:
+        namespace, interface = end.split(":")
+        Host(namespace, interface, "").set_rate(None if rate == NO_LIMIT else rate)
+
+
+def measure(llm: Any, parallel: str, rate: str, workload: Workload, repeat: int) -> Cell:
+    """Time each way *repeat* times in turn, after a round to warm up, and look into some steps."""
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    answers = set()
+    for turn in range(repeat + 1):
+        for way in ORDERS[turn * STRIDE % len(ORDERS)]:
+            taken, tokens = time_once(llm, workload, way)
+            answers.add(tuple(tokens))
+            if turn:
+                seconds[way].append(taken)
+    steps: dict[str, list[StepFigures]] = {way: [] for way in WAYS if way != OFF}
+    for _ in range(TIMELINES):
+        for way, kept in steps.items():
+            llm.collective_rpc("dbo_configure", args=(WAYS[way],))
+            run(llm, workload, ask=True)
+            kept += gather(llm, [look_into(timeline) for timeline in llm.collective_rpc("dbo_timeline")])
+    return Cell(parallel, rate, workload.name, seconds, steps, all(gather(llm, [len(answers) == 1])))
+
+
+def time_once(llm: Any, workload: Workload, way: str) -> tuple[float, list[tuple[int, ...]]]:
+    """Return seconds and tokens, once it is sure that the steps were those of the workload, and split if they had to.
+
+    A late prompt that did not share a step with decodes would have taken one more.
+    """
+    llm.collective_rpc("dbo_configure", args=(WAYS[way],))
+    before = count_steps(llm)
+    start = time.perf_counter()
+    tokens = run(llm, workload)
+    seconds = time.perf_counter() - start
+    whole, split = (now - then for now, then in zip(count_steps(llm), before, strict=True))
+    expected = (workload.steps, 0) if way == OFF else (0, workload.steps)
+    if (whole, split) != expected:
+        raise RuntimeError(
+            f"{workload.name}, {way}: {whole} whole and {split} split steps instead of {expected[0]} and "
+            f"{expected[1]}; {llm.collective_rpc('dbo_statistics')[0]}"
+        )
+    return seconds, tokens
+
+
+def count_steps(llm: Any) -> tuple[int, int]:
+    """Return how many steps ran whole, and how many split."""
+    statistics = llm.collective_rpc("dbo_statistics")[0]
+    return sum(statistics["declined"].values()), statistics["split"]
+
+
+def look_into(kept: dict[str, Any]) -> StepFigures:
+    """Return the figures of a timeline that a worker kept."""
+    from dbo_runtime.observe.timeline import Timeline
+
+    timeline = Timeline.from_dict(kept)
+    return StepFigures(timeline.duration, timeline.busy("comm"), timeline.overlap("compute", "comm"), timeline.bound)
+
+
+def describe(cell: Cell) -> str:
+    """Return one line."""
+    times = ", ".join(f"{way} {cell.median(way):.3f} s" for way in WAYS)
+    return f"{cell.parallel}, {cell.rate}, {cell.workload}: {times}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

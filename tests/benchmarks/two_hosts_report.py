@@ -1,0 +1,85 @@
+"""What was measured over two hosts, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from examples.compare_ways import WAYS
+from examples.two_nodes import PARALLEL
+from tests.benchmarks.measured_hosts import MODEL
+from tests.benchmarks.page import make_table
+from tests.benchmarks.targets import Target
+from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, SYNCHRONOUS, Cell
+
+TARGET_RATE, TARGET_PARALLEL, ENOUGH = "200mbit", "tensor", 7  # runs for a verdict
+TARGETS = {"1x2000": (1.30, 1.15, 0.90), "4x500": (1.15, 1.12, 0.90)}  # over off, over synchronous, bound / T
+HEADER = (
+    "link", "workload", *(f"{way}, s" for way in WAYS), "over unsplit", "over no overlap", "hidden", "bound / T",
+    "own bound / T", "tokens",
+)  # fmt: skip
+REMARKS = (
+    "Seconds are medians of the whole `generate`. Ratios are those of medians, with the quartiles of the ratios within",
+    "a turn in parentheses. *bound* is the least time that any issue order could take for ops that take as long as",
+    "alone (in split steps that do not overlap), *T* the forward's time with overlap; *own bound* is that of the",
+    "overlapped step's own ops, so it leaves out what ops cost each other. *hidden* is the share of communication that",
+    "ran beside computation. All steps of the ways that split were split. *tokens* tells whether all ways gave the",
+    "same ones.",
+)
+
+
+def write_report(cells: Sequence[Cell], repeat: int, dispatch: str) -> list[str]:
+    """Return the section's lines of markdown."""
+    lines = [f"{MODEL}; a core for each host; medians of {repeat} interleaved runs after one to warm up."]
+    for parallel in dict.fromkeys(cell.parallel for cell in cells):
+        name = PARALLEL[parallel].format(dispatch=dispatch)
+        rows = [make_row(cell) for cell in cells if cell.parallel == parallel]
+        shares = "together" if parallel == "tensor" else "each with prompts of its own"
+        lines += ["", f"{name} over two hosts, {shares}:", "", *make_table(HEADER, rows)]
+    lines += ["", *REMARKS]
+    return [*lines, "", *write_targets(cells, repeat)]
+
+
+def make_row(cell: Cell) -> list[str]:
+    """Return the cells of a row."""
+    shares = (cell.hidden, cell.efficiency, cell.order_efficiency)
+    return [
+        "no limit" if cell.rate == NO_LIMIT else cell.rate,
+        cell.workload,
+        *(f"{cell.median(way):.3f}" for way in WAYS),
+        describe_gain(cell, OFF),
+        describe_gain(cell, SYNCHRONOUS),
+        *("unknown" if share is None else f"{share:.2f}" for share in shares),
+        "same" if cell.same else "DIFFERENT",
+    ]
+
+
+def describe_gain(cell: Cell, over: str) -> str:
+    """Return a ratio with its spread."""
+    low, high = cell.spread(over)
+    return f"{cell.gain(over):.2f}x ({low:.2f}–{high:.2f})"
+
+
+def write_targets(cells: Sequence[Cell], repeat: int) -> list[str]:
+    """Return the table of targets, or why there is none."""
+    asked = f"{TARGET_RATE}, {PARALLEL[TARGET_PARALLEL]}"
+    targets = find_targets(cells)
+    if not targets:
+        return [f"Targets are set for {' and '.join(TARGETS)} at {asked}; these were not measured."]
+    if repeat < ENOUGH:
+        return [f"Targets (at {asked}) are judged by medians of {ENOUGH} runs or more; these are of {repeat}."]
+    return [f"Targets, at {asked}:", "", *make_table(("", "asked", "measured", ""), [t.row() for t in targets])]
+
+
+def find_targets(cells: Sequence[Cell]) -> list[Target]:
+    """Return what is asked of these, as far as they were measured."""
+    targets = []
+    for cell in cells:
+        if (cell.parallel, cell.rate) != (TARGET_PARALLEL, TARGET_RATE) or cell.workload not in TARGETS:
+            continue
+        over_off, over_synchronous, efficiency = TARGETS[cell.workload]
+        targets += [
+            Target(f"{cell.workload}: over {OFF}", over_off, cell.gain(OFF)),
+            Target(f"{cell.workload}: over {SYNCHRONOUS}", over_synchronous, cell.gain(SYNCHRONOUS)),
+            Target(f"{cell.workload}: bound / T", efficiency, cell.efficiency),
+        ]
+    return targets
