@@ -47,6 +47,14 @@ def follow(model: str, options: dict[str, Any]) -> NoReturn:
     os.execv(words[0], words)
 
 
+def let_workers_go_first() -> None:
+    """Give way to the workers that have been started, from now on.
+
+    vLLM's driver spins while it waits for them, which elsewhere it does on a core of its own.
+    """
+    os.nice(19)
+
+
 def find_server(model: str, options: dict[str, Any], *more: str) -> list[str]:
     """Return the command line of a server with these options."""
     words = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]

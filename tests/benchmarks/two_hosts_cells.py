@@ -6,9 +6,14 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-from examples.compare_ways import WAYS
-
-OFF, SYNCHRONOUS, OVERLAP = WAYS
+OFF, SYNCHRONOUS = "unsplit", "split, no overlap"
+UNPLANNED, PLANNED = "overlap, no costs", "overlap, planned"
+WAYS = {  # what is compared -> its settings; engines have measured their costs at each rate
+    OFF: {"DBO_MODE": "off"},
+    SYNCHRONOUS: {"DBO_MODE": "always", "DBO_POLICY": "sequential", "DBO_MICRO_BATCHES": "2"},
+    UNPLANNED: {"DBO_MODE": "always", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
+    PLANNED: {"DBO_MODE": "auto"},
+}
 NO_LIMIT = "none"
 
 
@@ -21,12 +26,14 @@ class StepFigures:
         communication: in which the lane `comm` was busy.
         hidden: in which it was, beside `compute`.
         bound: that no issue order could beat with ops that take what they took; None where that is not known.
+        micro_batches: into how many it was split.
     """
 
     duration: float
     communication: float
     hidden: float
     bound: float | None
+    micro_batches: int = 2
 
 
 @dataclass(frozen=True)
@@ -63,32 +70,40 @@ class Cell:
         return median(self.seconds[way])
 
     def gain(self, over: str) -> float:
-        """By how much overlap is faster than another way: the ratio of medians."""
-        return self.median(over) / self.median(OVERLAP)
+        """By how much planned overlap is faster than another way: the ratio of medians."""
+        return self.median(over) / self.median(PLANNED)
 
     def spread(self, over: str) -> tuple[float, float]:
         """The quartiles of that ratio, taken turn by turn."""
-        ratios = [other / own for other, own in zip(self.seconds[over], self.seconds[OVERLAP], strict=True)]
+        ratios = [other / own for other, own in zip(self.seconds[over], self.seconds[PLANNED], strict=True)]
         if len(ratios) == 1:
             return ratios[0], ratios[0]
         low, _, high = quantiles(ratios, n=4, method="inclusive")
         return low, high
 
     @property
+    def parts(self) -> str:
+        """Into how many micro-batches the planner had steps split, `whole` if into none."""
+        return "/".join(map(str, sorted({step.micro_batches for step in self.steps.get(PLANNED, ())}))) or "whole"
+
+    @property
     def hidden(self) -> float | None:
-        """Which share of the communication was hidden, with overlap; None if no step was split."""
-        shares = [step.hidden / step.communication for step in self.steps.get(OVERLAP, ()) if step.communication]
+        """Which share of the communication was hidden, by planned overlap; None if it split no step."""
+        shares = [step.hidden / step.communication for step in self.steps.get(PLANNED, ()) if step.communication]
         return median(shares) if shares else None
 
     @property
     def efficiency(self) -> float | None:
-        """The bound by the forward's time with overlap, where the bound is of ops that ran alone; None if unknown."""
+        """The bound by the forward's time with planned overlap, the bound being of ops that ran alone; None if unknown.
+
+        Ops that run alone were split in two; each part more repeats what an op takes whatever its size.
+        """
         bounds = [step.bound for step in self.steps.get(SYNCHRONOUS, ()) if step.bound is not None]
-        durations = [step.duration for step in self.steps.get(OVERLAP, ())]
+        durations = [step.duration for step in self.steps.get(PLANNED, ())]
         return median(bounds) / median(durations) if bounds and durations else None
 
     @property
     def order_efficiency(self) -> float | None:
         """The same where the bound is of the overlapped step's own ops: what a better issue order could still bring."""
-        shares = [step.bound / step.duration for step in self.steps.get(OVERLAP, ()) if step.bound is not None]
+        shares = [step.bound / step.duration for step in self.steps.get(PLANNED, ()) if step.bound is not None]
         return median(shares) if shares else None

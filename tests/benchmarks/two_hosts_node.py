@@ -16,10 +16,10 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from examples.compare_ways import WAYS, gather
+from examples.compare_ways import gather
 from examples.network_hosts import Host
-from examples.two_nodes import join_data_parallel, join_tensor_parallel
-from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, Cell, StepFigures
+from examples.two_nodes import join_data_parallel, join_tensor_parallel, let_workers_go_first
+from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, PLANNED, WAYS, Cell, StepFigures
 from tests.benchmarks.workloads import Workload, read_workload, run
 
 ORDERS = tuple(permutations(WAYS))  # what ran before leaves its mark on caches and on the link
@@ -34,6 +34,7 @@ def main() -> int:
     from vllm import LLM
 
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
+    let_workers_go_first()
     cells = list(measure_all(llm, arguments))
     if arguments.node == 0:
         arguments.results.write_text(json.dumps([cell.as_dict() for cell in cells]))
@@ -53,6 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", required=True)
     parser.add_argument("--workloads", nargs="+", required=True)
     parser.add_argument("--repeat", type=int, required=True)
+    parser.add_argument("--budget", type=float, required=True)
     parser.add_argument("--results", type=Path, required=True)
     return parser.parse_args()
 
@@ -68,6 +70,8 @@ def measure_all(llm: Any, arguments: argparse.Namespace) -> Iterator[Cell]:
             if leads:
                 set_rate(arguments.interfaces, rate)
             gather(llm, [])  # until the first has set the rate
+            bar.set_description(f"{arguments.parallel}, {rate}, calibration")
+            llm.collective_rpc("dbo_calibrate", args=("", arguments.budget))
             for workload in workloads:
                 bar.set_description(f"{arguments.parallel}, {rate}, {workload.name}")
                 yield (cell := measure(llm, arguments.parallel, rate, workload, arguments.repeat))
@@ -98,14 +102,16 @@ def measure(llm: Any, parallel: str, rate: str, workload: Workload, repeat: int)
         for way, kept in steps.items():
             llm.collective_rpc("dbo_configure", args=(WAYS[way],))
             run(llm, workload, ask=True)
-            kept += gather(llm, [look_into(timeline) for timeline in llm.collective_rpc("dbo_timeline")])
+            timelines = [timeline for timeline in llm.collective_rpc("dbo_timeline") if timeline is not None]
+            kept += gather(llm, [look_into(timeline) for timeline in timelines])
     return Cell(parallel, rate, workload.name, seconds, steps, all(gather(llm, [len(answers) == 1])))
 
 
 def time_once(llm: Any, workload: Workload, way: str) -> tuple[float, list[tuple[int, ...]]]:
     """Return seconds and tokens, once it is sure that the steps were those of the workload, and split if they had to.
 
-    A late prompt that did not share a step with decodes would have taken one more.
+    A late prompt that did not share a step with decodes would have taken one more. What is planned is left to the
+    planner.
     """
     llm.collective_rpc("dbo_configure", args=(WAYS[way],))
     before = count_steps(llm)
@@ -114,7 +120,7 @@ def time_once(llm: Any, workload: Workload, way: str) -> tuple[float, list[tuple
     seconds = time.perf_counter() - start
     whole, split = (now - then for now, then in zip(count_steps(llm), before, strict=True))
     expected = (workload.steps, 0) if way == OFF else (0, workload.steps)
-    if (whole, split) != expected:
+    if whole + split != workload.steps or (way != PLANNED and (whole, split) != expected):
         raise RuntimeError(
             f"{workload.name}, {way}: {whole} whole and {split} split steps instead of {expected[0]} and "
             f"{expected[1]}; {llm.collective_rpc('dbo_statistics')[0]}"
@@ -133,7 +139,9 @@ def look_into(kept: dict[str, Any]) -> StepFigures:
     from dbo_runtime.observe.timeline import Timeline
 
     timeline = Timeline.from_dict(kept)
-    return StepFigures(timeline.duration, timeline.busy("comm"), timeline.overlap("compute", "comm"), timeline.bound)
+    parts = 1 + max(span.micro_batch for span in timeline.spans)
+    hidden = timeline.overlap("compute", "comm")
+    return StepFigures(timeline.duration, timeline.busy("comm"), hidden, timeline.bound, parts)
 
 
 def describe(cell: Cell) -> str:
