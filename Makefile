@@ -4,11 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NPU ?= auto
 NPU_BIN := $(VENV)-npu/bin
-NPU_SUITES := tests/standin_cann tests/devices tests/doctor tests/test_executor.py
+NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu demo demo-two-hosts demo-expert-parallel demo-sweep train test test-npu test-slow bench \
-	lint format clean
+	bench-two-hosts lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -46,9 +46,14 @@ test-slow: setup ## run the slow tests: the examples, served models, large layou
 demo-sweep: setup ## auto against off and always over link rates and prompt lengths; about 20 minutes (root)
 	$(BIN)/python examples/sweep_rates.py
 
-bench: setup ## run the benchmarks
-	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' -q -s
+bench: setup ## run the benchmarks that need one host; those of docs/benchmarks.md tell how to write it
+	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' -q -s \
+		--ignore tests/benchmarks/bench_two_hosts.py --ignore tests/benchmarks/bench_serving.py
 	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m pytest tests/benchmarks/bench_streams.py -q -s; fi
+
+bench-two-hosts: setup ## measure overlap between two hosts, and serving over them; two hours (root); writes docs/benchmarks.md
+	$(BIN)/python -m tests.benchmarks.bench_two_hosts --write-page
+	$(BIN)/python -m tests.benchmarks.bench_serving --write-page
 
 lint: setup ## check style, types and who imports whom
 	$(BIN)/ruff check .

@@ -57,9 +57,10 @@ def time_ways(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[st
 
 
 def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
-    """Return the lanes of one more prefill with overlap, and what ran beside what."""
+    """Return the lanes of one more prefill with overlap, where they lost time, and what ran beside what."""
     from vllm import SamplingParams
 
+    from dbo_runtime.observe.summary import summarize
     from dbo_runtime.observe.timeline import Timeline
 
     llm.collective_rpc("dbo_configure", args=(WAYS["dual-batch overlap"],))
@@ -69,11 +70,10 @@ def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
     if kept is None:
         return "no step was split, so there is no timeline; the reason is in the log above"
     timeline = Timeline.from_dict(kept)
-    hidden = timeline.overlap("compute", "comm") / timeline.busy("comm")
     rows = [
         f"one prefill of {prompts * tokens} tokens, {timeline.duration:.2f} s; digits are micro-batches, dots idle",
         timeline.draw(),
-        f"{hidden:.0%} of the communication ran beside computation",
+        str(summarize(timeline)),
     ]
     if _find_parallel(llm).data_parallel_size > 1:
         for op in ("dispatch", "combine"):

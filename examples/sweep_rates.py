@@ -19,7 +19,7 @@ from typing import Any
 
 from network_hosts import Host
 from two_hosts import add_host_arguments, run_on_hosts
-from two_nodes import OPTIONS, join_tensor_parallel
+from two_nodes import OPTIONS, join_tensor_parallel, let_workers_go_first
 
 AGAIN = "off again"
 RUNS = {"off": "off", "auto": "auto", "always": "always", AGAIN: "off"}  # what is timed -> its DBO_MODE
@@ -89,6 +89,7 @@ def run_node(arguments: argparse.Namespace) -> int:
     from dbo_runtime.vllm_plugin.cost_source import Report
 
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
+    let_workers_go_first()
     points = []
     set_rate(arguments.interfaces, NO_LIMIT)
     warm_up(llm, arguments.tokens)

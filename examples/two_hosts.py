@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from compare_ways import compare_ways, draw_timeline, gather
 from network_hosts import Host, NetworkError, TwoHosts
 from process_group import Program, start_together, wait_for_first
-from two_nodes import PARALLEL, join_data_parallel, join_tensor_parallel
+from two_nodes import PARALLEL, join_data_parallel, join_tensor_parallel, let_workers_go_first
 
 DRAWN = {"tensor": (1, 1900), "data-expert": (4, 500)}  # prompts and tokens of the timeline
 
@@ -96,6 +96,7 @@ def run_nodes(program: Path, hosts: tuple[Host, Host], model: Path, settings: di
     settings = {
         "VLLM_ASCEND_ENABLE_DBO": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in the node: prompts that come together are one step
         **settings,
     }
     nodes = (
@@ -118,6 +119,7 @@ def run_node(arguments: argparse.Namespace) -> int:
 
     leads = arguments.node == 0
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
+    let_workers_go_first()
     table, same = compare_ways(llm, arguments.prefills, arguments.repeat, tell=leads)
     steps = gather(llm, llm.collective_rpc("dbo_statistics"))
     timeline = draw_timeline(llm, *DRAWN[arguments.parallel])

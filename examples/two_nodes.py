@@ -75,6 +75,5 @@ def join_data_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
         VLLM_DP_RANK_LOCAL="0",
         VLLM_DP_MASTER_IP=address,
         VLLM_DP_MASTER_PORT=port,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     return {**OPTIONS, "enable_expert_parallel": True}

@@ -71,12 +71,11 @@ def check_costs(config: RuntimeConfig) -> Finding:
 
 
 def check_trace(config: RuntimeConfig) -> list[Finding]:
-    """Tell whether traces can be written, where they are asked for."""
-    asked = getattr(config, "trace", "")
-    if not asked:
+    """Tell whether traces can be written, where they are asked for: otherwise vLLM does not start."""
+    if not config.trace:
         return []
-    folder = Path(asked).absolute()
+    folder = Path(config.trace).absolute()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        return [Finding("trace", "warn", f"{folder} cannot be written", "let DBO_TRACE name a writable folder")]
+        return [Finding("trace", "fail", f"{folder} cannot be written", "let DBO_TRACE name a writable folder")]
     return [Finding("trace", "ok", f"{folder} {'is writable' if parent == folder else 'can be made'}")]

@@ -128,8 +128,8 @@ def measure_all(setting: Setting, link: str, loads: Sequence[Load], ways: Sequen
         say("starting a server without the plugin ...")
         with serve(setting) as server:
             runs += measure(setting, server, loads, [WITHOUT], repeat)
-    say("starting a server with the plugin ...")
-    with serve(setting, VLLM_ASCEND_ENABLE_DBO="1") as server:
+    say("starting a server with the plugin, which measures its costs ...")
+    with serve(setting, VLLM_ASCEND_ENABLE_DBO="1", DBO_CALIBRATE="1") as server:
         runs += measure(setting, server, loads, [way for way in ways if way in WAYS], repeat)
     return runs
 

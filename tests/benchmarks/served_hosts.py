@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.benchmarks.measured_hosts import BenchError, Setting
 PORT = 8000
 STARTS_WITHIN = 600.0  # seconds
 LAST_LINES = 25  # of a log, when a server fails
+ENGINE = "VLLM::EngineCor"  # as vLLM names the process, of which Linux keeps 15 letters
 NAME = "dbo"  # that it serves the model by
 
 # Runs on the host, for only there the server can be reached; says what the server answers.
@@ -81,6 +83,7 @@ def serve(setting: Setting, **settings: str) -> Iterator[Server]:
     with start_together(*(make_program(setting, node, log, settings) for node, log in enumerate(logs))) as nodes:
         server = Server(first)
         wait_until_up(server, nodes, logs)
+        let_drivers_give_way(nodes)
         yield server
 
 
@@ -117,6 +120,16 @@ def wait_until_up(
             ends = "\n".join(map(read_end, logs))
             raise BenchError(f"the server was not up within {patience:.0f} s; last lines of both hosts:\n{ends}")
         time.sleep(1)
+
+
+def let_drivers_give_way(nodes: list[subprocess.Popen[bytes]]) -> None:
+    """Let workers go first, as `two_nodes.let_workers_go_first` does: here the engine is a process of the server."""
+    groups = {node.pid for node in nodes}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            is_ours = os.getpgid(int(process.name)) in groups
+            if is_ours and (process / "comm").read_text().startswith(ENGINE):
+                os.setpriority(os.PRIO_PROCESS, int(process.name), 19)
 
 
 def read_end(log: Path) -> str:

@@ -12,19 +12,19 @@ from tests.benchmarks.targets import Target
 OFF, ON, ALWAYS, WITHOUT = "off", "on", "always", "without"
 WAYS = {  # of a server with the plugin: settings
     OFF: {"DBO_MODE": "off"},
-    ON: {"DBO_MODE": "auto"},  # what one gets with VLLM_ASCEND_ENABLE_DBO=1 alone; without costs it goes by thresholds
-    ALWAYS: {"DBO_MODE": "always"},
+    ON: {"DBO_MODE": "auto"},
+    ALWAYS: {"DBO_MODE": "always", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
 }
 TARGET_RATE, ENOUGH = "200mbit", 3  # of the link; runs for a verdict
 TARGET_LOAD = Load(LONG_PROMPTS, "inf")
 THROUGHPUT, FIRST_TOKEN = "request_throughput", "mean_ttft_ms"
-REMARKS = (
-    "One server with `VLLM_ASCEND_ENABLE_DBO=1`, which is told over RPC before each run what to do, ways in turn:",
-    "*off* is `DBO_MODE=off`, *on* the default (`auto`, which without costs goes by the thresholds), *always*",
-    "`DBO_MODE=always`. *without* is another server, started without the variable and measured before; how far it is",
-    "from *off* is what the hooks cost and how much the machine changed in between. *steps split* is of the last run,",
-    "the client's own warm-up included. The ratios compare with *off*: more is better for throughput, less for TTFT.",
-)
+REMARKS = """\
+One server with `VLLM_ASCEND_ENABLE_DBO=1` and `DBO_CALIBRATE=1`, which is told over RPC before each run what to do,
+ways in turn: *off* is `DBO_MODE=off`, *on* the default (`auto`, by the costs that it measured at its start), *always*
+splits each step in two that can be, by turns. *without* is another server, started without the variable and measured
+before; how far it is from *off* is what the hooks cost and how much the machine changed in between. *steps split* is of
+the last run, the client's own warm-up included. The ratios compare with *off*: more is better for throughput, less for
+TTFT.""".splitlines()
 
 
 def write_report(runs: Sequence[Run], link: str, repeat: int) -> list[str]:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.observe.trace_folders import check_traces
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_example(name: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+def run_example(name: str, *arguments: str, timeout: float = 300, **settings: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **settings}
     words = [sys.executable, str(EXAMPLES / name), *arguments]
     return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=timeout)
 
@@ -59,12 +61,16 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.usefixtures("nothing_left_behind")
-def test_two_hosts_give_the_same_tokens() -> None:
-    done = run_example("two_hosts.py", "--repeat", "1", "--prefills", "2x150", "--hidden", "128", "--layers", "2")
+def test_two_hosts_give_the_same_tokens_and_their_traces_show_lanes_that_overlap(tmp_path: Path) -> None:
+    words = ("--repeat", "1", "--prefills", "2x150", "--hidden", "128", "--layers", "2")
+    done = run_example("two_hosts.py", *words, DBO_TRACE=str(tmp_path / "traces"), DBO_TRACE_STEPS="4")
     assert done.returncode == 0, done.stderr[-4000:]
     row = next(line for line in done.stdout.splitlines() if line.startswith("2x150"))
     assert row.endswith("yes")
     assert re.search(r"\d+% of the communication ran beside computation", done.stdout)
+    hidden = check_traces(tmp_path / "traces", ranks=2, steps=4)
+    assert min(hidden) == 0  # split, no overlap
+    assert max(hidden) > 0.2
 
 
 @pytest.mark.vllm

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dbo_runtime.observe.trace_file import read_trace
 from examples.tiny_tasks import held_out
-from tests.observe import overlap_script
-from tests.observe.trace_format import check_format
+from tests.observe.trace_folders import check_traces
 from tests.vllm.conftest import TINY, share_cores
 from tests.vllm.server import serve
 
@@ -59,25 +57,6 @@ def test_data_and_expert_parallel_served_with_overlap_answer_as_without(tmp_path
     assert log.count("dual-batch overlap is active") == 1
     assert "ranks=2  data_parallel=2  transport=one host" in log
     assert log.count("new plan") == 1
-
-
-def check_traces(folder: Path, ranks: int, steps: int | None = None) -> None:
-    """Assert that each trace is well formed, holds all ranks on one clock, and sums up to what a script finds in it."""
-    files = sorted(folder.glob("step-*.json"))
-    assert files
-    assert steps in (None, len(files))
-    for file in files:
-        check_format(json.loads(file.read_text()))
-        timelines = read_trace(file)
-        assert list(timelines) == [f"rank {rank}" for rank in range(ranks)]
-        first, last = (timelines[name] for name in ("rank 0", f"rank {ranks - 1}"))
-        assert max(first.spans[0].start, last.spans[0].start) < min(first.spans[-1].end, last.spans[-1].end)
-    script = subprocess.run([sys.executable, overlap_script.__file__, files[-1]], capture_output=True, check=True)
-    command = [sys.executable, "-m", "dbo_runtime", "trace", str(files[-1])]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name, found in json.loads(script.stdout).items():
-        assert f"{name}: " in printed
-        assert f"E_overlap {found['overlap']:.1%}" in printed
 
 
 def test_vllm_plugins_without_us_serves_as_if_we_were_not_installed(tmp_path: Path) -> None:
