@@ -31,7 +31,14 @@ url, body = sys.argv[1:]
 request = urllib.request.Request(url, body.encode() or None, {"Content-Type": "application/json"})
 sys.stdout.write(urllib.request.urlopen(request, timeout=60).read().decode())
 """
-BIND = "import socket, sys; socket.socket().bind((sys.argv[1], int(sys.argv[2])))"
+
+# Fails where somebody listens, and not where connections of an earlier server are still being wound up.
+BIND = """
+import socket, sys
+own = socket.socket()
+own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+own.bind((sys.argv[1], int(sys.argv[2])))
+"""
 
 
 @dataclass(frozen=True)
