@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 # Bytes that a host gives to its end of the link at once. What does not fit into the link's bucket is cut up by the
-# processor, which a network card does by itself, and received piece by piece: a host of one core loses a third of it.
+# processor and received piece by piece. A network card does that by itself, and here it would be time for computation.
 LARGEST_PACKET = 16384
 HEADERS = 256
 
