@@ -43,6 +43,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "calibrate": Command(
             "dbo_runtime.vllm_plugin.calibrate_command", "measure a model's costs with vLLM", "vllm", passes_on=True
         ),
+        "adapter": Command(
+            "dbo_runtime.vllm_plugin.adapter_command", "try a model's adapter against the model itself", "vllm"
+        ),
         "trace": Command("dbo_runtime.observe.trace_command", "sum up a trace that DBO_TRACE wrote, and draw it"),
         "render": Command(
             "dbo_runtime.planner.render_command", "print the schedule of a cost file's program, or check one"

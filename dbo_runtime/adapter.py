@@ -8,9 +8,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast
 
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.program import Program, ProgramBuilder, Value
+from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder, Value
 
 GROUP = "dbo_runtime.adapters"
+LANES = (COMPUTE, COMM)
 
 
 class ExpertParallel(Protocol):
@@ -101,7 +102,9 @@ def record_program(adapter: ModelAdapter, model: Any, collectives: Collectives) 
     if not isinstance(result, Value):
         where = inspect.getsourcefile(type(adapter)) or type(adapter).__name__
         raise ProgramError(f"record() of {name_adapter(adapter)} must return one Value, not {result!r}. ({where})")
-    return p.build(result)
+    program = p.build(result)
+    _check_places(program)
+    return program
 
 
 def find_adapter(architecture: str) -> ModelAdapter | None:
@@ -152,6 +155,26 @@ def check_adapter(cls: Any, origin: str) -> ModelAdapter:
 def name_adapter(adapter: ModelAdapter) -> str:
     """Return `module.Class` of an adapter."""
     return f"{type(adapter).__module__}.{type(adapter).__qualname__}"
+
+
+def _check_places(program: Program) -> None:
+    """Raise ProgramError if an op is on a lane that models have not, or in no layer where there should be one."""
+    inside = [number for number, op in enumerate(program.ops) if op.layer is not None]
+    for number, op in enumerate(program.ops):
+        if op.lane not in LANES:
+            raise ProgramError(
+                f"op {op.label!r} is on lane {op.lane!r}; a model's lanes are {' and '.join(LANES)}. ({op.declared_at})"
+            )
+        if op.layer is None and inside and inside[0] < number < inside[-1]:
+            raise ProgramError(
+                f"op {op.label!r} is in no layer, but stands between layers; declare it inside `with p.layer(index):`. "
+                f"({op.declared_at})"
+            )
+        if not inside and op.lane == COMM:
+            raise ProgramError(
+                f"op {op.label!r} communicates, but no op of the program is in a layer; declare each layer's inside "
+                f"`with p.layer(index):`. ({op.declared_at})"
+            )
 
 
 def _load(entry: EntryPoint) -> ModelAdapter:

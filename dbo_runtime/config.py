@@ -138,6 +138,14 @@ class RuntimeConfig:
         "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
         "default does; `all_to_all` sends each only where its experts are, and exchanges sizes first. Read at start.",
     )
+    generic: bool = _setting(
+        "DBO_GENERIC",
+        False,
+        _parse_switch,
+        "0 or 1",
+        "Experimental: split a model that has no adapter, too, by stopping its own forward at each all-reduce. Read at "
+        "start.",
+    )
     trace: str = _setting(
         "DBO_TRACE",
         "",

@@ -66,7 +66,7 @@ def find_vllm() -> str:
     return str(Path(sys.executable).with_name("vllm"))
 
 
-def join_data_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
+def join_data_parallel(arguments: argparse.Namespace, base: dict[str, Any] = OPTIONS) -> dict[str, Any]:
     """Return the options of this node's engine; each drives its own, and all do the same in the same order."""
     address, port = arguments.master.split(":")
     os.environ.update(
@@ -76,4 +76,4 @@ def join_data_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
         VLLM_DP_MASTER_IP=address,
         VLLM_DP_MASTER_PORT=port,
     )
-    return {**OPTIONS, "enable_expert_parallel": True}
+    return {**base, "enable_expert_parallel": True}

@@ -13,10 +13,9 @@ Dense first layers overlap like the others under tensor parallel, and communicat
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from dbo_models.layers import record_experts, record_reduce
+from dbo_models.layers import record_decoder
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -45,44 +44,10 @@ class DeepseekAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        stream: tuple[Value, ...] = (x,)
-        for index, layer in enumerate(model.model.layers):
-            with p.layer(index):
-                stream = record_layer(p, layer, collectives, stream, positions)
-        hidden: Value = p.compute("final_norm", partial(_final_norm, model.model.norm), *stream, overwrites=stream)
+        hidden: Value = record_decoder(p, model.model, collectives, x, positions, attend)
         return hidden
 
 
-def record_layer(
-    p: ProgramBuilder, layer: Any, collectives: Collectives, stream: tuple[Value, ...], positions: Value
-) -> tuple[Value, Value]:
-    """Declare one layer: (x,) for the first, (x, residual) after it -> (x, residual).
-
-    Norms add in place on some platforms, and reduces do everywhere: both overwrite what they read.
-    """
-    norm = layer.input_layernorm if len(stream) == 2 else partial(_first_norm, layer.input_layernorm)
-    x, residual = p.compute("attn_norm", norm, *stream, overwrites=stream, outputs=2)
-    attention = collectives.without_reduce(partial(_attend, layer.self_attn))
-    x = p.compute("attention", attention, positions, x, ordered=True)  # a cut request reads the KV its head wrote
-    x = record_reduce(p, "attn_reduce", collectives, x)
-    stream = x, residual
-    x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
-    moe = collectives.take_apart(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
-    if moe is not None:
-        x = record_experts(p, moe, x)
-    else:  # named apart, because ops that are named alike are taken to cost alike
-        name = "moe" if hasattr(layer.mlp, "experts") else "mlp"
-        x = p.compute(name, collectives.without_reduce(layer.mlp), x)
-    return record_reduce(p, "mlp_reduce", collectives, x), residual
-
-
-def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:
-    return norm(x), x  # the residual is x itself, which is why x counts as overwritten
-
-
-def _attend(attention: Any, positions: Any, x: Any) -> Any:
+def attend(attention: Any, positions: Any, x: Any) -> Any:
+    """Call MLA, which takes a scaling of positions that no model here has."""
     return attention(positions, x, None)
-
-
-def _final_norm(norm: Any, x: Any, residual: Any) -> Any:
-    return norm(x, residual)[0]

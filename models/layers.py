@@ -1,9 +1,70 @@
-"""Parts of a layer that many families of models share."""
+"""Parts of a decoder that many families of models share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from dbo_runtime.adapter import Collectives, ExpertParallel
 from dbo_runtime.program import ProgramBuilder, Value
+
+Attend = Callable[[Any, Any, Any], Any]
+"""Calls an attention module: (module, positions [tokens], x [tokens, hidden]) -> [tokens, hidden]."""
+
+
+def call_attention(attention: Any, positions: Any, x: Any) -> Any:
+    """Call an attention module as most families do."""
+    return attention(positions, x)
+
+
+def record_decoder(
+    p: ProgramBuilder,
+    decoder: Any,
+    collectives: Collectives,
+    x: Value,
+    positions: Value,
+    attend: Attend = call_attention,
+) -> Value:
+    """Declare a decoder of pre-norm layers: embedded tokens in, normed hidden states out.
+
+    *decoder* has `layers`, each of `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`, and a final
+    `norm`. Norms take (x, residual) and add as they norm; `self_attn` and `mlp` end in one all-reduce each.
+    """
+    stream: tuple[Value, ...] = (x,)
+    for index, layer in enumerate(decoder.layers):
+        with p.layer(index):
+            stream = record_layer(p, layer, collectives, stream, positions, attend)
+    hidden: Value = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream, overwrites=stream)
+    return hidden
+
+
+def record_layer(
+    p: ProgramBuilder,
+    layer: Any,
+    collectives: Collectives,
+    stream: tuple[Value, ...],
+    positions: Value,
+    attend: Attend,
+) -> tuple[Value, Value]:
+    """Declare one layer: (x,) for the first, (x, residual) after it -> (x, residual).
+
+    Norms add in place on some platforms, and reduces do everywhere: both overwrite what they read.
+    """
+    norm = layer.input_layernorm if len(stream) == 2 else partial(_first_norm, layer.input_layernorm)
+    x, residual = p.compute("attn_norm", norm, *stream, overwrites=stream, outputs=2)
+    attention = collectives.without_reduce(partial(attend, layer.self_attn))
+    x = p.compute("attention", attention, positions, x, ordered=True)  # a cut request reads the KV its head wrote
+    x = record_reduce(p, "attn_reduce", collectives, x)
+    stream = x, residual
+    x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
+    moe = collectives.take_apart(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
+    if moe is not None:
+        x = record_experts(p, moe, x)
+    else:  # named apart, because ops that are named alike are taken to cost alike
+        name = "moe" if hasattr(layer.mlp, "experts") else "mlp"
+        x = p.compute(name, collectives.without_reduce(layer.mlp), x)
+    return record_reduce(p, "mlp_reduce", collectives, x), residual
 
 
 def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Value) -> Value:
@@ -37,3 +98,19 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
 def record_shared_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> list[Value]:
     """Declare the experts that every token passes, if there are any."""
     return [p.compute("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
+
+
+def find_unknown_parts(decoder: Any, known: frozenset[str]) -> str | None:
+    """Return why a decoder cannot be taken apart: a class that is not *known*, which may compute something else."""
+    parts = [decoder, *decoder.layers, *(layer.self_attn for layer in decoder.layers)]
+    found = {type(part).__name__ for part in [*parts, *(layer.mlp for layer in decoder.layers)]}
+    unknown = ", ".join(sorted(found - known))
+    return f"its parts are not known: {unknown}" if unknown else None
+
+
+def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:
+    return norm(x), x  # the residual is x itself, which is why x counts as overwritten
+
+
+def _final_norm(norm: Any, x: Any, residual: Any) -> Any:
+    return norm(x, residual)[0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,38 @@ def test_the_toy_declines_a_model_without_layers() -> None:
 def test_a_recorded_result_that_is_not_one_value_is_refused() -> None:
     with pytest.raises(ProgramError, match=rf"record\(\) of {__name__}.ReturnsPair must return one Value"):
         record_program(ReturnsPair(), None, ToyCollectives())
+
+
+class Misplacing(NoRecord):
+    """Declares one op where it does not belong."""
+
+    def __init__(self, lane: str = "compute", layers: tuple[int | None, ...] = (0, 1)) -> None:
+        self.lane, self.layers = lane, layers
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        for number, layer in enumerate(self.layers):
+            with nullcontext() if layer is None else p.layer(layer):
+                x = p.op(f"op{number}", lambda x: x, x, lane=self.lane)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (Misplacing("side"), r"op 'L0.op0' is on lane 'side'; a model's lanes are compute and comm\."),
+        (Misplacing(layers=(0, None, 1)), r"op 'op1' is in no layer, but stands between layers; declare it inside"),
+        (Misplacing("comm", layers=(None,)), r"op 'op0' communicates, but no op of the program is in a layer"),
+    ],
+)
+def test_an_op_in_the_wrong_place_is_refused_by_file_and_line(adapter: Misplacing, message: str) -> None:
+    with pytest.raises(ProgramError, match=message) as raised:
+        record_program(adapter, None, ToyCollectives())
+    assert f"({__file__}:" in str(raised.value)
+
+
+def test_ops_before_and_after_all_layers_are_in_none() -> None:
+    program = record_program(Misplacing(layers=(None, 0, 1, None)), None, ToyCollectives())
+    assert [op.label for op in program.ops] == ["op0", "L0.op1", "L1.op2", "op3"]
 
 
 def test_nobody_registered_an_adapter_for_an_unknown_architecture() -> None:

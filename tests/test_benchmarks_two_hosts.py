@@ -34,7 +34,7 @@ def make_cell(overlap: Sequence[float], workload: str = "1x2000", same: bool = T
         SYNCHRONOUS: [StepFigures(2.2, 0.8, 0.0, bound) for bound in (1.7, 1.8, 1.9)],
         PLANNED: [StepFigures(duration, 1.0, 0.75, 1.9, 3) for duration in (1.9, 2.0, 2.4)],
     }
-    return Cell("tensor", "200mbit", workload, seconds, steps, same)
+    return Cell("tensor", "200mbit", workload, seconds, steps, same, predicted=1.25)
 
 
 def test_ratios_are_of_medians_and_the_bound_is_that_of_ops_that_ran_alone() -> None:
@@ -52,6 +52,7 @@ def test_a_cell_without_split_steps_or_bounds_says_that_they_are_unknown() -> No
     cell = Cell("tensor", "none", "1x2000", {way: [1.0] for way in WAYS})
     assert (cell.hidden, cell.efficiency, cell.order_efficiency) == (None, None, None)
     assert two_hosts_report.make_row(cell)[-4:] == ["–", "–", "–", "same"]
+    assert two_hosts_report.make_row(cell)[6:8] == ["whole", "–"]
     assert cell.parts == "whole"
 
 
@@ -61,6 +62,7 @@ def test_the_report_tells_which_targets_are_missed_and_how_far() -> None:
     assert "| 1x2000: over unsplit | ≥ 1.30 | 1.300 | reached |" in text
     assert "| 4x500: over split, no overlap | ≥ 1.12 | 1.150 | reached |" in text
     assert text.count("reached") == 6
+    assert text.count("| 3 | 1.25x | 1.30x (1.30–1.30) |") == 3
     assert "DIFFERENT" in text
     slow = "\n".join(two_hosts_report.write_report([make_cell([2.5] * 7)], 7, "all_gather"))
     assert "| 1x2000: over unsplit | ≥ 1.30 | 1.040 | missed by 20.0% |" in slow

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from dbo_runtime import __main__ as program
+from dbo_runtime.adapter import GROUP
 from dbo_runtime.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +24,16 @@ def test_the_table_of_settings_is_what_the_code_reads(document: str) -> None:
     assert table is not None
     rows = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table[1].splitlines()[2:]]
     assert rows == describe_settings()
+
+
+def test_the_table_of_models_is_what_is_registered() -> None:
+    table = re.search(r"<!-- models -->\n(.*?)<!-- /models -->", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert table is not None
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")][:3] for line in table[1].splitlines()[2:]]
+    ours = sorted((entry.name, entry.value) for entry in entry_points(group=GROUP) if "dbo_models" in entry.value)
+    files = [value.removeprefix("dbo_models.").partition(":")[0] for _, value in ours]
+    lines = [len((ROOT / "models" / f"{file}.py").read_text().splitlines()) for file in files]
+    assert rows == [[name, value, str(count)] for (name, value), count in zip(ours, lines, strict=True)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

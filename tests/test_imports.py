@@ -13,7 +13,7 @@ import dbo_runtime.program
 
 ROOT = Path(dbo_runtime.__file__).parent
 FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "numpy", "matplotlib")
-NOT_CORE = ("__init__", "dispatch", "fit")  # dispatch speaks torch.distributed, and fit solves with numpy
+NOT_CORE = ("__init__", "dispatch", "fit", "testing")  # which need torch.distributed, numpy, and vLLM
 CORE = [
     "dbo_runtime",
     *(f"dbo_runtime.{path.stem}" for path in sorted(ROOT.glob("*.py")) if path.stem not in NOT_CORE),
@@ -31,6 +31,8 @@ CORE = [
     "dbo_models.toy",
     "dbo_models.layers",
     "dbo_models.deepseek",
+    "dbo_models.dense",
+    "dbo_models.qwen3_moe",
 ]
 
 

@@ -34,7 +34,7 @@ def _check_adapters(architectures: list[str]) -> Finding:
     names = ", ".join(architectures)
     known = ", ".join(sorted({entry.name for entry in entry_points(group=GROUP)})) or "none"
     if adapters == [None] * len(adapters):
-        remedy = f"serve a model that has one ({known}), or write one: docs/architecture.md, The adapter's contract"
+        remedy = f"serve a model that has one ({known}), or write one: docs/write-an-adapter.md; or set DBO_GENERIC=1"
         return Finding("model", "fail", f"no adapter is registered for {names}", remedy)
     found = ", ".join(name_adapter(adapter) for adapter in adapters if adapter)
     if len(architectures) > 1:

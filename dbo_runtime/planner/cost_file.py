@@ -72,6 +72,7 @@ def _describe_table(table: CostTable) -> dict[str, Any]:
         "contention": _thaw(table.contention),
         "host": _describe_part(table.host),
         "errors": _thaw(table.errors),
+        "split_error": table.split_error,
     }
 
 
@@ -121,7 +122,8 @@ def parse_costs(text: str) -> CostTable:
         raise ConfigError(f"format is {found!r}; this version of dbo_runtime reads format {FORMAT}.")
     values = _FILE(content, "")
     origin = Origin(**{item.name: values[item.name] for item in fields(Origin)})
-    return CostTable(origin, **{item.name: values[item.name] for item in fields(CostTable) if item.name != "origin"})
+    rest = {item.name for item in fields(CostTable)} & values.keys()
+    return CostTable(origin, **{name: values[name] for name in rest})
 
 
 def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -254,5 +256,7 @@ _FILE = _read_record(
         "contention": _read_mapping(_read_number),
         "host": _HOST,
         "errors": _read_mapping(_read_number),
+        "split_error": _read_number,
     },
+    optional=("split_error",),
 )

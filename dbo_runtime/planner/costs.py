@@ -205,6 +205,8 @@ class CostTable:
         contention: by how much a lane is slower while another one runs, by lane; 1 for lanes left out.
         host: what the host adds.
         errors: relative error of the fit by op name; empty if modelled.
+        split_error: by which share of their time split steps may take longer than these costs say, next to whole ones;
+            0 if modelled.
 
     Raises:
         ConfigError: if a number is impossible, or an op of the program has no cost of the kind that its lane needs;
@@ -217,6 +219,7 @@ class CostTable:
     contention: Mapping[str, float]
     host: HostCost
     errors: Mapping[str, float]
+    split_error: float = 0.0
 
     def __post_init__(self) -> None:
         _freeze(self, "ops")
@@ -288,6 +291,7 @@ def _list_numbers(table: CostTable) -> Iterator[tuple[str, float, float]]:
         yield from ((f"{path}.{name}", value, least) for name, value, least in part.list_numbers())
     yield from ((f"contention.{lane}", factor, 1.0) for lane, factor in table.contention.items())
     yield from ((f"errors.{name}", error, 0.0) for name, error in table.errors.items())
+    yield "split_error", table.split_error, 0.0
 
 
 def _check_names(table: CostTable) -> None:

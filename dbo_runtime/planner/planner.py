@@ -203,8 +203,10 @@ class Planner:
         def predict(predictor: Predictor) -> tuple[float, float]:
             return predictor.predict_whole(load) * factors[0], predictor.predict_split(ordered, loads) * factors[1]
 
-        doubtful = min(find_gain(*predict(predictor)) for predictor in self._doubters)
-        return Prediction(*predict(self._predictor), len(loads), doubtful)
+        whole, split = predict(self._predictor)
+        longer = find_gain(whole, split * (1 + self.table.split_error))
+        doubtful = min(longer, *(find_gain(*predict(predictor)) for predictor in self._doubters))
+        return Prediction(whole, split, len(loads), doubtful)
 
     def _decide(self, options: Sequence[Choice], load: Load, config: RuntimeConfig) -> Choice | Decline:
         if not options:

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, engine_words: list[str]) -> int:
     output = Path(arguments.output).absolute()
     if not os.access(output.parent, os.W_OK) or output.is_dir():
         raise ConfigError(f"cost file {output} cannot be written. Name a file in a writable folder.")
-    with _divert_output() if arguments.json else nullcontext():
+    with divert_output() if arguments.json else nullcontext():
         fields = _calibrate(arguments, engine_words, output)
     if fields is None:
         print("error: this model is not split, so there is nothing to measure; the log says why.", file=sys.stderr)
@@ -67,7 +67,7 @@ def _calibrate(arguments: argparse.Namespace, engine_words: list[str], output: P
 
 
 @contextmanager
-def _divert_output() -> Iterator[None]:
+def divert_output() -> Iterator[None]:
     """Send to standard error what this process and those that it starts print: vLLM logs to standard output."""
     sys.stdout.flush()
     kept = os.dup(1)

@@ -6,12 +6,9 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from itertools import groupby
-from statistics import median
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from dbo_runtime.config import RuntimeConfig
@@ -20,15 +17,12 @@ from dbo_runtime.planner.contention import fit_contention
 from dbo_runtime.planner.cost_file import format_costs, load_costs, parse_costs, save_costs
 from dbo_runtime.planner.costs import CostTable, HostCost, Origin
 from dbo_runtime.planner.fit import fit_costs
-from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.planner import Planner
 from dbo_runtime.planner.sketch import sketch_program
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.schedule import lower
 from dbo_runtime.vllm_plugin.agreement import gather, tell
-from dbo_runtime.vllm_plugin.calibration import Measurements, StepSample, measure
+from dbo_runtime.vllm_plugin.calibration import Measurements, measure
+from dbo_runtime.vllm_plugin.step_fit import fit_steps
 
 BUDGET = 45.0  # seconds that a calibration takes at most, about
 
@@ -51,6 +45,7 @@ class Report:
     digest: str
     op_errors: Mapping[str, float]
     step_errors: Mapping[str, float]  # `whole` and `split`
+    split_error: float  # see `costs.CostTable`
     contention: Mapping[str, float]
 
     def __str__(self) -> str:
@@ -58,8 +53,9 @@ class Report:
         rows = [f"calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
         rows += [f"  {name:<20}{error:>7.1%}" for name, error in self.op_errors.items()]
         rows += [f"  {way + ' step':<20}{error:>7.1%}" for way, error in self.step_errors.items()]
+        longer = f"next to whole steps, split ones take {self.split_error:.1%} longer than predicted (upper quartile)"
         factors = ", ".join(f"{lane} {factor:.2f}" for lane, factor in self.contention.items())
-        return "\n".join([*rows, f"slower while another lane runs, by a factor of: {factors}"])
+        return "\n".join([*rows, longer, f"slower while another lane runs, by a factor of: {factors}"])
 
 
 class CostSource:
@@ -135,7 +131,8 @@ class CostSource:
         self._use(table, "calibration")
         if path and self._group.rank_in_group == 0:
             self._save(table, path)
-        return Report(time.perf_counter() - start, table.digest, dict(table.errors), errors, dict(table.contention))
+        op_errors, contention = dict(table.errors), dict(table.contention)
+        return Report(time.perf_counter() - start, table.digest, op_errors, errors, table.split_error, contention)
 
     def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
         try:
@@ -198,69 +195,8 @@ class CostSource:
             date=table.origin.date,
             digest=table.digest,
             worst_fit=f"{max(table.errors.values(), default=0.0):.1%}",
+            split_error=f"{table.split_error:.1%}",
         )
-
-
-def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tuple[CostTable, dict[str, float]]:
-    """Return *table* with what steps take beside their ops, and the median relative errors of the steps with it.
-
-    Micro-batches one after the other leave all lanes idle only while one hands over to another. What then remains of
-    measured steps, when the predicted is taken off, is a constant and something for each token (the embedding, which
-    is no op of the program, is reduced, too).
-    """
-    in_turn = lower((program,) * 2, sequential((program,) * 2))
-    handovers = sum(bool(step.waits) for step in in_turn.steps)
-    idle = [step.idle for step in steps if step.way == "sequential"]
-    handover = max(median(idle), 0.0) / handovers if idle and handovers else 0.0
-    table = replace(table, host=replace(table.host, handover=handover))
-    planner = Planner(program, table)
-    config = RuntimeConfig(policy=("alternate", 0))
-    whole = [(step, planner.predict_whole(step.loads[0])) for step in steps if step.way == "whole"]
-    split = [(step, planner.predict_split(step.loads, config)) for step in steps if step.way == "alternate"]
-    (whole_fixed, whole_per_token), (split_fixed, split_per_token) = fit_rest(whole), fit_rest(split)
-    host = replace(
-        table.host,
-        whole=whole_fixed,
-        whole_per_token=whole_per_token,
-        split=split_fixed,
-        split_per_token=split_per_token,
-    )
-    errors = {"whole": _find_error(whole, *fit_rest(whole)), "split": _find_error(split, *fit_rest(split))}
-    return replace(table, host=host), errors
-
-
-def fit_rest(predicted: list[tuple[StepSample, float]]) -> tuple[float, float]:
-    """Return the seconds, and the seconds a token, that predictions lack: least squares of relative errors.
-
-    Of repeats the median counts. Steps of one size only tell no more than a constant.
-    """
-    points = [
-        (sum(load.tokens for load in loads), seconds, median(step.seconds for step, _ in group))
-        for (loads, seconds), runs in groupby(sorted(predicted, key=_identify), key=_identify)
-        for group in [list(runs)]
-    ]
-    if not points:
-        return 0.0, 0.0
-    tokens, seconds, measured = np.array(points).T
-    columns = [np.ones(len(points)), tokens] if len(set(tokens.tolist())) > 1 else [np.ones(len(points))]
-    found, *_ = np.linalg.lstsq(
-        np.stack(columns, axis=1) / measured[:, None], (measured - seconds) / measured, rcond=None
-    )
-    fixed, *per_token = (float(value) for value in found)
-    return fixed, per_token[0] if per_token else 0.0
-
-
-def _identify(predicted: tuple[StepSample, float]) -> tuple[tuple[Load, ...], float]:
-    step, seconds = predicted
-    return step.loads, seconds
-
-
-def _find_error(predicted: list[tuple[StepSample, float]], fixed: float, per_token: float) -> float:
-    errors = [
-        abs(seconds + fixed + per_token * sum(load.tokens for load in step.loads) - step.seconds) / step.seconds
-        for step, seconds in predicted
-    ]
-    return median(errors) if errors else 0.0
 
 
 class _Bar:

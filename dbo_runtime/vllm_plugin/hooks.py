@@ -24,6 +24,7 @@ from dbo_runtime.vllm_plugin import compat
 _INSTALLED = "_dbo_installed"
 PROVEN = ("cpu",)  # where split steps of vLLM have been compared with unsplit ones
 DEVICES = (*PROVEN, "cuda", "npu")  # named alike by vLLM and by us
+WRITE_ONE = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
 
 
 def install(config: RuntimeConfig) -> None:
@@ -116,6 +117,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     sizes_apart = compat.find_platform() != "cpu"
     collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch, sizes_apart)
     unproven = find_unproven(compat.find_platform(), config)
+    if adapter is None and config.generic:
+        adapter = _open_generic(groups, vllm_config)
     program = unproven or _record(adapter, architecture, model, vllm_config, collectives)
     hosts = _compare_settings(groups.everyone, config, program, _votes(vllm_config, groups))
     if adapter is None or isinstance(program, str):
@@ -167,6 +170,12 @@ def find_unproven(platform: str, config: RuntimeConfig) -> str | None:
     return None
 
 
+def _open_generic(groups: compat.Groups, vllm_config: Any) -> ModelAdapter:
+    from dbo_runtime.vllm_plugin.generic import GenericAdapter
+
+    return GenericAdapter(groups.tensor_parallel, vllm_config)
+
+
 def _record(
     adapter: ModelAdapter | None, architecture: str, model: Any, vllm_config: Any, collectives: Any
 ) -> Program | str:
@@ -174,7 +183,7 @@ def _record(
     from dbo_runtime.vllm_plugin.hazards import find_config_hazard
 
     if adapter is None:
-        return f"no adapter is registered for {architecture}"
+        return f"no adapter is registered for {architecture}; {WRITE_ONE}"
     refusal = find_config_hazard(vllm_config) or adapter.decline(model)
     if refusal is not None:
         return refusal

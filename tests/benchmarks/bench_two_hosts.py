@@ -24,6 +24,7 @@ from examples.network_hosts import NetworkError
 from examples.process_group import Program, start_together, wait_for_first
 from examples.two_nodes import PARALLEL
 from tests.benchmarks.measured_hosts import (
+    DEFAULT_FAMILY,
     BenchError,
     OneLineParser,
     Setting,
@@ -45,6 +46,7 @@ from tests.benchmarks.two_hosts_report import (
     write_report,
 )
 from tests.benchmarks.workloads import NAMES, read_workload
+from tests.vllm.families import FAMILIES, find_backend
 
 RATES = ("50mbit", "200mbit", "1gbit", NO_LIMIT)
 BUDGET = 45  # as in a server
@@ -65,13 +67,14 @@ def test_overlap_between_two_hosts_brings_what_is_asked_of_it() -> None:
 def main() -> int:
     """Measure, print, and write the page if asked."""
     arguments = parse_arguments()
-    words = arguments.rates, arguments.workloads, arguments.repeat, arguments.budget
+    words = arguments.rates, arguments.workloads, arguments.repeat, arguments.budget, arguments.family
     cells = measure_all(arguments.parallel, *words)
     for parallel in arguments.parallel:
-        lines = report([cell for cell in cells if cell.parallel == parallel], arguments.repeat)
+        own = [cell for cell in cells if cell.parallel == parallel]
+        lines = report(own, arguments.repeat, arguments.family)
         print("\n".join(lines))
         if arguments.write_page:
-            write_section(f"two-hosts-{parallel}", " ".join([MODULE, *sys.argv[1:]]), lines)
+            write_section(f"{arguments.section}-{parallel}", " ".join([MODULE, *sys.argv[1:]]), lines)
     if all(cell.same for cell in cells):
         return 0
     print("error: not all ways gave the same tokens, see the last column.", file=sys.stderr)
@@ -90,7 +93,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parallel", nargs="+", choices=tuple(PARALLEL), default=list(PARALLEL), help="(default: all)")
     parser.add_argument("--repeat", type=count, default=ENOUGH, help=f"runs of each way (default: {ENOUGH})")
     parser.add_argument("--budget", type=count, default=BUDGET, help=f"seconds to calibrate (default: {BUDGET})")
+    parser.add_argument(
+        "--family", choices=tuple(FAMILIES), default=DEFAULT_FAMILY, help=f"(default: {DEFAULT_FAMILY})"
+    )
     parser.add_argument("--write-page", action="store_true", help="write the figures to docs/benchmarks.md, too")
+    parser.add_argument("--section", default="two-hosts", help="of the page; PARALLEL is added (default: two-hosts)")
     arguments = parser.parse_args()
     check_rates(arguments.rates)
     for name in arguments.workloads:
@@ -99,7 +106,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_all(
-    parallel: Sequence[str], rates: Sequence[str], workloads: Sequence[str], repeat: int, budget: int = BUDGET
+    parallel: Sequence[str],
+    rates: Sequence[str],
+    workloads: Sequence[str],
+    repeat: int,
+    budget: int = BUDGET,
+    family: str = DEFAULT_FAMILY,
 ) -> list[Cell]:
     """Measure every workload at every rate for each way to share the model, each of which starts engines once.
 
@@ -109,11 +121,11 @@ def measure_all(
     """
     cells: list[Cell] = []
     for way in parallel:
-        with prepare() as setting:
+        with prepare(family) as setting:
             name = PARALLEL[way].format(dispatch=find_dispatch())
             print(f"starting engines: {name} ...", file=sys.stderr, flush=True)
             words = ["--rates", *rates, "--workloads", *workloads, "--repeat", str(repeat), "--budget", str(budget)]
-            cells += run_nodes(setting, way, words)
+            cells += run_nodes(setting, way, [*words, "--attention-backend", find_backend(family)])
     return cells
 
 
@@ -127,7 +139,7 @@ def run_nodes(setting: Setting, parallel: str, words: list[str]) -> list[Cell]:
         Program(
             host.command(*this, "--node", str(node)),
             # The engine in the process that drives it: it takes its steps when told to.
-            setting.environment(node, VLLM_ASCEND_ENABLE_DBO="1", VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+            setting.environment(node, VLLM_ASCEND_ENABLE_DBO="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", DBO_GENERIC="1"),
         )
         for node, host in enumerate(setting.hosts)
     )
@@ -139,9 +151,9 @@ def run_nodes(setting: Setting, parallel: str, words: list[str]) -> list[Cell]:
     return [Cell.from_dict(each) for each in json.loads(results.read_text())]
 
 
-def report(cells: Sequence[Cell], repeat: int) -> list[str]:
+def report(cells: Sequence[Cell], repeat: int, family: str = DEFAULT_FAMILY) -> list[str]:
     """Return the page's lines."""
-    return write_report(cells, repeat, find_dispatch())
+    return write_report(cells, repeat, find_dispatch(), family)
 
 
 def find_dispatch() -> str:

@@ -18,8 +18,17 @@ from examples.network_hosts import Host, NetworkError, TwoHosts, check_requireme
 from tests.benchmarks.two_hosts_cells import NO_LIMIT
 from tests.benchmarks.workloads import WorkloadError
 
-HIDDEN, LAYERS = 256, 4  # of the model
-MODEL = f"DeepSeek-V3 with random weights (hidden {HIDDEN}, {LAYERS} layers), fp32"
+DEFAULT_FAMILY = "DeepseekV3ForCausalLM"
+HIDDEN, LAYERS = 256, 4  # of a model of that family
+WIDE = {  # the sizes of others, which compute about as long as they communicate at the default rate
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
 MASTER_PORT = 29500  # nothing else listens on a host that was just made
 
 
@@ -59,8 +68,14 @@ class Setting:
         return {**kept, "TMPDIR": str(self.directory), "VLLM_LOGGING_LEVEL": level, **settings}
 
 
+def describe_model(family: str = DEFAULT_FAMILY) -> str:
+    """Return what `prepare` makes, in words."""
+    hidden = HIDDEN if family == DEFAULT_FAMILY else WIDE["hidden_size"]
+    return f"{family.removesuffix('ForCausalLM')} with random weights (hidden {hidden}, {LAYERS} layers), fp32"
+
+
 @contextmanager
-def prepare() -> Iterator[Setting]:
+def prepare(family: str = DEFAULT_FAMILY) -> Iterator[Setting]:
     """Make hosts and a model, and remove them whatever happens.
 
     Raises:
@@ -70,8 +85,13 @@ def prepare() -> Iterator[Setting]:
     # Short, because vLLM makes sockets in it, whose paths may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="dbo-") as directory, TwoHosts(None) as hosts:
         from examples.random_deepseek import make_checkpoint
+        from tests.vllm.families import make_family
 
-        model = make_checkpoint(Path(directory) / "model", HIDDEN, LAYERS)
+        model = Path(directory) / "model"
+        if family == DEFAULT_FAMILY:
+            make_checkpoint(model, HIDDEN, LAYERS)
+        else:
+            make_family(family, model, **WIDE)
         yield Setting(Path(directory), model, hosts)
 
 

@@ -50,7 +50,7 @@ LONG_PROMPTS, LONG_ANSWERS = (
         prompt=2000,
         answer=1,
         requests=12,
-        rates=("0.25", "0.5", "inf"),
+        rates=("0.5", "inf"),
     ),
     Traffic(
         "long-answers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.benchmarks.measured_hosts import MODEL
+from tests.benchmarks.measured_hosts import describe_model
 from tests.benchmarks.page import make_table
 from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, Load, Run, Traffic, find_median
 from tests.benchmarks.targets import Target
@@ -30,8 +30,9 @@ TTFT.""".splitlines()
 def write_report(runs: Sequence[Run], link: str, repeat: int) -> list[str]:
     """Return the section's lines of markdown."""
     lines = [
-        f"`vllm serve` over two hosts at {link}, TP=2, {MODEL}; `vllm bench serve` on the first host; a core for each "
-        f"host, the client's and the API server's work on the same ones; medians of {repeat} runs of each way.",
+        f"`vllm serve` over two hosts at {link}, TP=2, {describe_model()}; `vllm bench serve` on the first host; a "
+        "core for each host, the client's and the API server's work on the same ones; "
+        f"medians of {repeat} runs of each way.",
     ]
     for traffic in dict.fromkeys(run.load.traffic for run in runs):
         lines += ["", *describe_traffic(traffic), "", *make_rows([run for run in runs if run.load.traffic == traffic])]

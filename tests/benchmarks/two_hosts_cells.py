@@ -46,6 +46,7 @@ class Cell:
         seconds: of each way, in turn [ways][turns].
         steps: of the ways that split [ways][steps x ranks].
         same: whether all ways gave the same tokens.
+        predicted: of the best split by the costs, the unsplit step's time by its own; None where it was not asked for.
     """
 
     parallel: str
@@ -54,6 +55,7 @@ class Cell:
     seconds: dict[str, list[float]]
     steps: dict[str, list[StepFigures]] = field(default_factory=dict)
     same: bool = True
+    predicted: float | None = None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Cell:

@@ -18,19 +18,20 @@ from typing import Any
 
 from examples.compare_ways import gather
 from examples.network_hosts import Host
-from examples.two_nodes import join_data_parallel, join_tensor_parallel, let_workers_go_first
+from examples.two_nodes import OPTIONS, join_data_parallel, join_tensor_parallel, let_workers_go_first
 from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, PLANNED, WAYS, Cell, StepFigures
 from tests.benchmarks.workloads import Workload, read_workload, run
 
 ORDERS = tuple(permutations(WAYS))  # what ran before leaves its mark on caches and on the link
 STRIDE = 5  # through the orders, so that each way is soon in each place
-TIMELINES = 3  # of each way that splits
+TIMELINES = 7  # of each way that splits
 
 
 def main() -> int:
     """Be a node."""
     arguments = parse_arguments()
-    options = join_tensor_parallel(arguments) if arguments.parallel == "tensor" else join_data_parallel(arguments)
+    join = join_tensor_parallel if arguments.parallel == "tensor" else join_data_parallel
+    options = join(arguments, {**OPTIONS, "attention_backend": arguments.attention_backend})
     from vllm import LLM
 
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
@@ -50,6 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--node", type=int, required=True)
     for name in ("--parallel", "--model", "--master"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--attention-backend", required=True)
     parser.add_argument("--interfaces", nargs=2, required=True)
     parser.add_argument("--rates", nargs="+", required=True)
     parser.add_argument("--workloads", nargs="+", required=True)
@@ -104,7 +106,16 @@ def measure(llm: Any, parallel: str, rate: str, workload: Workload, repeat: int)
             run(llm, workload, ask=True)
             timelines = [timeline for timeline in llm.collective_rpc("dbo_timeline") if timeline is not None]
             kept += gather(llm, [look_into(timeline) for timeline in timelines])
-    return Cell(parallel, rate, workload.name, seconds, steps, all(gather(llm, [len(answers) == 1])))
+    same = all(gather(llm, [len(answers) == 1]))
+    return Cell(parallel, rate, workload.name, seconds, steps, same, predict(llm, workload))
+
+
+def predict(llm: Any, workload: Workload) -> float | None:
+    """Return by how much the best split of a prefill is faster than the whole, by the costs; None of other steps."""
+    if workload.answer > 1:
+        return None
+    found = llm.collective_rpc("dbo_predict", args=(list(workload.prompts),))[0]
+    return found["whole"] / found["split"] if found and found["split"] else None  # hasty costs may predict nothing
 
 
 def time_once(llm: Any, workload: Workload, way: str) -> tuple[float, list[tuple[int, ...]]]:

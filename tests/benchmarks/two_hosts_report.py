@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from examples.two_nodes import PARALLEL
-from tests.benchmarks.measured_hosts import MODEL
+from tests.benchmarks.measured_hosts import DEFAULT_FAMILY, describe_model
 from tests.benchmarks.page import make_table
 from tests.benchmarks.targets import Target
 from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, SYNCHRONOUS, WAYS, Cell
@@ -13,33 +13,34 @@ from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, SYNCHRONOUS, WAYS, C
 TARGET_RATE, TARGET_PARALLEL, ENOUGH = "200mbit", "tensor", 7  # runs for a verdict
 TARGETS = {"1x2000": (1.30, 1.15, 0.90), "4x500": (1.15, 1.12, 0.90)}  # over off, over synchronous, own bound / T
 HEADER = (
-    "link", "workload", *(f"{way}, s" for way in WAYS), "planned in", "over unsplit", "over no overlap", "hidden",
-    "bound / T", "own bound / T", "tokens",
+    "link", "workload", *(f"{way}, s" for way in WAYS), "planned in", "predicted", "over unsplit", "over no overlap",
+    "hidden", "bound / T", "own bound / T", "tokens",
 )  # fmt: skip
 REMARKS = """\
 Seconds are medians of the whole `generate`. *No overlap* and *no costs* split every step in two, one after the other
 and by turns; *planned* is `DBO_MODE=auto` with costs that were measured at this rate before: it decides whether to
-split, into how many micro-batches (*planned in*), where, and in which order. Ratios are those of its median, with the
-quartiles of the ratios within a turn in parentheses. *own bound* is the least time that any issue order could take for
-ops that take what they took in that very step, *T* the forward's time; *bound* is that for ops that take as long as
-alone, so it also counts what ops that overlap cost each other. *hidden* is the share of communication that ran beside
-computation. *tokens* tells whether all ways gave the same ones.""".splitlines()
+split, into how many micro-batches (*planned in*), where, and in which order. *predicted* is what the costs say of the
+best split, compared with unsplit; it is taken only where that holds even if they are off. Ratios are those of medians,
+with the quartiles of the ratios within a turn in parentheses. *own bound* is the least time that any issue order could
+take for ops that take what they took in that very step, *T* the forward's time; *bound* is that for ops that take as
+long as alone, so it also counts what ops that overlap cost each other. *hidden* is the share of communication that ran
+beside computation. *tokens* tells whether all ways gave the same ones.""".splitlines()
 
 
-def write_report(cells: Sequence[Cell], repeat: int, dispatch: str) -> list[str]:
+def write_report(cells: Sequence[Cell], repeat: int, dispatch: str, family: str = DEFAULT_FAMILY) -> list[str]:
     """Return a section's lines of markdown, for one way to share the model."""
     (parallel,) = {cell.parallel for cell in cells}
     name = PARALLEL[parallel].format(dispatch=dispatch)
     shares = "together" if parallel == "tensor" else "each with prompts of its own"
     return [
-        f"{name} over two hosts, {shares}. {MODEL};",
+        f"{name} over two hosts, {shares}. {describe_model(family)};",
         f"a core for each host; medians of {repeat} interleaved runs after one to warm up.",
         "",
         *make_table(HEADER, [make_row(cell) for cell in cells]),
         "",
         *REMARKS,
         "",
-        *write_targets(cells, repeat),
+        *(write_targets(cells, repeat) if family == DEFAULT_FAMILY else ()),
     ]
 
 
@@ -51,6 +52,7 @@ def make_row(cell: Cell) -> list[str]:
         cell.workload,
         *(f"{cell.median(way):.3f}" for way in WAYS),
         cell.parts,
+        "–" if cell.predicted is None else f"{cell.predicted:.2f}x",
         describe_gain(cell, OFF),
         describe_gain(cell, SYNCHRONOUS),
         *("–" if share is None else f"{share:.2f}" for share in shares),

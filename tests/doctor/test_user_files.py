@@ -109,7 +109,7 @@ def test_a_model_with_an_adapter_is_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "no adapter is registered for LlamaForCausalLM"),
+        ({"architectures": ["GraniteForCausalLM"]}, "no adapter is registered for GraniteForCausalLM"),
         ({"architectures": []}, "names no architectures"),
         ({"architectures": "DeepseekV3ForCausalLM"}, "names no architectures"),
         ({}, "names no architectures"),
@@ -134,10 +134,10 @@ def test_a_folder_that_is_no_model_is_a_failure(name: str, said: str, tmp_path: 
 
 
 def test_of_several_architectures_all_are_looked_at(tmp_path: Path) -> None:
-    names = ["DeepseekV3ForCausalLM", "LlamaForCausalLM"]
+    names = ["DeepseekV3ForCausalLM", "GraniteForCausalLM"]
     found = examine_model(write_model(tmp_path / "model", {"architectures": names}))
     assert found.state == "warn"
-    assert "several architectures (DeepseekV3ForCausalLM, LlamaForCausalLM)" in found.found
+    assert "several architectures (DeepseekV3ForCausalLM, GraniteForCausalLM)" in found.found
 
 
 def test_quantization_is_told_of(tmp_path: Path) -> None:

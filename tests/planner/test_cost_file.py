@@ -35,6 +35,12 @@ def test_a_table_comes_back_equal(path: Path) -> None:
     assert load_costs(str(path)).digest == make_table().digest
 
 
+def test_a_file_from_before_split_steps_were_compared_says_nothing_of_them(path: Path) -> None:
+    save_costs(make_table(), path)
+    older = {name: value for name, value in json.loads(path.read_text()).items() if name != "split_error"}
+    assert parse_costs(json.dumps(older)) == make_table(split_error=0.0)
+
+
 def test_the_text_of_a_file_is_read_without_one(path: Path) -> None:
     save_costs(make_table(), path)
     assert path.read_text(encoding="utf-8") == format_costs(make_table())
@@ -49,6 +55,7 @@ def test_the_text_of_a_file_is_read_without_one(path: Path) -> None:
     host=st.builds(HostCost, SECONDS, st.booleans(), SIGNED, SIGNED),
     contention=st.dictionaries(st.sampled_from(["compute", "comm"]), st.floats(1, 100)),
     errors=st.dictionaries(st.sampled_from(["mlp", "attention"]), st.floats(0, 100)),
+    split_error=st.floats(0, 100),
     source=st.text(),
 )
 def test_any_numbers_come_back_the_very_same(
@@ -189,6 +196,7 @@ DELETED = object()
         ("host.computes", "yes", r"host\.computes is 'yes'; it must be true or false"),
         ("host.whole_us", None, r"host\.whole_us is None; it must be a number"),
         ("errors.mlp", -1, r"errors\.mlp is -1"),
+        ("split_error", "none", r"split_error is 'none'; it must be a number"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_path(path: Path, field: str, value: Any, says: str) -> None:

@@ -55,6 +55,7 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
         "contention": {"compute": 1.1, "comm": 1},
         "host": HostCost(issue=5e-6, computes=True, whole=-1e-3, split=2e-3),
         "errors": {"mlp": 0.03},
+        "split_error": 0.02,
     }
     return CostTable(**{**values, **changes})
 
@@ -198,6 +199,7 @@ def test_all_that_differs_is_listed_with_the_remedy() -> None:
         ({"contention": {"com": 1.0}}, r"contention\.com is unknown; known are comm, compute\."),
         ({"errors": {"mlp": -0.1}}, r"errors\.mlp is -0.1;"),
         ({"errors": {"mpl": 0.1}}, r"errors\.mpl is unknown; known are attention,"),
+        ({"split_error": -0.1}, r"split_error is -0.1; it must be a finite number of at least 0\."),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_name_of_its_field(changes: dict[str, Any], says: str) -> None:
@@ -269,6 +271,7 @@ def test_equal_tables_have_equal_digests_whatever_the_order_and_the_kind_of_thei
         {"host": HostCost()},
         {"contention": {}},
         {"errors": {}},
+        {"split_error": 0.0},
         {"program": sketch_program(record_toy(layers=4))},
         {"origin": make_origin(date="2026-02-01")},
         {"origin": make_origin(parallel={"tensor": 4})},

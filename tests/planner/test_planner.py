@@ -70,6 +70,15 @@ def test_a_prompt_is_split_where_that_pays() -> None:
     assert choice.sizes == ()
 
 
+def test_a_prompt_stays_whole_where_split_steps_took_longer_than_predicted_by_as_much_as_is_gained() -> None:
+    sure = split(open_planner(), PROMPT, AUTO).prediction
+    longer = sure.whole / sure.split - 1
+    assert split(open_planner(split_error=longer * 0.99), PROMPT, AUTO).prediction.doubtful > 0
+    declined = decline(open_planner(split_error=longer * 1.01), PROMPT, AUTO)
+    assert declined.reason == "no gain predicted"
+    assert split(open_planner(split_error=longer * 1.01), PROMPT, ALWAYS)
+
+
 def test_an_order_that_is_chosen_is_safe() -> None:
     for parts in (2, 3, 4):
         choice = split(open_planner(), PROMPT, replace(AUTO, micro_batches=parts))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -50,12 +51,14 @@ def data_parallel(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         ranks.close()
 
 
-def start(ranks: int, cores: str, **options: Any) -> Iterator[Engine]:
-    """Start an engine in our environment, and shut it down."""
+def start(
+    ranks: int, cores: str, model: Path = TINY, settings: Mapping[str, str] = MappingProxyType({}), **options: Any
+) -> Iterator[Engine]:
+    """Start an engine in our environment, and with these settings, and shut it down."""
     with pytest.MonkeyPatch.context() as patch:
-        for variable, value in {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}.items():
+        for variable, value in {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores, **settings}.items():
             patch.setenv(variable, value)
-        engine = Engine(TINY, ranks, **options)
+        engine = Engine(model, ranks, **options)
         try:
             yield engine
         finally:

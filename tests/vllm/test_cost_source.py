@@ -23,8 +23,9 @@ from dbo_runtime.planner.sketch import sketch_program
 from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin import cost_source, hooks
 from dbo_runtime.vllm_plugin.calibration import Measurements, StepSample
-from dbo_runtime.vllm_plugin.cost_source import Report, fit_rest, fit_steps
+from dbo_runtime.vllm_plugin.cost_source import Report
 from dbo_runtime.vllm_plugin.forward import SplitForward
+from dbo_runtime.vllm_plugin.step_fit import find_split_error, fit_rest, fit_steps
 from tests.planner.machines import make_table, record_layers
 from tests.planner.test_planner import COSTS
 from tests.vllm.conftest import TINY
@@ -105,21 +106,23 @@ def test_the_file_names_machine_model_ranks_and_versions(calibrated: tuple[Path,
 def test_the_report_says_how_far_costs_are_off_for_each_op_and_for_steps(calibrated: tuple[Path, str, str]) -> None:
     path, report, digest = calibrated
     table = load_costs(path)
-    head, *rows, last = str(Report(**report)).splitlines()
+    head, *rows, longer, last = str(Report(**report)).splitlines()
     assert re.fullmatch(rf"calibrated in \d+ s; costs {digest}; median errors of the fit:", head)
     named = {" ".join(words): error for *words, error in map(str.split, rows)}
     assert named.keys() == {*table.ops, "whole step", "split step"}
     assert all(named[op] == f"{error:.1%}" for op, error in table.errors.items())
+    assert f"take {table.split_error:.1%} longer than predicted" in longer
     assert re.fullmatch(r"slower while another lane runs, by a factor of: compute \d\.\d\d, comm \d\.\d\d", last)
 
 
 def test_a_report_reads_as_a_table() -> None:
-    report = Report(31.6, "0123", {"attention": 0.0613}, {"whole": 0.05, "split": 1.0}, {"comm": 1.5})
+    report = Report(31.6, "0123", {"attention": 0.0613}, {"whole": 0.05, "split": 1.0}, 0.034, {"comm": 1.5})
     assert str(report).splitlines() == [
         "calibrated in 32 s; costs 0123; median errors of the fit:",
         "  attention              6.1%",
         "  whole step             5.0%",
         "  split step           100.0%",
+        "next to whole steps, split ones take 3.4% longer than predicted (upper quartile)",
         "slower while another lane runs, by a factor of: comm 1.50",
     ]
 
@@ -415,7 +418,26 @@ def test_what_steps_take_beside_their_ops_is_found_again(spread: tuple[float, ..
     assert (host.whole_per_token, host.split_per_token) == pytest.approx((PER_TOKEN["whole"], PER_TOKEN["alternate"]))
     worst = 0.0 if len(spread) == 1 else 1 / 9  # of 0.9, 1.0 and 1.2 times: 1/9, 0 and 1/6 of what was measured
     assert errors == pytest.approx({"whole": worst, "split": worst}, abs=1e-9)
-    assert replace(table, host=TABLE.host) == TABLE
+    assert replace(table, host=TABLE.host, split_error=0.0) == TABLE
+    assert table.split_error == pytest.approx(0.0, abs=1e-9)  # each turn's whole and split step are off alike
+
+
+def test_what_split_steps_take_longer_than_predicted_is_told_by_the_time_that_they_take() -> None:
+    def run(way: str, seconds: float) -> StepSample:
+        return StepSample(way, (Load(8),), seconds, 0.0)
+
+    def measure(*steps: tuple[float, float]) -> float:
+        """Return the error where steps take so long whole, and so many times as long split; half is predicted."""
+        whole = [(run("whole", seconds), 1.0) for seconds, _ in steps]
+        return find_split_error(whole, [(run("alternate", seconds * ratio), 0.5) for seconds, ratio in steps])
+
+    assert measure() == 0.0
+    assert measure((1.0, 0.6)) == pytest.approx(0.2)
+    assert measure((1.0, 0.4)) == 0.0  # faster than predicted is no error
+    assert measure(*[(0.01, 1.0)] * 10, (1.0, 0.55)) == pytest.approx(0.1)  # short steps are many, but matter little
+    assert measure((1.0, 0.55), (1.0, 0.6), (1.0, 0.65), (1.0, 0.7)) == pytest.approx(0.3)
+    free = [(run("whole", 1.0), 1.0)], [(run("alternate", 1.0), 0.0)]
+    assert find_split_error(*free) == 0.0
 
 
 def test_a_planner_of_the_fitted_costs_predicts_the_steps() -> None:

@@ -76,7 +76,7 @@ def test_an_op_that_raises_is_named_and_serving_goes_on(one_rank: Engine, forwar
     assert raised.value is error
     (note,) = raised.value.__notes__
     found = re.fullmatch(
-        r"while running op 'moe', layer 1, micro-batch 1, lane 'compute', declared at (.+deepseek\.py):(\d+)", note
+        r"while running op 'moe', layer 1, micro-batch 1, lane 'compute', declared at (.+layers\.py):(\d+)", note
     )
     assert found is not None, note
     assert "p.compute(name" in linecache.getline(found[1], int(found[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from examples.tiny_tasks import held_out
 from tests.observe.trace_folders import check_traces
 from tests.vllm.conftest import TINY, share_cores
+from tests.vllm.families import make_family
 from tests.vllm.server import serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -67,7 +67,7 @@ def test_vllm_plugins_without_us_serves_as_if_we_were_not_installed(tmp_path: Pa
 
 
 def test_a_model_without_an_adapter_is_served_whole_and_the_log_says_so(tmp_path: Path) -> None:
-    model = make_llama(tmp_path / "llama")
+    model = make_family("GraniteForCausalLM", tmp_path / "granite")
     script = (
         "from vllm import LLM, SamplingParams\n"
         f"llm = LLM({str(model)!r}, dtype='float32', enforce_eager=True, max_model_len=256,"
@@ -78,7 +78,7 @@ def test_a_model_without_an_adapter_is_served_whole_and_the_log_says_so(tmp_path
     )
     done = run_python(script, VLLM_ENABLE_V1_MULTIPROCESSING="0", **ON)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "every step runs whole  reason=no adapter is registered for LlamaForCausalLM" in done.stderr
+    assert "every step runs whole  reason=no adapter is registered for GraniteForCausalLM; docs/write" in done.stderr
 
 
 def test_a_setting_that_is_not_allowed_stops_the_start(tmp_path: Path) -> None:
@@ -86,27 +86,6 @@ def test_a_setting_that_is_not_allowed_stops_the_start(tmp_path: Path) -> None:
     done = run_python(script, VLLM_ASCEND_ENABLE_DBO="1", DBO_MODE="sometimes")
     assert done.returncode != 0
     assert "ConfigError: DBO_MODE='sometimes' is not allowed; it takes auto, always or off" in done.stderr
-
-
-def make_llama(directory: Path) -> Path:
-    """Write a Llama of next to no size with random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    text = json.loads((directory / "config.json").read_text())
-    assert text["architectures"] == ["LlamaForCausalLM"]
-    return directory
 
 
 def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,39 @@
+"""Qwen3-MoE: grouped-query attention, then experts without shared ones (or, in some layers, a dense MLP).
+
+Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens travel to their
+experts: while the first micro-batch's are on their way, `compute` has the second one's attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dbo_models.layers import find_unknown_parts, record_decoder
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.program import ProgramBuilder, Value
+
+KNOWN = frozenset(
+    {"Qwen3MoeModel", "Qwen3MoeDecoderLayer", "Qwen3MoeAttention", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"}
+)
+
+
+class Qwen3MoeAdapter:
+    """Takes vLLM's decoder layers apart at their communication."""
+
+    def decline(self, model: Any) -> str | None:
+        """Return why this model cannot be split, or None."""
+        layers = model.model.layers
+        unknown: str | None = find_unknown_parts(model.model, KNOWN)
+        if unknown is not None:
+            return unknown
+        if any(layer.self_attn.dual_chunk_attention_config for layer in layers):
+            return "dual chunk attention is not supported"
+        experts = [layer.mlp.experts for layer in layers if hasattr(layer.mlp, "experts")]
+        if any(getattr(moe, "_fused_output_is_reduced", True) for moe in experts):
+            return "the MoE kernel reduces its own output"
+        return None
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare one micro-batch: embedded tokens in, normed hidden states out."""
+        hidden: Value = record_decoder(p, model.model, collectives, x, positions)
+        return hidden
