@@ -8,6 +8,7 @@ another host than an API server writes there, and is not seen here.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.batch import Decline
-from dbo_runtime.observe.counts import FOLDER, HELP, PREFIX, find_folder
+from dbo_runtime.observe.counts import FOLDER, HELP, PREFIX, SHARED
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.program import COMPUTE
 from dbo_runtime.runtime import Plan
@@ -28,16 +29,28 @@ BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def open_folder() -> None:
-    """Let this process, and those that it starts, share counts, and serve them from its own registry."""
-    if find_folder() is not None:
+    """Let this process, and those of the same server that it starts, share counts, and serve them from its registry."""
+    if os.environ.get(SHARED) or _belongs_here(os.environ.get(FOLDER, "")):
         return
     from prometheus_client import REGISTRY
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    folder = tempfile.mkdtemp(prefix="dbo_runtime-")
+    folder = tempfile.mkdtemp(prefix=_name(os.getpid()))
     os.environ[FOLDER] = folder
     atexit.register(_remove, folder, os.getpid())
     MultiProcessCollector(REGISTRY, path=folder)
+
+
+def _belongs_here(folder: str) -> bool:
+    """Return whether this process made the folder, or one that had multiprocessing start it, as vLLM does.
+
+    Others inherit the variable as well: a server that is started from a process with an engine of its own.
+    """
+    return Path(folder).name.startswith(_name(os.getpid())) or bool(folder and multiprocessing.parent_process())
+
+
+def _name(owner: int) -> str:
+    return f"dbo_runtime-{owner}-"
 
 
 def _remove(folder: str, owner: int) -> None:

@@ -17,7 +17,7 @@ import dbo_runtime
 from dbo_runtime.batch import Batch, Decline
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.virtual import VirtualDevice
-from dbo_runtime.observe.counts import FOLDER, SHARED
+from dbo_runtime.observe.counts import FOLDER, SHARED, find_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
@@ -136,41 +136,53 @@ def test_with_several_api_servers_counts_lie_where_vllm_has_its_own(
     assert dbo_runtime.statistics()["split"] == 1
 
 
-# A process that vLLM starts first, and one that it starts from there.
-PARENT = """
-import json, os, subprocess, sys
-import vllm.plugins
-vllm.plugins.load_general_plugins()
+def count_in_worker() -> None:
+    """Count a step as a worker does, in the folder of whoever started this process."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    Metrics(str(find_folder()), "tiny", 0).count_step(make_plan(100, 28))
+
+
+# An engine's process, the worker that it has multiprocessing start, and another program that it starts.
+ENGINE = """
+import json, multiprocessing, os, subprocess, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
 import dbo_runtime
 from dbo_runtime.observe.counts import find_folder
-before = find_folder()
-child = subprocess.run([sys.executable, "-c", sys.argv[1]], check=True, capture_output=True, text=True)
+from tests.vllm.test_metrics import count_in_worker
+
+folder = find_folder()
+worker = multiprocessing.get_context("spawn").Process(target=count_in_worker)
+worker.start()
+worker.join()
+load_general_plugins()
+program = subprocess.run([sys.executable, "-c", sys.argv[1]], check=True, capture_output=True, text=True)
 from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.reader import get_metrics_snapshot
 snapshot = {metric.name: metric.value for metric in get_metrics_snapshot() if metric.name == "vllm:dbo_micro_batches"}
 shown = "vllm:dbo_steps_total" in generate_latest(REGISTRY).decode()
-print(json.dumps([before, child.stdout.split()[-1], dbo_runtime.statistics(), snapshot, shown]))
+print(json.dumps([folder, find_folder(), program.stdout.split(), dbo_runtime.statistics(), snapshot, shown]))
 """
-CHILD = """
-import vllm.plugins
-vllm.plugins.load_general_plugins()
+PROGRAM = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
 from dbo_runtime.observe.counts import find_folder
-from dbo_runtime.vllm_plugin.metrics import Metrics
-from tests.vllm.test_metrics import make_plan
-metrics = Metrics(find_folder(), "tiny", 0)
-metrics.count_step(make_plan(100, 28))
 print(find_folder())
 """
 
 
-def test_what_a_worker_counts_its_parent_serves_and_removes_at_its_end() -> None:
+def test_what_a_worker_counts_its_engine_serves_and_removes_at_its_end() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "DBO_", "_DBO_"))}
     env.update(VLLM_ASCEND_ENABLE_DBO="1", VLLM_LOGGING_LEVEL="ERROR", PYTHONPATH=str(Path(__file__).parents[2]))
-    done = subprocess.run([sys.executable, "-c", PARENT, CHILD], env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([sys.executable, "-c", ENGINE, PROGRAM], env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
-    folder, childs, found, snapshot, shown = json.loads(done.stdout.splitlines()[-1])
-    assert folder == childs
+    folder, later, others, found, snapshot, shown = json.loads(done.stdout.splitlines()[-1])
+    assert folder == later
     assert (found["split"], found["micro_batches"], found["tokens"]) == (1, 2, 128)
     assert snapshot == {"vllm:dbo_micro_batches": 2}
     assert shown
     assert not Path(folder).exists()
+    (other,) = others  # counts of another server do not mix with ours, although it inherits our environment
+    assert other != folder

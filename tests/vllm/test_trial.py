@@ -51,7 +51,7 @@ def test_the_registered_adapter_passes(llama: str) -> None:
 @pytest.mark.slow
 def test_an_op_that_computes_something_else_is_named(llama: str) -> None:
     trial = try_adapter(llama, Wrapped("L1.mlp", lambda fn: lambda x: fn(x) * 1.01))
-    assert {fault.op for fault in trial.faults if fault.cut is None} == {"L1.mlp"}
+    assert {fault.op for fault in trial.faults if fault.cut is None} == {"L1.mlp"}, str(trial)
     assert trial.faults[0].declared_at.startswith(__file__)
 
 
@@ -60,7 +60,7 @@ def test_an_op_that_computes_something_else_is_named(llama: str) -> None:
 def test_an_op_that_depends_on_the_cut_is_named_with_the_cut(llama: str) -> None:
     """It adds how many tokens there are, and those of a micro-batch are fewer than the step's."""
     trial = try_adapter(llama, Wrapped("L2.attn_reduce", lambda fn: lambda x: fn(x) + x.shape[0]))
-    assert {fault.op for fault in trial.faults if fault.cut is not None} == {"L2.attn_reduce"}
+    assert {fault.op for fault in trial.faults if fault.cut is not None} == {"L2.attn_reduce"}, str(trial)
 
 
 @pytest.mark.vllm
