@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.answer import ask
 from dbo_runtime.doctor.ascend import check_cann, check_torch_npu, check_vllm_ascend, find_chips, is_concerned
 from dbo_runtime.doctor.finding import Finding
@@ -36,7 +37,7 @@ def examine(environ: Mapping[str, str], model: str | None) -> list[Finding]:
         check_plugin(environ),
         check_clashes(environ),
         check_switch(config),
-        *([Finding("model", "info", "not looked at: name its folder")] if model is None else check_model(model)),
+        *_check_model(config, model),
         *check_settings(environ, problems),
         check_costs(config),
         *check_trace(config),
@@ -46,6 +47,12 @@ def examine(environ: Mapping[str, str], model: str | None) -> list[Finding]:
 
 def _ask_if_there(environ: Mapping[str, str], subject: str, *packages: str, **variables: str) -> dict[str, Any] | None:
     return None if find_version(*packages) is None else ask(subject, environ, **variables)
+
+
+def _check_model(config: RuntimeConfig, folder: str | None) -> list[Finding]:
+    if folder is None:
+        return [Finding("model", "info", "not looked at: name its folder")]
+    return check_model(folder, config.generic)
 
 
 def _check_ascend(environ: Mapping[str, str], torch_npu: Mapping[str, Any] | None) -> list[Finding]:

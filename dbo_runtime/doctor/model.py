@@ -9,23 +9,29 @@ from typing import Any
 
 from dbo_runtime.adapter import GROUP, ModelAdapter, find_adapter, name_adapter
 from dbo_runtime.doctor.finding import Finding
+from dbo_runtime.doctor.packages import find_version
 from dbo_runtime.errors import ConfigError, ProgramError
 from dbo_runtime.vllm_plugin.compat import MOE_METHODS
 
 CONFIG = "config.json"
 
 
-def check_model(folder: str) -> list[Finding]:
-    """Tell whether the model in *folder* can be split, as far as can be said before it is loaded."""
+def check_model(folder: str, generic: bool = False) -> list[Finding]:
+    """Tell whether the model in *folder* can be split, as far as can be said before it is loaded.
+
+    Args:
+        folder: of the model.
+        generic: whether models without an adapter are to be split, too (`DBO_GENERIC`).
+    """
     try:
         config = _read_config(Path(folder))
         architectures = _list_architectures(config, Path(folder))
     except ConfigError as error:
         return [Finding("model", "fail", str(error), "name the folder of a model, as for `vllm serve`")]
-    return [_check_adapters(architectures), *_check_quantization(config)]
+    return [_check_adapters(architectures, generic), *_check_quantization(config)]
 
 
-def _check_adapters(architectures: list[str]) -> Finding:
+def _check_adapters(architectures: list[str], generic: bool) -> Finding:
     adapters: list[ModelAdapter | None] = []
     try:
         adapters = [find_adapter(name) for name in architectures]
@@ -34,6 +40,8 @@ def _check_adapters(architectures: list[str]) -> Finding:
     names = ", ".join(architectures)
     known = ", ".join(sorted({entry.name for entry in entry_points(group=GROUP)})) or "none"
     if adapters == [None] * len(adapters):
+        if generic:
+            return _check_generic(names)
         remedy = f"serve a model that has one ({known}), or write one: docs/write-an-adapter.md; or set DBO_GENERIC=1"
         return Finding("model", "fail", f"no adapter is registered for {names}", remedy)
     found = ", ".join(name_adapter(adapter) for adapter in adapters if adapter)
@@ -42,6 +50,13 @@ def _check_adapters(architectures: list[str]) -> Finding:
         return Finding("model", "ok" if None not in adapters else "warn", note)
     note = f"{names}, split by {found}; whether it can be as configured, the adapter says when it is loaded"
     return Finding("model", "ok", note)
+
+
+def _check_generic(names: str) -> Finding:
+    found = f"no adapter is registered for {names}; with DBO_GENERIC=1 its own forward is split at its all-reduces"
+    if find_version("greenlet") is None:
+        return Finding("model", "fail", found, "pip install 'dbo-runtime[generic]', which that needs")
+    return Finding("model", "ok", f"{found} (experimental), where there are several tensor parallel ranks")
 
 
 def _check_quantization(config: dict[str, Any]) -> list[Finding]:

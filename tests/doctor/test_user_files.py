@@ -123,6 +123,19 @@ def test_a_model_without_an_adapter_is_a_failure(config: object, said: str, tmp_
     assert said in found.found
 
 
+def test_without_an_adapter_the_generic_front_end_will_do_if_it_has_greenlet(
+    serving: Surroundings, tmp_path: Path
+) -> None:
+    granite = write_model(tmp_path / "model", {"architectures": ["GraniteForCausalLM"]})
+    serving.variables["DBO_GENERIC"] = "1"
+    found = serving.examine(granite)["model"]
+    assert (found["state"], found["remedy"]) == ("fail", "pip install 'dbo-runtime[generic]', which that needs")
+    serving.describe("greenlet", "3.5.6")
+    found = serving.examine(granite)["model"]
+    assert found["state"] == "ok"
+    assert "with DBO_GENERIC=1 its own forward is split at its all-reduces (experimental)" in found["found"]
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("absent", "is no folder"), (".", "has no config.json"), ("odd", "cannot be read")]
 )
