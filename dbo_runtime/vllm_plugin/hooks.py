@@ -9,10 +9,11 @@ vllm-ascend, which replaces classes of its own.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from dbo_runtime.adapter import ModelAdapter, find_adapter, name_adapter, record_program
-from dbo_runtime.config import RuntimeConfig, name_policy
+from dbo_runtime.config import RuntimeConfig, is_enabled, name_policy, read_environment
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import ConfigError, UnsupportedError
 from dbo_runtime.observe.counts import find_folder
@@ -27,8 +28,11 @@ DEVICES = (*PROVEN, "cuda", "npu")  # named alike by vLLM and by us
 WRITE_ONE = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
 
 
-def install(config: RuntimeConfig) -> None:
-    """Wrap the worker's start-up. Safe to call any number of times."""
+def install() -> None:
+    """Wrap the worker's start-up. Safe to call any number of times.
+
+    The settings are read when a worker starts: one process may run several engines, one after the other.
+    """
     compat.pass_settings_on()
     unknown = compat.find_unknown_version()
     if unknown is not None:
@@ -43,6 +47,9 @@ def install(config: RuntimeConfig) -> None:
     @functools.wraps(original)
     def init_device(self: Any) -> None:
         original(self)
+        if not is_enabled(os.environ):
+            return
+        config = read_environment(os.environ)
         _mend_platform(self.vllm_config.parallel_config, quiet=self.global_rank > 0)
         _wrap_load_model(self.worker.model_runner, config)
         _wrap_profile_run(self.worker.model_runner)

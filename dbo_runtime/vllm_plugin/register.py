@@ -29,4 +29,4 @@ def register() -> None:
     if config.trace:
         prepare_folder(config.trace)
     open_folder()
-    install(config)
+    install()

@@ -11,6 +11,7 @@ from dbo_models.dense import DenseAdapter
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.vllm_plugin import hooks
 from dbo_runtime.vllm_plugin.trial import Fault, Trial, try_adapter
 from tests.vllm.families import make_family
 
@@ -49,7 +50,11 @@ def test_the_registered_adapter_passes(llama: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_an_op_that_computes_something_else_is_named(llama: str) -> None:
+def test_an_op_that_computes_something_else_is_named(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process that has run an engine with overlap: a split forward would not be the model's own."""
+    hooks.install()
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_DBO", "1")
+    monkeypatch.setenv("DBO_MODE", "always")
     trial = try_adapter(llama, Wrapped("L1.mlp", lambda fn: lambda x: fn(x) * 1.01))
     assert {fault.op for fault in trial.faults if fault.cut is None} == {"L1.mlp"}, str(trial)
     assert trial.faults[0].declared_at.startswith(__file__)
