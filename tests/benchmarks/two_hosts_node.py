@@ -31,7 +31,9 @@ def main() -> int:
     """Be a node."""
     arguments = parse_arguments()
     join = join_tensor_parallel if arguments.parallel == "tensor" else join_data_parallel
-    options = join(arguments, {**OPTIONS, "attention_backend": arguments.attention_backend})
+    # Each run repeats the prompts of the last one, and is to compute them.
+    extra = {"attention_backend": arguments.attention_backend, "enable_prefix_caching": False}
+    options = join(arguments, {**OPTIONS, **extra})
     from vllm import LLM
 
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
