@@ -57,8 +57,13 @@ def let_workers_go_first() -> None:
 
 def find_server(model: str, options: dict[str, Any], *more: str) -> list[str]:
     """Return the command line of a server with these options."""
-    words = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
-    return [find_vllm(), "serve", model, *words, *more]
+    return [find_vllm(), "serve", model, *(_write(name, value) for name, value in options.items()), *more]
+
+
+def _write(name: str, value: Any) -> str:
+    """Return an option in the words of a command line."""
+    words = name.replace("_", "-")
+    return {True: f"--{words}", False: f"--no-{words}"}[value] if isinstance(value, bool) else f"--{words}={value}"
 
 
 def find_vllm() -> str:
