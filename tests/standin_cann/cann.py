@@ -22,7 +22,7 @@ class Kernel(NamedTuple):
     The stream is the id that CANN gives it (`StandIn.get_stream_id`), not torch's `stream_id`. What a graph runs has
     ids of its own: 1000000 times the number of the graph, counted from 1 in the order of captures, plus the lane. Lane
     0 is the stream that the capture began on; the others follow in the order in which they joined. Such a kernel counts
-    as queued when the replay starts.
+    as queued when the replay starts. A copy that the host waits for, such as that of `tensor.cpu()`, is on none: -1.
     """
 
     stream: int

@@ -55,6 +55,14 @@ def test_a_trace_shows_what_ran_where_and_when(standin: StandIn, gate: Gate) -> 
     assert work[2].queued <= work[0].start
 
 
+def test_a_trace_shows_copies_that_the_host_waits_for(standin: StandIn) -> None:
+    value = torch.ones(4, device="npu")
+    with standin.trace() as kernels:
+        assert value.cpu().sum() == 4
+    (copy,) = list_work(kernels)
+    assert (copy.stream, copy.name) == (-1, "MemcpyDeviceToHost")
+
+
 def test_a_trace_shows_waits_and_what_they_wait_for(standin: StandIn) -> None:
     producer, consumer = make_streams(2)
     with standin.trace() as kernels:

@@ -13,6 +13,7 @@
 #include "device.h"
 #include "failure.h"
 #include "stream.h"
+#include "trace.h"
 
 namespace standin {
 namespace {
@@ -146,14 +147,16 @@ aclError aclrtPointerGetAttributes(const void* address, aclrtPtrAttributes* attr
     return ACL_SUCCESS;
 }
 
-aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind) {
+aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind) {
     if (standin::refuses_blocking_calls()) {
         return standin::fail(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a copy that blocks, during a capture");
     }
     if (bytes > room) {
         return standin::fail(ACL_ERROR_RT_PARAM_INVALID, "a copy larger than its destination");
     }
+    standin::Time start = standin::get_time();
     std::memmove(to, from, bytes);
+    standin::trace({standin::NO_STREAM, standin::get_copy_name(kind), start, start, standin::get_time()});
     return ACL_SUCCESS;
 }
 

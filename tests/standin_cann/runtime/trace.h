@@ -11,6 +11,8 @@ using Time = uint64_t;
 
 Time get_time();
 
+constexpr int64_t NO_STREAM = -1;  // of a copy that the host makes, and waits for
+
 struct Interval {
     int64_t stream;
     std::string kernel;
