@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from vllm import forward_context
 
-from dbo_runtime.adapter import ModelAdapter, find_adapter, record_program
+from dbo_runtime.adapter import InputAdapter, ModelAdapter, find_adapter, record_program
 from dbo_runtime.batch import Batch, Decline, slice_batch
 from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import SplitError, UnsupportedError
@@ -119,8 +119,10 @@ def try_adapter(
         try:
             runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
             model = runner.get_model()
+            adapter = adapter or find_adapter(runner.vllm_config.model_config.architecture)
             program = record(model, runner.vllm_config, adapter)
-            comparison = _Comparison(program, model, ContextSplitter(runner.vllm_config))
+            take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
+            comparison = _Comparison(program, model, ContextSplitter(runner.vllm_config), take_inputs)
             model.forward = comparison
             tokens = [[3 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate(prompts)]
             sampling = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True, detokenize=False)
@@ -130,14 +132,13 @@ def try_adapter(
     return comparison.trial
 
 
-def record(model: Any, vllm_config: Any, adapter: ModelAdapter | None = None) -> Program:
-    """Return the program of a model that vLLM has made, by an adapter or by the one that is registered.
+def record(model: Any, vllm_config: Any, adapter: ModelAdapter | None) -> Program:
+    """Return the program of a model that vLLM has made.
 
     Raises:
-        UnsupportedError: if there is none, or it declines.
+        UnsupportedError: if there is no adapter, or it declines.
     """
     architecture = vllm_config.model_config.architecture
-    adapter = adapter or find_adapter(architecture)
     if adapter is None:
         raise UnsupportedError(f"no adapter is registered for {architecture}")
     refusal = find_config_hazard(vllm_config) or adapter.decline(model)
@@ -177,8 +178,9 @@ def _register_loader() -> None:
 class _Comparison:
     """Stands in for a model's forward: runs it, and then the program in all ways, and notes where they differ."""
 
-    def __init__(self, program: Program, model: Any, splitter: ContextSplitter) -> None:
+    def __init__(self, program: Program, model: Any, splitter: ContextSplitter, take_inputs: Any) -> None:
         self.trial = Trial(program)
+        self._take_inputs = take_inputs
         self._model = model
         self._forward = model.forward
         self._splitter = splitter
@@ -191,12 +193,14 @@ class _Comparison:
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        x = self._model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        if self._take_inputs is not None:
+            x = self._take_inputs(self._model, x, True)  # the forward takes them, too
         own: list[torch.Tensor] = []
         with listen(self._model, own):
             hidden = self._forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         context = forward_context.get_forward_context() if forward_context.is_forward_context_available() else None
         if context is not None and context.attn_metadata:
-            x = self._model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
             self._compare(context, x, positions, [*own, hidden])
         return hidden
 

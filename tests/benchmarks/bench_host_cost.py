@@ -38,6 +38,7 @@ from tests.benchmarks.handovers import (
     find_leaves,
     make_baton,
     make_generators,
+    make_strands,
     make_tasks,
     make_ubatches,
 )
@@ -72,6 +73,7 @@ POINTS = 2 * sum(find_leaves(DECODER)) + 1  # both micro-batches come in pieces,
 def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
     """How others take turns."""
     ubatching: Any = pytest.importorskip("vllm.v1.worker.ubatching", reason="needs vLLM, to compare with")
+    greenlet = pytest.importorskip("greenlet", reason="needs greenlet, to compare with")
     streams, loop = FreeStreams(), asyncio.new_event_loop()
     monkeypatch.setattr(ubatching, "torch", streams.torch)
     monkeypatch.setattr(ubatching, "current_stream", streams.find_stream)
@@ -83,6 +85,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
             "a thread each, woken by a semaphore": make_baton(leaves),
             "asyncio, a task each": make_tasks(leaves, loop),
             "a generator each": make_generators(leaves),
+            "a greenlet each, as `DBO_GENERIC=1` has": make_strands(leaves, greenlet),
         }
 
     yield make

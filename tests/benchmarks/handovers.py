@@ -92,6 +92,25 @@ def make_generators(leaves: Sequence[bool]) -> Way:
     return run_both
 
 
+def make_strands(leaves: Sequence[bool], greenlet: Any) -> Way:
+    """Two greenlets, resumed in turn, as DBO_GENERIC's strands are."""
+
+    def run(micro_batch: int, op: Op) -> None:
+        for _ in forward(leaves, micro_batch, op):
+            greenlet.getcurrent().parent.switch()
+
+    def run_both(op: Op) -> None:
+        strands = [greenlet.greenlet(run) for _ in range(2)]
+        for micro_batch, strand in enumerate(strands):
+            strand.switch(micro_batch, op)
+        while not all(strand.dead for strand in strands):
+            for strand in strands:
+                if not strand.dead:
+                    strand.switch()
+
+    return run_both
+
+
 class FreeStreams:
     """What `ubatching` uses of torch, at no cost: streams, events, and the current stream of each thread."""
 

@@ -72,7 +72,9 @@ def test_its_own_test_passes(site: Path) -> None:
 
 @pytest.mark.vllm
 def test_the_command_tries_it_and_shows_its_schedule(site: Path) -> None:
-    done = run(site, "-m", "dbo_runtime", "adapter", str(PACKAGE), "--render")
+    words = re.search(r"^dbo adapter examples/toy_adapter (--simulate .*)$", PAGE, re.MULTILINE)
+    assert words is not None
+    done = run(site, "-m", "dbo_runtime", "adapter", str(PACKAGE), "--render", *words[1].split())
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.startswith("equal to the model's own forward: 26 ops, unsplit and cut at ")
     quoted = re.search(r"^```\n(equal to the model's own forward.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -81,6 +83,24 @@ def test_the_command_tries_it_and_shows_its_schedule(site: Path) -> None:
     table = re.search(r"^```\n(step  compute .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert table is not None
     assert table[1] in done.stdout
+    drawing = re.search(r"^```\n(simulated: .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert drawing is not None
+    assert drawing[1] in done.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("attention", "'attention' is not OP=MS, such as attention=3.5."),
+        ("attention=-1", "'attention=-1' takes no such time; write 0 or more ms."),
+        ("attn=3", "no op is named 'attn'; there are attention, attn_add, "),
+    ],
+)
+def test_durations_that_mean_nothing_are_one_clear_line(site: Path, words: str, said: str) -> None:
+    done = run(site, "-m", "dbo_runtime", "adapter", str(PACKAGE), "--simulate", words)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.vllm
