@@ -7,7 +7,7 @@ NPU_BIN := $(VENV)-npu/bin
 NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-npu demo demo-two-hosts demo-expert-parallel demo-sweep train test test-npu test-slow bench \
+.PHONY: help setup setup-npu demo demo-vl demo-two-hosts demo-expert-parallel demo-sweep train test test-npu test-slow bench \
 	bench-two-hosts lint format clean
 
 help: ## list the targets
@@ -21,6 +21,9 @@ setup-npu: ## make .venv-npu: torch_npu and tests, without vLLM
 
 demo: setup ## generate with and without dual-batch overlap, compare and time them
 	$(BIN)/python examples/offline_dualbatch_overlap_npu.py
+
+demo-vl: setup ## the same with a model that sees: its vision encoder is split, too
+	$(BIN)/python examples/offline_dualbatch_overlap_npu.py --pictures
 
 demo-two-hosts: setup ## the same over a slow link between two hosts, which it makes of network namespaces (root)
 	$(BIN)/python examples/two_hosts.py

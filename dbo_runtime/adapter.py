@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder, Value
 
 GROUP = "dbo_runtime.adapters"
+ENCODERS = "dbo_runtime.encoders"
 LANES = (COMPUTE, COMM)
 
 
@@ -90,15 +91,45 @@ class ModelAdapter(Protocol):
         """
 
 
-def record_program(adapter: ModelAdapter, model: Any, collectives: Collectives) -> Program:
+@runtime_checkable
+class InputAdapter(Protocol):
+    """An adapter of a model that keeps something for its next forward, token by token, beside what it is given."""
+
+    def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:
+        """Return *x* [tokens, hidden] with that beside it [tokens, hidden and more]: it is cut as tokens are.
+
+        With *keep*, leave it there for another forward of the same step; otherwise take it away as that would.
+        """
+
+
+class EncoderAdapter(Protocol):
+    """Declares how one family of vision encoders runs. See `dbo_models.qwen_vl`."""
+
+    def decline(self, encoder: Any) -> str | None:
+        """Return why this very encoder (as configured and loaded) cannot be split, or None if it can."""
+
+    def weigh(self, encoder: Any, grid: Sequence[int]) -> float:
+        """Return how much computing an image or a video of *grid* (time, height, width, in patches) takes.
+
+        In any unit: micro-batches are balanced by it.
+        """
+
+    def record(self, p: ProgramBuilder, encoder: Any, collectives: Collectives, pixels: Value, grids: Value) -> Value:
+        """Declare the program of one micro-batch of images and return the value of their embeddings.
+
+        `pixels` will be the images' patches [patches, values], `grids` a list of (time, height, width) of each image.
+        """
+
+
+def record_program(adapter: ModelAdapter | EncoderAdapter, model: Any, collectives: Collectives) -> Program:
     """Run an adapter once and return the program it declares.
 
     Raises:
         ProgramError: if it breaks the contract, with the line where it does.
     """
     p = ProgramBuilder()
-    x, positions = p.input("x"), p.input("positions")
-    result = adapter.record(p, model, collectives, x, positions)
+    inputs = [p.input(name) for name in list(inspect.signature(adapter.record).parameters)[-2:]]
+    result = adapter.record(p, model, collectives, *inputs)
     if not isinstance(result, Value):
         where = inspect.getsourcefile(type(adapter)) or type(adapter).__name__
         raise ProgramError(f"record() of {name_adapter(adapter)} must return one Value, not {result!r}. ({where})")
@@ -115,16 +146,25 @@ def find_adapter(architecture: str) -> ModelAdapter | None:
     Raises:
         ProgramError: if the one registered cannot be loaded or is no adapter.
     """
-    found = [entry for entry in entry_points(group=GROUP) if entry.name == architecture]
-    if not found:
-        return None
-    if len({entry.value for entry in found}) > 1:
-        names = ", ".join(sorted(entry.value for entry in found))
-        raise ProgramError(f"{architecture} has several adapters ({names}); uninstall all but one.")
-    return _load(found[0])
+    entry = _find_entry(GROUP, architecture)
+    return None if entry is None else cast(ModelAdapter, _load(entry, ModelAdapter))
 
 
-def check_adapter(cls: Any, origin: str) -> ModelAdapter:
+def find_encoder_adapter(name: str) -> EncoderAdapter | None:
+    """Return the adapter registered for encoders of a class of this name, or None if nobody registered one.
+
+    As `find_adapter`, in the group `dbo_runtime.encoders`.
+    """
+    entry = _find_entry(ENCODERS, name)
+    return None if entry is None else cast(EncoderAdapter, _load(entry, EncoderAdapter))
+
+
+def list_encoders() -> set[str]:
+    """Return the names of the classes of encoders that have an adapter."""
+    return {entry.name for entry in entry_points(group=ENCODERS)}
+
+
+def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
     """Return an instance of an adapter class after checking it against the contract.
 
     Raises:
@@ -132,7 +172,9 @@ def check_adapter(cls: Any, origin: str) -> ModelAdapter:
     """
     if not inspect.isclass(cls):
         raise ProgramError(f"adapter {origin} must be a class, not {cls!r}.")
-    for name, method in (("decline", ModelAdapter.decline), ("record", ModelAdapter.record)):
+    needed = _list_methods(contract)
+    offered = {name: method for name, method in _list_methods(InputAdapter).items() if hasattr(cls, name)}
+    for name, method in {**needed, **offered}.items():
         declared = getattr(cls, name, None)
         if not callable(declared):
             raise ProgramError(f"adapter {origin} has no method {name}(). ({_locate(cls)})")
@@ -142,9 +184,8 @@ def check_adapter(cls: Any, origin: str) -> ModelAdapter:
             raise ProgramError(
                 f"adapter {origin}: {name}({', '.join(given)}) must take ({', '.join(wanted)}). ({_locate(declared)})"
             )
-    adapter: ModelAdapter
     try:
-        adapter = cast(ModelAdapter, cls())
+        adapter = cls()
     except Exception as error:
         raise ProgramError(
             f"adapter {origin} cannot be made by {cls.__name__}(): {error!r}. ({_locate(cls)})"
@@ -152,7 +193,7 @@ def check_adapter(cls: Any, origin: str) -> ModelAdapter:
     return adapter
 
 
-def name_adapter(adapter: ModelAdapter) -> str:
+def name_adapter(adapter: ModelAdapter | EncoderAdapter) -> str:
     """Return `module.Class` of an adapter."""
     return f"{type(adapter).__module__}.{type(adapter).__qualname__}"
 
@@ -177,12 +218,24 @@ def _check_places(program: Program) -> None:
             )
 
 
-def _load(entry: EntryPoint) -> ModelAdapter:
+def _find_entry(group: str, name: str) -> EntryPoint | None:
+    found = [entry for entry in entry_points(group=group) if entry.name == name]
+    if len({entry.value for entry in found}) > 1:
+        names = ", ".join(sorted(entry.value for entry in found))
+        raise ProgramError(f"{name} has several adapters ({names}); uninstall all but one.")
+    return found[0] if found else None
+
+
+def _list_methods(contract: type) -> dict[str, Callable[..., Any]]:
+    return {name: method for name, method in vars(contract).items() if inspect.isfunction(method) and name[0] != "_"}
+
+
+def _load(entry: EntryPoint, contract: type) -> Any:
     try:
         cls = entry.load()
     except Exception as error:
         raise ProgramError(f"adapter {entry.value} of {entry.name} cannot be imported: {error!r}") from error
-    return check_adapter(cls, entry.value)
+    return check_adapter(cls, entry.value, contract)
 
 
 def _locate(thing: Any) -> str:

@@ -21,6 +21,8 @@ BOUNDARY_TOLERANCE = 0.1
 # fixed cost of every collective again and hide next to nothing.
 LEAST_SHARE = 0.1
 
+SHARE_ROUNDS = 60  # of halving the range in which the least work of a micro-batch lies: to the last bit of a float
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -154,6 +156,29 @@ def share_together(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], 
 def share_evenly(batch: Batch, micro_batches: int) -> tuple[int, ...]:
     """Return the token offsets that would make micro-batches of equally many tokens [micro-batches - 1]."""
     return tuple(round(part * batch.tokens / micro_batches) for part in range(1, micro_batches))
+
+
+def share_by_work(work: Sequence[float], micro_batches: int) -> tuple[int, ...]:
+    """Return at which requests to cut so that the micro-batch with the most *work* [requests] has as little as can be.
+
+    Each request stays whole. There are fewer cuts than asked for where another one would not make that any less.
+    """
+    low, high = max(work, default=0.0), sum(work)
+    for _ in range(SHARE_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_fill(work, middle)) < micro_batches else (middle, high)
+    return _fill(work, high)
+
+
+def _fill(work: Sequence[float], most: float) -> tuple[int, ...]:
+    """Return where to cut so that no part has more than *most*, but for requests that have more by themselves."""
+    cuts, filled = [], 0.0
+    for request, amount in enumerate(work):
+        if request and filled + amount > most:
+            cuts.append(request)
+            filled = 0.0
+        filled += amount
+    return tuple(cuts)
 
 
 def find_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:

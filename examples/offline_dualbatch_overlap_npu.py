@@ -7,6 +7,7 @@ many steps were split or run whole and why, and the lanes of one split step.
 On a CPU (the default) it needs nothing but this repository:
 
     python examples/offline_dualbatch_overlap_npu.py
+    python examples/offline_dualbatch_overlap_npu.py --pictures
 
 On Ascend, next to vllm-ascend:
 
@@ -19,6 +20,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 TINY = str(Path(__file__).resolve().parent / "tiny-deepseek")
+TINY_VISION = str(Path(__file__).resolve().parent / "tiny-qwen-vl")
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
+PICTURE = re.compile(r"<\|vision_start\|>.*?<\|vision_end\|>")
 SHOWN = 12
 
 
@@ -44,6 +48,9 @@ def main() -> int:
         prompts = read_prompts(arguments.prompts)
     except OSError as error:
         print(f"error: the prompts cannot be read: {error}", file=sys.stderr)
+        return 2
+    if arguments.pictures and arguments.prompts is not None:
+        print("error: --pictures has prompts of its own; leave --prompts out.", file=sys.stderr)
         return 2
     if not prompts:
         print(f"error: {arguments.prompts} has no prompt in it; write one a line.", file=sys.stderr)
@@ -70,16 +77,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="where vLLM runs (default: cpu)")
     parser.add_argument(
         "--model",
-        default=TINY,
         metavar="DIR",
-        help="a DeepSeek V2, V3 or R1 checkpoint (default: the tiny trained one beside this file)",
+        help="a checkpoint of a model that has an adapter (default: the tiny trained one beside this file)",
     )
+    parser.add_argument("--pictures", action="store_true", help="ask about pictures; the tiny model is one that sees")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="tensor parallel ranks (default: 2)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one prompt a line (default: tasks the tiny model has learnt)"
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=16, metavar="N", help="longest answer in tokens (default: 16)"
+        "--max-tokens", type=int, default=24, metavar="N", help="longest answer in tokens (default: 24)"
     )
     parser.add_argument(
         "--mode",
@@ -94,7 +101,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", help="of the weights (default: float32 on cpu, the model's own on npu)")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.model = arguments.model or (TINY_VISION if arguments.pictures else TINY)
+    return arguments
 
 
 def run(arguments: argparse.Namespace, result: Path, settings: dict[str, str]) -> dict[str, Any] | None:
@@ -128,6 +137,8 @@ def generate(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28} if on_cpu else {}
     if on_cpu and arguments.model == TINY:
         options["attention_backend"] = "CPU_MLA"  # the one for AMX, where there is AMX, takes no fp32
+    if arguments.pictures:
+        options["limit_mm_per_prompt"] = {"image": 3, "video": 0}
     llm = LLM(
         arguments.model,
         tensor_parallel_size=arguments.tp,
@@ -138,19 +149,20 @@ def generate(arguments: argparse.Namespace) -> int:
         disable_log_stats=True,
         **options,
     )
-    prompts = read_prompts(arguments.prompts)
+    requests = draw_pictures() if arguments.pictures else [{"prompt": text} for text in read_prompts(arguments.prompts)]
     sampling = SamplingParams(max_tokens=arguments.max_tokens, temperature=0)
-    llm.generate(prompts, sampling, use_tqdm=False)  # first runs allocate and warm up
+    llm.generate(requests, sampling, use_tqdm=False)  # first runs allocate and warm up
     llm.collective_rpc("dbo_request_timeline")
     start = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
     found = {
-        "prompts": prompts,
+        "prompts": [PICTURE.sub("[picture]", request["prompt"]) for request in requests],
         "answers": [output.outputs[0].text for output in outputs],
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "seconds": seconds,
         "statistics": llm.collective_rpc("dbo_statistics")[0],
+        "encoder": llm.collective_rpc("dbo_encoder_statistics")[0],
         "timeline": llm.collective_rpc("dbo_timeline")[0],
     }
     arguments.result.write_text(json.dumps(found))
@@ -166,6 +178,14 @@ def read_prompts(file: Path | None) -> list[str]:
     return [task.prompt for task in held_out(8)]
 
 
+def draw_pictures() -> list[dict[str, Any]]:
+    """Return questions about pictures that the tiny model was not trained on, in the words of vLLM."""
+    from tiny_pictures import held_out
+
+    asked = [(each.prompt, {"image": list(each.pictures)} if each.pictures else {}) for each in held_out(16)]
+    return [{"prompt": prompt, "multi_modal_data": pictures} for prompt, pictures in asked]
+
+
 def report(arguments: argparse.Namespace, without: dict[str, Any], overlapped: dict[str, Any]) -> int:
     """Print the comparison; return 1 if any answer differs."""
     total = len(overlapped["prompts"])
@@ -179,7 +199,9 @@ def report(arguments: argparse.Namespace, without: dict[str, Any], overlapped: d
     print(f"\nidentical token by token: {total - len(different)} of {total} answers")
     for n in different[:SHOWN]:
         print(f"  differs: {overlapped['prompts'][n]!r}: {without['answers'][n]!r} -> {overlapped['answers'][n]!r}")
-    report_steps(overlapped["statistics"])
+    report_steps("steps", overlapped["statistics"])
+    if overlapped["encoder"] is not None:
+        report_steps("encoder forwards", overlapped["encoder"])
     report_timeline(overlapped["timeline"])
     print(f"\ntime: {without['seconds']:.2f} s without, {overlapped['seconds']:.2f} s with")
     if arguments.device == "cpu" and arguments.mode is None:
@@ -191,14 +213,14 @@ def report(arguments: argparse.Namespace, without: dict[str, Any], overlapped: d
     return 1 if different else 0
 
 
-def report_steps(statistics: dict[str, Any] | None) -> None:
-    """Print how many steps were split, and why the others were not."""
+def report_steps(what: str, statistics: dict[str, Any] | None) -> None:
+    """Print how many of *what* were split, and why the others were not."""
     if statistics is None:
-        print("steps: none were split; the reason is in the log above")
+        print(f"{what}: none were split; the reason is in the log above")
         return
-    print(f"steps split: {statistics['split']}, into {statistics['micro_batches']} micro-batches")
+    print(f"{what} split: {statistics['split']}, into {statistics['micro_batches']} micro-batches")
     for reason, count in statistics["declined"].items():
-        print(f"steps run whole: {count}, because: {reason}")
+        print(f"{what} run whole: {count}, because: {reason}")
 
 
 def report_timeline(found: dict[str, Any] | None) -> None:

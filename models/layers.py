@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import add
 from typing import Any
 
 from dbo_runtime.adapter import Collectives, ExpertParallel
@@ -25,16 +26,21 @@ def record_decoder(
     x: Value,
     positions: Value,
     attend: Attend = call_attention,
+    added: Sequence[Value] = (),
 ) -> Value:
     """Declare a decoder of pre-norm layers: embedded tokens in, normed hidden states out.
 
     *decoder* has `layers`, each of `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`, and a final
-    `norm`. Norms take (x, residual) and add as they norm; `self_attn` and `mlp` end in one all-reduce each.
+    `norm`. Norms take (x, residual) and add as they norm; `self_attn` and `mlp` end in one all-reduce each. What the
+    first layers give has *added* to it, one value for each of them [tokens, hidden].
     """
     stream: tuple[Value, ...] = (x,)
     for index, layer in enumerate(decoder.layers):
         with p.layer(index):
-            stream = record_layer(p, layer, collectives, stream, positions, attend)
+            x, residual = record_layer(p, layer, collectives, stream, positions, attend)
+            if index < len(added):
+                x = p.compute("add_features", add, x, added[index])
+            stream = x, residual
     hidden: Value = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream, overwrites=stream)
     return hidden
 

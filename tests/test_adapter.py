@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from dbo_models.toy import ToyAdapter, ToyCollectives, ToyModel
-from dbo_runtime.adapter import Collectives, check_adapter, find_adapter, name_adapter, record_program
+from dbo_runtime.adapter import (
+    Collectives,
+    EncoderAdapter,
+    check_adapter,
+    find_adapter,
+    find_encoder_adapter,
+    name_adapter,
+    record_program,
+)
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.program import ProgramBuilder, Value
@@ -133,6 +141,23 @@ def test_an_op_in_the_wrong_place_is_refused_by_file_and_line(adapter: Misplacin
 def test_ops_before_and_after_all_layers_are_in_none() -> None:
     program = record_program(Misplacing(layers=(None, 0, 1, None)), None, ToyCollectives())
     assert [op.label for op in program.ops] == ["op0", "L0.op1", "L1.op2", "op3"]
+
+
+class WrongInputs(ToyAdapter):
+    def take_inputs(self, model: Any, x: Any) -> Any:
+        return x
+
+
+def test_what_an_adapter_offers_beside_the_contract_is_checked_too() -> None:
+    with pytest.raises(ProgramError, match=r"take_inputs\(self, model, x\) must take \(self, model, x, keep\)"):
+        check_adapter(WrongInputs, "acme:WrongInputs")
+
+
+def test_encoders_have_adapters_of_their_own() -> None:
+    assert find_encoder_adapter("Qwen3_VisionTransformer") is not None
+    assert find_encoder_adapter("NobodysTransformer") is None
+    with pytest.raises(ProgramError, match=r"adapter acme:Toy: decline\(self, model\) must take \(self, encoder\)"):
+        check_adapter(ToyAdapter, "acme:Toy", EncoderAdapter)
 
 
 def test_nobody_registered_an_adapter_for_an_unknown_architecture() -> None:

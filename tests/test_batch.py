@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -13,6 +14,7 @@ from dbo_runtime.batch import (
     decide,
     decide_together,
     find_cuts,
+    share_by_work,
     share_evenly,
     slice_batch,
 )
@@ -247,3 +249,22 @@ def test_an_agreed_cut_is_taken_wherever_it_falls() -> None:
     assert [piece.size for piece in slice_batch(batch, [9], agreed=True)] == [9, 11]
     with pytest.raises(SplitError, match="cannot take"):
         slice_batch(Batch((10, 10), 20, cuttable=False), [9], agreed=True)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 4))
+def test_the_micro_batch_with_the_most_work_has_as_little_as_can_be(work: list[int], parts: int) -> None:
+    def find_most(cuts: Sequence[int]) -> int:
+        return max(sum(work[left:right]) for left, right in pairwise([0, *cuts, len(work)]))
+
+    cuts = share_by_work(work, parts)
+    assert len(cuts) < parts
+    assert list(cuts) == sorted(set(cuts))
+    assert all(0 < cut < len(work) for cut in cuts)
+    every_way = (ways for count in range(parts) for ways in combinations(range(1, len(work)), count))
+    assert find_most(cuts) == min(map(find_most, every_way))
+
+
+def test_work_that_is_nowhere_is_not_shared_out() -> None:
+    assert share_by_work([], 3) == ()
+    assert share_by_work([0.0, 0.0], 2) == ()
+    assert share_by_work([5.0], 2) == ()

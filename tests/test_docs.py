@@ -36,6 +36,15 @@ def test_the_table_of_models_is_what_is_registered() -> None:
     assert rows == [[name, value, str(count)] for (name, value), count in zip(ours, lines, strict=True)]
 
 
+def test_the_page_on_vision_has_every_reason_to_decline() -> None:
+    page = (ROOT / "docs" / "vision.md").read_text()
+    code = (ROOT / "dbo_runtime" / "vllm_plugin" / "encoder.py").read_text()
+    reasons = re.findall(r'Decline\("([^"]+)"', code) + re.findall(r'return "([^"]+)"', code)
+    assert len(reasons) >= 6
+    for reason in reasons:
+        assert reason in page
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_to_files_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):

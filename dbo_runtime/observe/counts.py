@@ -15,6 +15,7 @@ SHARED = "PROMETHEUS_MULTIPROC_DIR"  # set by vLLM if it has several API servers
 HELP: Mapping[str, str] = MappingProxyType(
     {
         "steps": "Steps that ran split or whole.",
+        "encoder_forwards": "Forwards of a vision encoder that ran split or whole.",
         "declines": "Steps that ran whole, by reason.",
         "micro_batches": "Micro-batches of split steps.",
         "micro_batch_tokens": "Tokens in a micro-batch.",
@@ -36,8 +37,9 @@ def statistics() -> dict[str, Any]:
     """Return what became of all steps so far, of all engines on this host, from any process of the server.
 
     `split` and `whole` steps; `micro_batches`, and their `tokens` in total; `declined`: steps by reason;
-    `predicted_seconds` and `measured_seconds` by way (`split`, `whole`), of the steps that were predicted;
-    `communication_seconds` and `hidden_seconds` of the `sampled` split steps, one in 64. All zero where overlap is off.
+    `encoder_forwards` by way (`split`, `whole`), of a vision encoder; `predicted_seconds` and `measured_seconds` by
+    way, of the steps that were predicted; `communication_seconds` and `hidden_seconds` of the `sampled` split steps,
+    one in 64. All zero where overlap is off.
     """
     folder = find_folder()
     files = [] if folder is None else sorted(map(str, Path(folder).glob("*_dbo*.db")))
@@ -70,6 +72,7 @@ def _sum_up(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     return {
         "split": count("steps", "split"),
         "whole": count("steps", "whole"),
+        "encoder_forwards": {way: count("encoder_forwards", way) for way in ("split", "whole")},
         "micro_batches": count("micro_batches"),
         "tokens": count("micro_batch_tokens_sum"),
         "declined": {reason: round(number) for reason, number in found.get("declines", {}).items()},

@@ -27,6 +27,11 @@ class WorkerExtension:
         forward = self._dbo_forward()
         return None if forward is None else forward.runtime.statistics.as_dict()
 
+    def dbo_encoder_statistics(self) -> dict[str, Any] | None:
+        """Return the counts of the vision encoder's forwards, or None where it is not split at all."""
+        encoder = self._dbo_encoder()
+        return None if encoder is None else encoder.runtime.statistics.as_dict()
+
     def dbo_request_timeline(self) -> None:
         """Keep the timeline of the next step that is split, and forget the last one."""
         forward = self._dbo_forward()
@@ -60,6 +65,12 @@ class WorkerExtension:
             raise SplitError(f"data parallel ranks take a list of cuts each, all of them in one call, not {cuts}.")
         elif cuts is not None:
             planner.choose_cuts = partial(_keep_possible, cuts)
+
+    def dbo_cut_images_at(self, cuts: list[int] | None) -> None:
+        """Cut every batch of images before these (0 is the first), whatever the settings say; None returns to them."""
+        encoder = self._dbo_encoder()
+        if encoder is not None:
+            encoder.choose_cuts = None if cuts is None else partial(_keep_inside, cuts)
 
     def dbo_last_step(self) -> dict[str, Any] | None:
         """Return of the last step its way (`whole` or `split`), the seconds predicted (or None), and those it took."""
@@ -101,15 +112,25 @@ class WorkerExtension:
 
         In force from the next step on. For tests and measurements; with data parallel ranks only while no request runs.
         """
-        forward = self._dbo_forward()
-        if forward is not None:
-            forward.runtime.config = read_environment({**os.environ, **settings})
+        config = read_environment({**os.environ, **settings})
+        for forward in (self._dbo_forward(), self._dbo_encoder()):
+            if forward is not None:
+                forward.runtime.config = config
 
     def _dbo_forward(self) -> Any:
         from dbo_runtime.vllm_plugin.forward import SplitForward
 
         forward = self.model_runner.get_model().forward
         return forward if isinstance(forward, SplitForward) else None
+
+    def _dbo_encoder(self) -> Any:
+        from dbo_runtime.vllm_plugin.encoder import get_encoder
+
+        return get_encoder(self.model_runner.get_model())
+
+
+def _keep_inside(cuts: list[int], grids: list[Any]) -> list[int]:
+    return [cut for cut in cuts if 0 < cut < len(grids)]
 
 
 def _keep_possible(cuts: list[int], batch: Batch) -> list[int]:

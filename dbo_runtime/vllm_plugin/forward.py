@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -15,21 +14,17 @@ from vllm import forward_context
 from dbo_runtime.batch import Decline
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device, Stopwatch
-from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.correction import SPLIT, WHOLE
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
 from dbo_runtime.vllm_plugin.agreement import Agreement
+from dbo_runtime.vllm_plugin.comparison import compare_results
 from dbo_runtime.vllm_plugin.metrics import Metrics
 from dbo_runtime.vllm_plugin.recording import Recording
 from dbo_runtime.vllm_plugin.step_planner import StepPlanner, find_cuts
 
 if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.cost_source import CostSource  # which calibrates with forwards
-
-# How far split and unsplit results may be apart under DBO_CHECK, relative to the largest value: what rounding in other
-# shapes gives, by type.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 class StepTime(NamedTuple):
@@ -49,6 +44,7 @@ class SplitForward:
         runtime: runs plans.
         planner: plans steps.
         agreement: of all ranks that communicate in a step.
+        take_inputs: see `InputAdapter`; what the program takes is what vLLM gives if there is none.
 
     Attributes:
         recording: records split steps for whoever wants to know.
@@ -64,6 +60,7 @@ class SplitForward:
         runtime: MicroBatchRuntime,
         planner: StepPlanner,
         agreement: Agreement,
+        take_inputs: Callable[[Any, torch.Tensor, bool], torch.Tensor] | None = None,
     ) -> None:
         self.runtime = runtime
         self.planner = planner
@@ -75,6 +72,7 @@ class SplitForward:
         self._model = model
         self._forward = forward
         self._agreement = agreement
+        self._take_inputs = take_inputs
 
     def copy_for(self, device: Device, config: RuntimeConfig, group: Any) -> SplitForward:
         """Return a forward of the same model with plans, counts and times of its own, and a silent log."""
@@ -112,7 +110,7 @@ class SplitForward:
         if self.metrics is not None and self.planner.serving:
             self.metrics.count_step(plan)
         if checks and isinstance(plan, Plan):
-            self._check_result(hidden, whole(), plan)
+            compare_split("hidden states", hidden, whole(), plan)
         return hidden
 
     def _run(
@@ -124,6 +122,8 @@ class SplitForward:
         inputs_embeds: torch.Tensor | None,
     ) -> torch.Tensor:
         x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
+        if self._take_inputs is not None:
+            x = self._take_inputs(self._model, x, self.runtime.config.check)
         inputs = [(x[piece.tokens], positions[..., piece.tokens]) for piece in plan.slices]
         recorder = self.recording.begin()
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
@@ -157,14 +157,11 @@ class SplitForward:
         if planner is not None and planner.correction.count():
             planner.correct(self._agreement.gather(planner.correction.propose()))
 
-    def _check_result(self, split: torch.Tensor, whole: torch.Tensor, plan: Plan) -> None:
-        apart = (split - whole).abs().max().item()
-        allowed = TOLERANCE.get(whole.dtype, 1e-4) * whole.abs().max().item()
-        if not apart <= allowed < math.inf:
-            raise SplitError(
-                f"split and unsplit hidden states are {apart:.3g} apart (allowed {allowed:.3g}) with cuts at "
-                f"{find_cuts(plan)}, schedule {plan.digest}. Please report it; DBO_MODE=off serves unsplit meanwhile."
-            )
+
+def compare_split(what: str, split: torch.Tensor, whole: torch.Tensor, plan: Plan) -> None:
+    """Raise SplitError if *what* a plan gave split is further from what it gave whole than rounding explains."""
+    how = f"cuts at {find_cuts(plan)}, schedule {plan.digest}"
+    compare_results(f"split and unsplit {what}", split, whole, how, "DBO_MODE=off serves unsplit")
 
 
 def _find_obstacle(intermediate_tensors: Any, kwargs: dict[str, Any]) -> Decline | None:

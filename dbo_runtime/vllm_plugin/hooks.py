@@ -2,17 +2,19 @@
 
 `WorkerWrapperBase.init_device` is run by every executor on every platform. After it the worker owns a model runner;
 that instance's `load_model` and `profile_run` are wrapped, the worker's `compile_or_warm_up_model`, and then the
-`forward` of the loaded model instance is replaced. Nothing is subclassed or registered, so there is no race with
-vllm-ascend, which replaces classes of its own.
+`forward` of the loaded model instance is replaced, and its vision encoder's. No class is registered but the one that
+hands an encoder's attention its lengths, on top of whatever is there then: so there is no race with vllm-ascend, which
+replaces classes of its own, and has by then.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from dbo_runtime.adapter import ModelAdapter, find_adapter, name_adapter, record_program
+from dbo_runtime.adapter import InputAdapter, ModelAdapter, find_adapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig, is_enabled, name_policy, read_environment
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import ConfigError, UnsupportedError
@@ -21,6 +23,10 @@ from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
+
+if TYPE_CHECKING:
+    from dbo_runtime.vllm_plugin.encoder import FoundEncoder
+    from dbo_runtime.vllm_plugin.metrics import Metrics
 
 _INSTALLED = "_dbo_installed"
 PROVEN = ("cpu",)  # where split steps of vLLM have been compared with unsplit ones
@@ -51,12 +57,28 @@ def install() -> None:
             return
         config = read_environment(os.environ)
         _mend_platform(self.vllm_config.parallel_config, quiet=self.global_rank > 0)
+        _plan_on_host(self.vllm_config, config)
         _wrap_load_model(self.worker.model_runner, config)
         _wrap_profile_run(self.worker.model_runner)
         _wrap_warm_up(self.worker)
 
     setattr(init_device, _INSTALLED, True)
     WorkerWrapperBase.init_device = init_device
+
+
+def _plan_on_host(vllm_config: Any, config: RuntimeConfig) -> None:
+    """Let encoders' attention have its lengths from the host, where that has been compared with what it was.
+
+    Not where encoders are compiled or captured: lengths are integers, and those of the first images would stay.
+    """
+    if vllm_config.model_config.multimodal_config is None or find_unproven(compat.find_platform(), config) is not None:
+        return
+    compilation = vllm_config.compilation_config
+    if compilation.compile_mm_encoder or compilation.cudagraph_mm_encoder:
+        return
+    from dbo_runtime.vllm_plugin.host_plan import install_host_plan
+
+    install_host_plan(config.check)
 
 
 def _wrap_load_model(runner: Any, config: RuntimeConfig) -> None:
@@ -95,6 +117,7 @@ def _wrap_warm_up(worker: Any) -> None:
 
     @functools.wraps(warm_up)
     def warm_up_and_serve(*args: Any, **kwargs: Any) -> Any:
+        from dbo_runtime.vllm_plugin.encoder import get_encoder
         from dbo_runtime.vllm_plugin.forward import SplitForward
 
         result = warm_up(*args, **kwargs)
@@ -103,6 +126,9 @@ def _wrap_warm_up(worker: Any) -> None:
             if forward.costs is not None:
                 forward.costs.settle(forward.runtime.config)
             forward.planner.serving = True
+        encoder = get_encoder(worker.model_runner.get_model())
+        if encoder is not None:
+            encoder.serving = True
         return result
 
     worker.compile_or_warm_up_model = warm_up_and_serve
@@ -127,17 +153,28 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     if adapter is None and config.generic:
         adapter = _open_generic(groups, vllm_config)
     program = unproven or _record(adapter, architecture, model, vllm_config, collectives)
-    hosts = _compare_settings(groups.everyone, config, program, _votes(vllm_config, groups))
-    if adapter is None or isinstance(program, str):
+    encoder = None if unproven else _find_encoder(model, vllm_config, collectives)
+    hosts = _compare_settings(groups.everyone, config, (program, encoder), _votes(vllm_config, groups))
+    if isinstance(program, str):
         log.warning("every step runs whole", reason=program, model=architecture)
+    if isinstance(encoder, str):
+        log.warning("every forward of the vision encoder runs whole", reason=encoder, model=architecture)
+    if isinstance(program, str) and (encoder is None or isinstance(encoder, str)):
         return
     collectives.connect()
     transport = compat.find_transport(groups, hosts)
     device = _open_device(collectives)
-    model.forward = _make_forward(program, model, vllm_config, config, groups, transport, device, log)
-    _observe(model.forward, vllm_config, config, groups, log)
-    model.forward.costs = _make_cost_source(runner, model.forward, config, groups, transport, hosts, log)
+    metrics = _open_metrics(vllm_config, groups)
     setattr(model, _INSTALLED, True)
+    if encoder is not None and not isinstance(encoder, str):
+        encoder.attach(device, config, groups.tensor_parallel, hosts, metrics, log)
+    if isinstance(program, str):
+        return
+    assert adapter is not None, "it has recorded a program"
+    forward = _make_forward(program, adapter, model, vllm_config, config, groups, transport, device, log)
+    _observe(forward, config, groups, metrics, log)
+    forward.costs = _make_cost_source(runner, forward, config, groups, transport, hosts, log)
+    model.forward = forward
     log.info(
         "dual-batch overlap is active",
         model=architecture,
@@ -205,7 +242,16 @@ def _votes(vllm_config: Any, groups: compat.Groups) -> bool:
     return groups.data_parallel is not None and bool(vllm_config.cache_config.enable_prefix_caching)
 
 
-def _compare_settings(group: Any, config: RuntimeConfig, program: Program | str, votes: bool) -> int:
+def _find_encoder(model: Any, vllm_config: Any, collectives: Any) -> FoundEncoder | str | None:
+    """Return the vision encoder of this model, why it runs whole, or None if there is none."""
+    if vllm_config.model_config.multimodal_config is None:
+        return None
+    from dbo_runtime.vllm_plugin.encoder import find_encoder
+
+    return find_encoder(model, vllm_config, collectives)
+
+
+def _compare_settings(group: Any, config: RuntimeConfig, found: Sequence[Any], votes: bool) -> int:
     """Compare the settings of all ranks once: with others they would decide differently later, and hang.
 
     Returns:
@@ -213,7 +259,7 @@ def _compare_settings(group: Any, config: RuntimeConfig, program: Program | str,
     """
     from dbo_runtime.vllm_plugin.agreement import gather, tell
 
-    can_split = program if isinstance(program, str) else "can be split"
+    can_split = [thing if isinstance(thing, str | None) else "can be split" for thing in found]
     own = f"{config}, {can_split}, votes: {votes}, {compat.describe_versions()}"
     said = gather(group, (own, compat.find_host()))
     settings = [words for words, _ in said]
@@ -237,6 +283,7 @@ def _open_device(collectives: Any) -> Device:
 
 def _make_forward(
     program: Program,
+    adapter: ModelAdapter,
     model: Any,
     vllm_config: Any,
     config: RuntimeConfig,
@@ -256,23 +303,30 @@ def _make_forward(
     rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group
     planner = StepPlanner(runtime, ContextSplitter(vllm_config), agreement, transport, rank)
     planner.serving = False  # until vLLM has warmed up
-    return SplitForward(model, model.forward, runtime, planner, agreement)
+    take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
+    return SplitForward(model, model.forward, runtime, planner, agreement, take_inputs)
 
 
-def _observe(forward: Any, vllm_config: Any, config: RuntimeConfig, groups: compat.Groups, log: Any) -> None:
-    """Let a forward trace and count what it does; the first tensor parallel rank counts for all, which do the same."""
+def _open_metrics(vllm_config: Any, groups: compat.Groups) -> Metrics | None:
+    """Return what counts on this rank: the first tensor parallel one counts for all, which do the same."""
+    folder = find_folder()
+    if folder is None or groups.tensor_parallel.rank_in_group > 0:
+        return None
     from dbo_runtime.vllm_plugin.metrics import Metrics
+
+    name, engine = vllm_config.model_config.served_model_name, vllm_config.parallel_config.data_parallel_index
+    return Metrics(folder, name, engine)
+
+
+def _observe(forward: Any, config: RuntimeConfig, groups: compat.Groups, metrics: Metrics | None, log: Any) -> None:
+    """Let a forward trace and count what it does."""
     from dbo_runtime.vllm_plugin.recording import Recording
     from dbo_runtime.vllm_plugin.traces import TraceFolder
 
-    folder = find_folder()
-    if folder is not None and groups.tensor_parallel.rank_in_group == 0:
-        name, engine = vllm_config.model_config.served_model_name, vllm_config.parallel_config.data_parallel_index
-        forward.metrics = Metrics(folder, name, engine)
     traces = None
     if config.trace:
         traces = TraceFolder(config.trace, config.trace_steps, groups.everyone, forward.runtime.device, log)
-    forward.recording = Recording(traces, forward.metrics)
+    forward.metrics, forward.recording = metrics, Recording(traces, metrics)
 
 
 def _make_cost_source(

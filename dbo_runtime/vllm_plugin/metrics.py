@@ -101,6 +101,10 @@ class Metrics:
             self._put("histogram", "micro_batch_tokens", "_bucket", 1, {"le": str(bound)})
             self._put("histogram", "micro_batch_tokens", "_sum", piece.size, {})
 
+    def count_encoder(self, plan: Plan | Decline) -> None:
+        """Count a forward of the vision encoder that ran split or whole."""
+        self._add("encoder_forwards", 1, way="whole" if isinstance(plan, Decline) else "split")
+
     def count_time(self, way: str, expected: float, seconds: float) -> None:
         """Add up what steps of a *way* (`whole` or `split`) were predicted to take, and took, in seconds."""
         self._add("predicted_seconds", expected, way=way)

@@ -35,6 +35,24 @@ def test_the_demo_shows_identical_answers_split_steps_and_a_timeline() -> None:
     assert "Splitting was forced" in done.stdout
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_demo_sees_pictures_with_overlap_as_without() -> None:
+    done = run_example("offline_dualbatch_overlap_npu.py", "--pictures")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "identical token by token: 16 of 16 answers" in done.stdout
+    assert int(re.findall(r"^steps split: (\d+)", done.stdout, re.MULTILINE)[0]) > 5
+    assert int(re.findall(r"^encoder forwards split: (\d+)", done.stdout, re.MULTILINE)[0]) > 0
+    assert re.search(r"^\[picture\]what\? +(small|big) \w+ on \w+$", done.stdout, re.MULTILINE)
+
+
+def test_pictures_have_prompts_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("12+57=\n")
+    done = run_example("offline_dualbatch_overlap_npu.py", "--pictures", "--prompts", str(tmp_path / "prompts"))
+    assert done.returncode == 2
+    assert "--pictures has prompts of its own" in done.stderr
+
+
 def test_the_demo_explains_all_its_options() -> None:
     done = run_example("offline_dualbatch_overlap_npu.py", "--help")
     assert done.returncode == 0

@@ -66,8 +66,8 @@ class Engine:
         assert len(counts) == 1
         return int(counts.pop())
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 1, arrive: Sequence[int] = ()) -> list[Answer]:
-        """Generate greedily from token prompts; return all log-probabilities.
+    def generate(self, prompts: Sequence[Any], tokens: int = 1, arrive: Sequence[int] = ()) -> list[Answer]:
+        """Generate greedily from prompts, of tokens or as vLLM takes them; return all log-probabilities.
 
         With *arrive*, prompt i is added only after that many steps, so that steps mix decodes and prefills.
         """
@@ -80,7 +80,8 @@ class Engine:
         step = 0
         while waiting or engine.has_unfinished_requests():
             for i in [i for i, when in waiting.items() if when <= step]:
-                engine.add_request(str(i), {"prompt_token_ids": list(prompts[i])}, sampling)
+                given = prompts[i] if isinstance(prompts[i], dict) else {"prompt_token_ids": list(prompts[i])}
+                engine.add_request(str(i), given, sampling)
                 del waiting[i]
             for output in engine.step():
                 if output.finished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import socket
@@ -14,9 +15,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import Any
+
+from PIL import Image
 
 from examples.process_group import end_group
+from examples.tiny_pictures import SLOT, Picture, Question
 
 STARTS_WITHIN = 240.0  # seconds
 OPTIONS = (
@@ -41,6 +47,11 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self._complete(prompt, tokens), prompts))
 
+    def chat(self, questions: Sequence[Question], tokens: int = 24) -> list[str]:
+        """Ask all questions, with their pictures, at once."""
+        with ThreadPoolExecutor(len(questions)) as pool:
+            return list(pool.map(lambda question: self._chat(question, tokens), questions))
+
     def scrape(self, name: str) -> dict[str, float]:
         """Return what `/metrics` says of a metric: a value for each text of labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as response:
@@ -48,15 +59,24 @@ class Server:
         return {line.rpartition(" ")[0].removeprefix(name): float(line.rpartition(" ")[2]) for line in lines}
 
     def _complete(self, prompt: str, tokens: int) -> str:
-        body = {"model": str(self.model), "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        text: str = self._post("completions", prompt=prompt, max_tokens=tokens)["text"]
+        return text
+
+    def _chat(self, question: Question, tokens: int) -> str:
+        parts = [{"type": "image_url", "image_url": {"url": _encode(picture)}} for picture in question.pictures]
+        said = {"type": "text", "text": question.prompt.replace(SLOT, "")}
+        message = {"role": "user", "content": [*parts, said]}
+        text: str = self._post("chat/completions", messages=[message], max_tokens=tokens)["message"]["content"]
+        return text
+
+    def _post(self, path: str, **body: Any) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            data=json.dumps(body).encode(),
+            f"http://127.0.0.1:{self.port}/v1/{path}",
+            data=json.dumps({"model": str(self.model), "temperature": 0, **body}).encode(),
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as response:
-            text: str = json.load(response)["choices"][0]["text"]
-            return text
+            return json.load(response)["choices"][0]
 
 
 @contextmanager
@@ -77,6 +97,12 @@ def serve(model: Path, log: Path, *options: str, **environment: str) -> Iterator
             yield Server(port, model, log)
         finally:
             end_group(process)
+
+
+def _encode(picture: Picture) -> str:
+    file = BytesIO()
+    Image.fromarray(picture).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -451,7 +451,8 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
 
 def make_extension(forward: Any) -> WorkerExtension:
     extension = WorkerExtension()
-    extension.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(forward=forward))
+    model = SimpleNamespace(forward=forward, modules=list)
+    extension.model_runner = SimpleNamespace(get_model=lambda: model)
     return extension
 
 
@@ -482,8 +483,10 @@ def test_a_worker_whose_model_is_not_split_has_nothing_to_tell() -> None:
     extension = make_extension(lambda: None)
     extension.dbo_request_timeline()
     extension.dbo_cut_at([5])
+    extension.dbo_cut_images_at([1])
     extension.dbo_configure({"DBO_MODE": "off"})
     assert extension.dbo_statistics() is None
+    assert extension.dbo_encoder_statistics() is None
     assert extension.dbo_timeline() is None
     assert extension.dbo_last_step() is None
     assert extension.dbo_calibrate() is None

@@ -14,6 +14,7 @@ from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import record_program
 from dbo_runtime.errors import ProgramError, UnsupportedError
 from dbo_runtime.executor import run_sequential
+from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin import generic
 from dbo_runtime.vllm_plugin.generic import GenericAdapter, Strand
@@ -186,3 +187,8 @@ def test_a_model_without_an_adapter_says_split_what_it_says_whole(granite: Engin
     mixed = run_whole(granite, PROMPTS, 6, MIXED)
     for cuts in MIXED_CUTS:
         assert_close(mixed, run_cut(granite, cuts, PROMPTS, 6, MIXED))
+    granite.llm.collective_rpc("dbo_request_timeline")
+    run_cut(granite, PREFILL_CUTS[0], PROMPTS)
+    for found in granite.llm.collective_rpc("dbo_timeline"):  # recorded like any other
+        spans = Timeline.from_dict(found).spans
+        assert {("compute", "L0.part1", 1), ("comm", "L2.reduce0", 0)} <= {span[:3] for span in spans}

@@ -76,7 +76,9 @@ def test_a_split_profile_is_reserved_for_and_its_results_are_not_checked(
     one_rank: Engine, reserving: SplitForward, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reserving.runtime, "config", replace(reserving.runtime.config, check=True))
-    monkeypatch.setattr(SplitForward, "_check_result", lambda *_: pytest.fail("what means nothing was compared"))
+    monkeypatch.setattr(
+        "dbo_runtime.vllm_plugin.forward.compare_split", lambda *_: pytest.fail("what means nothing was compared")
+    )
     monkeypatch.setattr(reserving.planner, "serving", False)
     assert profile_split(one_rank.runner, GROUP, one_rank.runner.profile_run) == 3 << 20
     assert "vLLM's memory profile has seen a split step  taken=3 MiB" in capfd.readouterr().err

@@ -27,6 +27,7 @@ from tests.programs import record_toy
 NOTHING = {
     "split": 0,
     "whole": 0,
+    "encoder_forwards": {"split": 0, "whole": 0},
     "micro_batches": 0,
     "tokens": 0,
     "declined": {},
@@ -96,11 +97,13 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         metrics.count_step(make_plan(100, 28))
         metrics.count_step(Decline("nowhere to cut"))
         metrics.count_time("split", 0.5, 0.75)
+        metrics.count_encoder(make_plan(16, 16))
         spans = (Span("compute", "a", 0, 0.0, 3.0), Span("comm", "b", 1, 2.0, 6.0), Span("aux", "c", 0, 2.5, 3.5))
         metrics.add_sample(Timeline(spans))
     assert dbo_runtime.statistics() == {
         "split": 2,
         "whole": 2,
+        "encoder_forwards": {"split": 2, "whole": 0},
         "micro_batches": 4,
         "tokens": 256,
         "declined": {"nowhere to cut": 2},

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_pictures import held_out as held_out_pictures
 from examples.tiny_tasks import held_out
 from tests.observe.trace_folders import check_traces
 from tests.vllm.conftest import TINY, share_cores
 from tests.vllm.families import make_family
 from tests.vllm.server import serve
+from tests.vllm.vision_families import TINY as TINY_VISION
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TASKS = held_out(10)
 PROMPTS = [task.prompt for task in TASKS]
 ANSWERS = [task.answer for task in TASKS]
+RIGHT = 24  # of 24 questions about pictures
 ON = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_MODE": "always"}
 
 
@@ -57,6 +60,26 @@ def test_data_and_expert_parallel_served_with_overlap_answer_as_without(tmp_path
     assert log.count("dual-batch overlap is active") == 1
     assert "ranks=2  data_parallel=2  transport=one host" in log
     assert log.count("new plan") == 1
+
+
+def test_pictures_are_seen_with_overlap_as_without(tmp_path: Path) -> None:
+    questions = held_out_pictures(24)
+    options = (
+        "--tensor-parallel-size=2",
+        '--limit-mm-per-prompt={"image": 3, "video": 0}',
+        "--mm-processor-cache-gb=0",
+    )
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": share_cores()}
+    answers = []
+    for name, settings in (("off", {"VLLM_ASCEND_ENABLE_DBO": "0"}), ("on", ON)):
+        with serve(TINY_VISION, tmp_path / name, *options, **settings, **cores) as server:
+            answers.append(server.chat(questions))
+            forwards, log = server.scrape("vllm:dbo_encoder_forwards_total"), server.log.read_text()
+    assert answers[0] == answers[1]
+    assert sum(answer == question.answer for answer, question in zip(answers[1], questions, strict=True)) >= RIGHT
+    assert next(count for labels, count in forwards.items() if 'way="split"' in labels) > 0
+    assert log.count("the vision encoder overlaps, too") == 1
+    assert "encoder=Qwen2_5_VisionTransformer  adapter=dbo_models.qwen_vl.Qwen25VisionAdapter" in log
 
 
 def test_vllm_plugins_without_us_serves_as_if_we_were_not_installed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin import hooks
 from dbo_runtime.vllm_plugin.trial import Fault, Trial, try_adapter
 from tests.vllm.families import make_family
+from tests.vllm.vision_families import QWEN3, make_vision_family
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,15 @@ def test_the_registered_adapter_passes(llama: str) -> None:
     assert trial.cuts > 12
     count = f"{len(trial.program.ops)} ops, unsplit and cut at {trial.cuts} places"
     assert str(trial) == f"equal to the model's own forward: {count}"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_model_that_keeps_inputs_by_token_is_tried_with_them(tmp_path: Path) -> None:
+    model = make_vision_family(QWEN3, tmp_path / "model")
+    trial = try_adapter(str(model), skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0})
+    assert not trial.faults, str(trial)
+    assert "take_features" in {op.name for op in trial.program.ops}
 
 
 @pytest.mark.vllm

@@ -1,0 +1,139 @@
+"""Attention within sequences whose lengths the host knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+LARGE = 128  # what the NPU's kernels take heads of more than SMALL to be
+SMALL = 64
+
+Kernel = Callable[..., Any]
+
+
+class EncoderAttention(Protocol):
+    """Attention of one shape: of so many query heads and key and value heads on this rank, of a size, with a scale."""
+
+    def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None: ...
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Attend within sequences, one after the other.
+
+        Args:
+            query: [patches, heads, size].
+            key: [patches, kv heads, size].
+            value: [patches, kv heads, size].
+            counts: patches of each sequence; together all.
+
+        Returns:
+            [patches, heads, size].
+        """
+
+
+class CpuAttention(EncoderAttention):
+    """Attention on the CPU: neighbours of equal length in one call.
+
+    Each sequence is computed as by itself, so this gives the very bits that a call for each would.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None:
+        self._grouped = heads != kv_heads
+        self._scale = scale
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Attend within sequences."""
+        parts = []
+        for first, last, count in _find_runs(counts):
+            q, k, v = (_stack(tensor[first:last], count) for tensor in (query, key, value))
+            part = F.scaled_dot_product_attention(q, k, v, scale=self._scale, enable_gqa=self._grouped)
+            parts.append(part.transpose(1, 2).reshape(last - first, *query.shape[1:]))
+        return torch.cat(parts)
+
+
+class NpuAttention(EncoderAttention):
+    """Attention on an NPU, whose kernels take lengths as integers.
+
+    With NNAL that is `_npu_flash_attention_unpad`, which vllm-ascend took, too; otherwise CANN's fused attention. What
+    the shape decides is decided once: heads between SMALL and LARGE are padded with zeros, which changes no score.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None:
+        self._size = size
+        self._padding = LARGE - size if SMALL < size < LARGE else 0
+        unpadded = find_unpadded_kernel()
+        if unpadded is not None:
+            self._kernel = partial(_attend_unpadded, unpadded, heads, kv_heads, scale)
+        else:
+            self._kernel = partial(_attend_fused, torch.ops.npu.npu_fused_infer_attention_score, heads, kv_heads, scale)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Attend within sequences."""
+        if self._padding:
+            query, key, value = (F.pad(tensor, (0, self._padding)) for tensor in (query, key, value))
+        result: torch.Tensor = self._kernel(query.contiguous(), key.contiguous(), value.contiguous(), counts)
+        return result[..., : self._size] if self._padding else result
+
+
+def find_unpadded_kernel() -> Kernel | None:
+    """Return NNAL's attention, or None where torch_npu has none."""
+    return getattr(torch.ops.atb, "_npu_flash_attention_unpad", None)
+
+
+def _attend_unpadded(
+    kernel: Kernel,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    counts: Sequence[int],
+) -> torch.Tensor:
+    result = torch.empty_like(query)
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    shape = {"scale_value": scale, "num_heads": heads, "num_kv_heads": kv_heads}
+    kernel(query=query, key=key, value=value, seq_len=lengths, **shape, out=result)
+    return result
+
+
+def _attend_fused(
+    kernel: Kernel,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    counts: Sequence[int],
+) -> torch.Tensor:
+    ends = list(accumulate(counts))
+    lengths = {"actual_seq_lengths": ends, "actual_seq_lengths_kv": ends}
+    shape = {"num_heads": heads, "num_key_value_heads": kv_heads, "scale": scale, "input_layout": "TND"}
+    result: torch.Tensor = kernel(query, key, value, **lengths, **shape)[0]
+    return result
+
+
+def _find_runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Return (first patch, end, length of each sequence) of each run of sequences of one length."""
+    first = 0
+    for count, run in groupby(counts):
+        last = first + count * sum(1 for _ in run)
+        if count:
+            yield first, last, count
+        first = last
+
+
+def _stack(patches: torch.Tensor, count: int) -> torch.Tensor:
+    """Turn patches [patches, heads, size] into sequences of *count* [sequences, heads, count, size]."""
+    return patches.reshape(-1, count, *patches.shape[1:]).transpose(1, 2)

@@ -1,0 +1,165 @@
+"""The vision encoders of Qwen2.5-VL and Qwen3-VL.
+
+`comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next one's, or prepares its images: that
+is work of the host, and a device has some of the last micro-batch meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import add
+from typing import Any
+
+from dbo_models.layers import record_reduce
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.program import ProgramBuilder, Value
+
+# Where an encoder's metadata has what attention of each role is given: ends, greatest length, lengths of sequences.
+FULL = ("cu_seqlens", "max_seqlen_full", "sequence_lengths_full")
+WINDOW = ("cu_window_seqlens", "max_seqlen_window", "sequence_lengths_window")
+ONLY = ("cu_seqlens", "max_seqlen", "sequence_lengths")
+
+
+class Qwen25VisionAdapter:
+    """Layers attend within windows, some of them within whole images."""
+
+    def decline(self, encoder: Any) -> str | None:
+        """Return why this encoder cannot be split, or None."""
+        return find_unknown_parts(encoder, "Qwen2_5_Vision", "Qwen2_5_Vision")
+
+    def weigh(self, encoder: Any, grid: Sequence[int]) -> float:
+        """Return about how many operations an image or a video takes."""
+        full = len(encoder.fullatt_block_indexes)
+        window = min(grid[1] * grid[2], (encoder.window_size // encoder.patch_size) ** 2)
+        return weigh_linear(encoder, grid) + sum(
+            layers * weigh_attention(encoder, grid, length)
+            for layers, length in ((full, grid[1] * grid[2]), (len(encoder.blocks) - full, window))
+        )
+
+    def record(self, p: ProgramBuilder, encoder: Any, collectives: Collectives, pixels: Value, grids: Value) -> Value:
+        """Declare one micro-batch: patches in, embeddings out."""
+        meta = p.compute("prepare", encoder.prepare_encoder_metadata, grids)
+        x = p.compute("embed", partial(_embed_in_windows, encoder), pixels, meta)
+        for index, block in enumerate(encoder.blocks):
+            full = index in encoder.fullatt_block_indexes
+            with p.layer(index):
+                attention = collectives.without_reduce(partial(_attend, block, FULL if full else WINDOW))
+                part = p.compute("attention" if full else "window_attention", attention, x, meta)
+                part = record_reduce(p, "attn_reduce", collectives, part)
+                normed, x = p.compute("mlp_norm", block.norm2, x, part, overwrites=(x, part), outputs=2)
+                part = p.compute("mlp", collectives.without_reduce(block.mlp), normed)
+                part = record_reduce(p, "mlp_reduce", collectives, part)
+                x = p.compute("mlp_add", add, x, part)
+        x = p.compute("merger", collectives.without_reduce(partial(_merge, encoder.merger)), x)
+        x = record_reduce(p, "merger_reduce", collectives, x)
+        embeddings: Value = p.compute("restore", _restore, x, meta)
+        return embeddings
+
+
+class Qwen3VisionAdapter:
+    """Layers attend within whole images; what some of them see goes to the language model's first layers, too."""
+
+    def decline(self, encoder: Any) -> str | None:
+        """Return why this encoder cannot be split, or None."""
+        return find_unknown_parts(encoder, "Qwen3_Vision", "Qwen2_5_Vision")  # whose attention it takes
+
+    def weigh(self, encoder: Any, grid: Sequence[int]) -> float:
+        """Return about how many operations an image or a video takes."""
+        attention = weigh_attention(encoder, grid, grid[1] * grid[2])
+        return weigh_linear(encoder, grid) + len(encoder.blocks) * attention
+
+    def record(self, p: ProgramBuilder, encoder: Any, collectives: Collectives, pixels: Value, grids: Value) -> Value:
+        """Declare one micro-batch: patches in, embeddings out."""
+        meta = p.compute("prepare", encoder.prepare_encoder_metadata, grids)
+        x = p.compute("embed", partial(_embed_in_places, encoder), pixels, meta)
+        seen = []
+        for index, block in enumerate(encoder.blocks):
+            with p.layer(index):
+                part = p.compute("attention", collectives.without_reduce(partial(_attend, block, ONLY)), x, meta)
+                x = p.compute("attn_add", add, x, record_reduce(p, "attn_reduce", collectives, part))
+                part = p.compute("mlp", collectives.without_reduce(partial(_norm_and_run, block)), x)
+                x = p.compute("mlp_add", add, x, record_reduce(p, "mlp_reduce", collectives, part))
+                if index in encoder.deepstack_visual_indexes:
+                    merger = encoder.deepstack_merger_list[encoder.deepstack_visual_indexes.index(index)]
+                    part = p.compute("deepstack", collectives.without_reduce(merger), x)
+                    seen.append(record_reduce(p, "deepstack_reduce", collectives, part))
+        x = p.compute("merger", collectives.without_reduce(encoder.merger), x)
+        x = record_reduce(p, "merger_reduce", collectives, x)
+        embeddings: Value = p.compute("join", _join, x, *seen)
+        return embeddings
+
+
+def find_unknown_parts(encoder: Any, own: str, attention: str) -> str | None:
+    """Return why an encoder cannot be taken apart: a class that is not known, or attention that remembers."""
+    wanted = [(encoder.merger, f"{own}PatchMerger")]
+    for block in encoder.blocks:
+        wanted += [(block, f"{own}Block"), (block.mlp, f"{own}MLP"), (block.attn, f"{attention}Attention")]
+    unknown = sorted({type(part).__name__ for part, name in wanted} - {name for _, name in wanted})
+    if unknown:
+        return f"its encoder's parts are not known: {', '.join(unknown)}"
+    if any(block.attn.attn.fp8_enabled for block in encoder.blocks):
+        return "encoder attention in fp8, whose scales follow the batch, is not supported yet"
+    return None
+
+
+def weigh_linear(encoder: Any, grid: Sequence[int]) -> float:
+    """Return the operations of this rank's linear layers, two for each weight and patch.
+
+    Weights are counted by the shapes that layers were made with: on some platforms they are packed away after loading.
+    """
+    linear = (module for module in encoder.blocks.modules() if hasattr(module, "input_size_per_partition"))
+    weights: int = sum(module.input_size_per_partition * module.output_size_per_partition for module in linear)
+    return 2.0 * weights * grid[0] * grid[1] * grid[2]
+
+
+def weigh_attention(encoder: Any, grid: Sequence[int], length: int) -> float:
+    """Return those of one layer's attention on this rank, within sequences of *length* patches: scores and values."""
+    width: float = encoder.hidden_size / encoder.tp_size
+    return 4.0 * width * length * grid[0] * grid[1] * grid[2]
+
+
+def _embed_in_windows(encoder: Any, pixels: Any, meta: Any) -> Any:
+    x = encoder.patch_embed(encoder.input_norm(pixels.to(device=encoder.device), encoder.dtype))
+    patches, unit = x.shape[0], encoder.spatial_merge_unit
+    return x.reshape(patches // unit, unit, -1)[meta["window_index"]].reshape(patches, 1, -1)
+
+
+def _embed_in_places(encoder: Any, pixels: Any, meta: Any) -> Any:
+    x = encoder.patch_embed(pixels.to(device=encoder.device, dtype=encoder.dtype, non_blocking=True))
+    return (x + meta["pos_embeds"]).unsqueeze(1)
+
+
+def _attend(block: Any, role: tuple[str, str, str], x: Any, meta: Any) -> Any:
+    ends, greatest, lengths = role
+    return block.attn(
+        block.norm1(x),
+        cu_seqlens=meta[ends],
+        rotary_pos_emb_cos=meta["rotary_pos_emb_cos"],
+        rotary_pos_emb_sin=meta["rotary_pos_emb_sin"],
+        max_seqlen=meta[greatest],
+        sequence_lengths=meta.get(lengths),
+    )
+
+
+def _norm_and_run(block: Any, x: Any) -> Any:
+    return block.mlp(block.norm2(x))
+
+
+def _merge(merger: Any, x: Any) -> Any:
+    from torch import finfo, float16
+
+    if x.dtype == float16:  # whose range Qwen2.5-VL's last layer leaves; the same is done by vLLM
+        limit = finfo(float16).max - 1000
+        x = x.clamp(-limit, limit)
+    return merger(x)
+
+
+def _restore(x: Any, meta: Any) -> Any:
+    return x[meta["reverse_indices"]]
+
+
+def _join(x: Any, *seen: Any) -> Any:
+    from torch import cat
+
+    return cat((x, *seen), dim=1)

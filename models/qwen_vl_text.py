@@ -1,0 +1,60 @@
+"""The language models of Qwen2.5-VL and Qwen3-VL: dense decoders."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from dbo_models.dense import KNOWN
+from dbo_models.layers import find_unknown_parts, record_decoder
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.program import ProgramBuilder, Value
+
+
+class Qwen25VLAdapter:
+    """Takes images as tokens like any other."""
+
+    def decline(self, model: Any) -> str | None:
+        """Return why this model cannot be split, or None."""
+        unknown: str | None = find_unknown_parts(model.language_model.model, KNOWN)
+        return unknown
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare one micro-batch: embedded tokens in, normed hidden states out."""
+        hidden: Value = record_decoder(p, model.language_model.model, collectives, x, positions)
+        return hidden
+
+
+class Qwen3VLAdapter:
+    """Adds features of images to what its first layers give (deepstack), which vLLM keeps in buffers by token."""
+
+    def decline(self, model: Any) -> str | None:
+        """Return why this model cannot be split, or None."""
+        unknown: str | None = find_unknown_parts(model.language_model.model, KNOWN | {"Qwen3LLMModel"})
+        return unknown
+
+    def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:
+        """Return embedded tokens [tokens, hidden] with their features beside them [tokens, (1 + levels) * hidden]."""
+        from torch import cat
+
+        tokens = x.shape[0]
+        features = model._get_deepstack_input_embeds(tokens)
+        if features is None:
+            return x
+        wide = cat([x, *features.tensors.values()], dim=1)
+        if not keep:
+            model._clear_deepstack_input_embeds(tokens)
+        return wide
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare one micro-batch: embedded tokens and their features in, normed hidden states out."""
+        levels = model.deepstack_num_level
+        features: list[Value] = []
+        if levels:
+            x, *features = p.compute("take_features", partial(_take_apart, levels + 1), x, outputs=levels + 1)
+        hidden: Value = record_decoder(p, model.language_model.model, collectives, x, positions, added=features)
+        return hidden
+
+
+def _take_apart(parts: int, x: Any) -> tuple[Any, ...]:
+    return tuple(part.clone() for part in x.chunk(parts, dim=1))  # norms may change them in place

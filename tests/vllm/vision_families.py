@@ -1,0 +1,71 @@
+"""Tiny models that see, of random weights, and what they are asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.tiny_pictures import ask
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny-qwen-vl"  # trained; whose tokenizer and processor all share
+QWEN25, QWEN3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+QWEN3_TEXT = {**TEXT, "vocab_size": 320, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048}
+QWEN3_VISION = {
+    "depth": 4,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_heads": 4,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 128,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 2],
+}
+
+
+def make_vision_family(architecture: str, directory: Path, seed: int = 0) -> Path:
+    """Write config, processor and random weights of a model of that architecture; return *directory*."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    if architecture == QWEN3:
+        _become_qwen3(directory)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise / math.sqrt(parameter[0].numel()) if parameter.dim() > 1 else 1 + 0.1 * noise
+    config = (directory / "config.json").read_text()
+    model.save_pretrained(directory)
+    (directory / "config.json").write_text(config)
+    return directory
+
+
+def make_requests(kinds: tuple[int, ...], seed: int = 0) -> list[dict[str, Any]]:
+    """Return a request for each of these numbers of pictures, in the words of vLLM."""
+    rng = random.Random(seed)
+    questions = [ask(rng, pictures) for pictures in kinds]
+    return [
+        {"prompt": each.prompt, **({"multi_modal_data": {"image": list(each.pictures)}} if each.pictures else {})}
+        for each in questions
+    ]
+
+
+def _become_qwen3(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    marks = {name: config[name] for name in config if name.endswith("_token_id")}
+    own = {"text_config": {**QWEN3_TEXT, "rope_parameters": ROTATION}, "vision_config": QWEN3_VISION, **marks}
+    own |= {"model_type": "qwen3_vl", "architectures": [QWEN3], "tie_word_embeddings": False, "dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(own, indent=2))
+    for file in ("processor_config.json", "tokenizer_config.json"):
+        text = (directory / file).read_text().replace("Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+        (directory / file).write_text(text.replace("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"))
