@@ -71,9 +71,11 @@ class NpuAttention(EncoderAttention):
         self._padding = LARGE - size if SMALL < size < LARGE else 0
         unpadded = find_unpadded_kernel()
         if unpadded is not None:
-            self._kernel = partial(_attend_unpadded, unpadded, heads, kv_heads, scale)
+            kernel = partial(unpadded, num_heads=heads, num_kv_heads=kv_heads, scale_value=scale)
+            self._attend = partial(_attend_unpadded, kernel)
         else:
-            self._kernel = partial(_attend_fused, torch.ops.npu.npu_fused_infer_attention_score, heads, kv_heads, scale)
+            shape = {"num_heads": heads, "num_key_value_heads": kv_heads, "scale": scale, "input_layout": "TND"}
+            self._attend = partial(_attend_fused, partial(torch.ops.npu.npu_fused_infer_attention_score, **shape))
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
@@ -81,7 +83,7 @@ class NpuAttention(EncoderAttention):
         """Attend within sequences."""
         if self._padding:
             query, key, value = (F.pad(tensor, (0, self._padding)) for tensor in (query, key, value))
-        result: torch.Tensor = self._kernel(query.contiguous(), key.contiguous(), value.contiguous(), counts)
+        result: torch.Tensor = self._attend(query.contiguous(), key.contiguous(), value.contiguous(), counts)
         return result[..., : self._size] if self._padding else result
 
 
@@ -91,36 +93,18 @@ def find_unpadded_kernel() -> Kernel | None:
 
 
 def _attend_unpadded(
-    kernel: Kernel,
-    heads: int,
-    kv_heads: int,
-    scale: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    counts: Sequence[int],
+    kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
 ) -> torch.Tensor:
     result = torch.empty_like(query)
-    lengths = torch.tensor(counts, dtype=torch.int32)
-    shape = {"scale_value": scale, "num_heads": heads, "num_kv_heads": kv_heads}
-    kernel(query=query, key=key, value=value, seq_len=lengths, **shape, out=result)
+    kernel(query=query, key=key, value=value, seq_len=torch.tensor(counts, dtype=torch.int32), out=result)
     return result
 
 
 def _attend_fused(
-    kernel: Kernel,
-    heads: int,
-    kv_heads: int,
-    scale: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    counts: Sequence[int],
+    kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
 ) -> torch.Tensor:
     ends = list(accumulate(counts))
-    lengths = {"actual_seq_lengths": ends, "actual_seq_lengths_kv": ends}
-    shape = {"num_heads": heads, "num_key_value_heads": kv_heads, "scale": scale, "input_layout": "TND"}
-    result: torch.Tensor = kernel(query, key, value, **lengths, **shape)[0]
+    result: torch.Tensor = kernel(query, key, value, actual_seq_lengths=ends, actual_seq_lengths_kv=ends)[0]
     return result
 
 
