@@ -104,7 +104,8 @@ def plan_attention(base: Any, platform: str, check: bool = False) -> Any:
             sequence_lengths: torch.Tensor | None = None,
         ) -> torch.Tensor:
             counts = getattr(sequence_lengths, "counts", ())
-            run: Callable[[], torch.Tensor] = partial(unplanned, query, key, value, cu_seqlens, max_seqlen, None)
+            theirs = None if counts else sequence_lengths
+            run: Callable[[], torch.Tensor] = partial(unplanned, query, key, value, cu_seqlens, max_seqlen, theirs)
             if not counts or query.dim() != 4 or query.shape[0] != 1:
                 return run()
             _expect(counts, query.shape[1])
