@@ -259,8 +259,8 @@ def _compare_settings(group: Any, config: RuntimeConfig, found: Sequence[Any], v
     """
     from dbo_runtime.vllm_plugin.agreement import gather, tell
 
-    can_split = [thing if isinstance(thing, str | None) else "can be split" for thing in found]
-    own = f"{config}, {can_split}, votes: {votes}, {compat.describe_versions()}"
+    model, encoder = (thing if isinstance(thing, str | None) else "can be split" for thing in found)
+    own = f"{config}, model: {model}, encoder: {encoder}, votes: {votes}, {compat.describe_versions()}"
     said = gather(group, (own, compat.find_host()))
     settings = [words for words, _ in said]
     if len(set(settings)) > 1:

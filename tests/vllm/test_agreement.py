@@ -58,25 +58,26 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "describe_versions", lambda: "versions")
 
 
-SAME = f"{RuntimeConfig()}, can be split, votes: False, versions"
+SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, votes: False, versions"
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    ("config", "program", "votes"),
+    ("config", "found", "votes"),
     [
-        (RuntimeConfig(mode="off"), PROGRAM, False),
-        (RuntimeConfig(), "no adapter is registered for X", False),
-        (RuntimeConfig(), PROGRAM, True),
+        (RuntimeConfig(mode="off"), (PROGRAM, None), False),
+        (RuntimeConfig(), ("no adapter is registered for X", None), False),
+        (RuntimeConfig(), (PROGRAM, "no adapter is registered for its encoder"), False),
+        (RuntimeConfig(), (PROGRAM, None), True),
     ],
-    ids=["settings", "packages", "prefix caching"],
+    ids=["settings", "packages", "packages of encoders", "prefix caching"],
 )
 def test_ranks_with_other_settings_or_packages_stop_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, config: RuntimeConfig, program: Any, votes: bool
+    monkeypatch: pytest.MonkeyPatch, config: RuntimeConfig, found: Any, votes: bool
 ) -> None:
     let_other_say(monkeypatch, (SAME, "10.0.0.1"))
     with pytest.raises(ConfigError, match=r"give all ranks on all hosts the same settings.*rank 0: .*rank 1: "):
-        _compare_settings(Pair, config, program, votes)
+        _compare_settings(Pair, config, found, votes)
 
 
 @pytest.mark.usefixtures("here")
@@ -85,7 +86,7 @@ def test_ranks_with_the_same_settings_learn_on_how_many_hosts_they_are(
     monkeypatch: pytest.MonkeyPatch, host: str, hosts: int
 ) -> None:
     let_other_say(monkeypatch, (SAME, host))
-    assert _compare_settings(Pair, RuntimeConfig(), PROGRAM, False) == hosts
+    assert _compare_settings(Pair, RuntimeConfig(), (PROGRAM, None), False) == hosts
 
 
 KEY = 2, ("alternate", 0)
