@@ -182,7 +182,7 @@ def draw_pictures() -> list[dict[str, Any]]:
     """Return questions about pictures that the tiny model was not trained on, in the words of vLLM."""
     from tiny_pictures import held_out
 
-    asked = [(each.prompt, {"image": list(each.pictures)} if each.pictures else {}) for each in held_out(16)]
+    asked = [(each.prompt, {"image": list(each.pictures)} if each.pictures else {}) for each in held_out(SHOWN)]
     return [{"prompt": prompt, "multi_modal_data": pictures} for prompt, pictures in asked]
 
 
