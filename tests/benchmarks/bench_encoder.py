@@ -9,14 +9,14 @@ NPU the plan saves what a CPU has not: a copy from the device, and a wait for it
 
 from __future__ import annotations
 
-import random
-import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import pytest
 
 from tests.benchmarks.page import Publish, find_command, make_table
+from tests.benchmarks.rounds import time_in_turns
 
 pytest.importorskip("vllm", reason="needs vLLM's encoders")
 
@@ -46,7 +46,8 @@ def test_the_plan_never_costs_more_than_it_saves(publish: Publish, tmp_path: Pat
             planned = make_encoder(family, **SIZES, **WINDOW[family])
             for name, grids in PICTURES.items():
                 pixels = make_pixels(plain, grids, 0)
-                seconds = measure({"off": plain, "on": planned}, pixels, grids)
+                ways = {"off": partial(plain, pixels, grids), "on": partial(planned, pixels, grids)}
+                seconds = time_in_turns(ways, ROUNDS)
                 each = [off / on for off, on in zip(seconds["off"], seconds["on"], strict=True)]
                 ratios.append(median(each))
                 times = [f"{median(seconds[way]) * 1e3:.2f}" for way in ("off", "on")]
@@ -56,16 +57,3 @@ def test_the_plan_never_costs_more_than_it_saves(publish: Publish, tmp_path: Pat
     target = f"- Target: never below {LEAST_RATIO}x. {reached}: {min(ratios):.2f}x."
     publish("encoder", find_command(__file__), [*make_table(header, rows), "", target])
     assert min(ratios) >= LEAST_RATIO
-
-
-def measure(ways: dict[str, torch.nn.Module], pixels: torch.Tensor, grids: Grids) -> dict[str, list[float]]:
-    """Return the seconds of a forward of each way, in each round; a first round warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names, chance = list(ways), random.Random(0)
-    for _ in range(ROUNDS + 1):
-        chance.shuffle(names)
-        for name in names:
-            start = time.perf_counter()
-            ways[name](pixels, grids)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: each[1:] for name, each in seconds.items()}

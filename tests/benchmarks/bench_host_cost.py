@@ -15,8 +15,6 @@ within a round, so that what else the machine does counts little.
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from statistics import median
@@ -43,6 +41,7 @@ from tests.benchmarks.handovers import (
     make_ubatches,
 )
 from tests.benchmarks.page import Publish, find_command, make_table
+from tests.benchmarks.rounds import time_in_turns
 
 ROUNDS = 60
 MOST_POINT = 5e-6  # seconds
@@ -132,15 +131,7 @@ def test_every_way_issues_as_many_ops_and_takes_as_many_turns(program: Program, 
 def measure(program: Program, ours: Ours, others: Others) -> dict[str, list[float]]:
     """Return the seconds of a step of each way, in each round; a first round warms up."""
     ways = ours(program) | {name: lambda way=way: way(do_nothing) for name, way in others(program).items()}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names, chance = list(ways), random.Random(0)
-    for _ in range(ROUNDS + 1):
-        chance.shuffle(names)
-        for name in names:
-            start = time.perf_counter()
-            ways[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: each[1:] for name, each in seconds.items()}
+    return time_in_turns(ways, ROUNDS)
 
 
 def find_ratio(ones: list[float], others: list[float]) -> float:

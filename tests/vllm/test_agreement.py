@@ -15,7 +15,7 @@ from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import Plan
 from dbo_runtime.vllm_plugin import compat
 from dbo_runtime.vllm_plugin.agreement import Agreement, _fingerprint, find_disagreement
-from dbo_runtime.vllm_plugin.hooks import _compare_settings
+from dbo_runtime.vllm_plugin.attachment import _compare_settings
 
 
 class Pair:

@@ -31,16 +31,21 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield from start(2, share_cores(), model, **options)
 
 
+def assert_split_says_what_whole_does(engine: Engine) -> None:
+    """Compare prefills, and steps that mix prefill and decode, at several cuts."""
+    whole = run_whole(engine, PROMPTS)
+    for cuts in PREFILL_CUTS:
+        assert_close(whole, run_cut(engine, cuts, PROMPTS))
+    mixed = run_whole(engine, PROMPTS, 6, MIXED)
+    for cuts in MIXED_CUTS:
+        assert_close(mixed, run_cut(engine, cuts, PROMPTS, 6, MIXED))
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_split_steps_say_what_whole_ones_do(family: Engine) -> None:
     """One test a family, so that one engine serves all of it."""
-    whole = run_whole(family, PROMPTS)
-    for cuts in PREFILL_CUTS:
-        assert_close(whole, run_cut(family, cuts, PROMPTS))
-    mixed = run_whole(family, PROMPTS, 6, MIXED)
-    for cuts in MIXED_CUTS:
-        assert_close(mixed, run_cut(family, cuts, PROMPTS, 6, MIXED))
+    assert_split_says_what_whole_does(family)
 
 
 @pytest.mark.vllm

@@ -21,8 +21,8 @@ from dbo_runtime.vllm_plugin.generic import GenericAdapter, Strand
 from tests.vllm.conftest import share_cores, start
 from tests.vllm.engine import Engine
 from tests.vllm.families import find_backend, make_family
-from tests.vllm.test_equivalence import MIXED, assert_close, run_cut, run_whole
-from tests.vllm.test_families import MIXED_CUTS, PREFILL_CUTS, PROMPTS
+from tests.vllm.test_equivalence import run_cut
+from tests.vllm.test_families import PREFILL_CUTS, PROMPTS, assert_split_says_what_whole_does
 
 LAYERS, RANKS = 3, 2
 
@@ -181,12 +181,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_model_without_an_adapter_says_split_what_it_says_whole(granite: Engine) -> None:
-    whole = run_whole(granite, PROMPTS)
-    for cuts in PREFILL_CUTS:
-        assert_close(whole, run_cut(granite, cuts, PROMPTS))
-    mixed = run_whole(granite, PROMPTS, 6, MIXED)
-    for cuts in MIXED_CUTS:
-        assert_close(mixed, run_cut(granite, cuts, PROMPTS, 6, MIXED))
+    assert_split_says_what_whole_does(granite)
     granite.llm.collective_rpc("dbo_request_timeline")
     run_cut(granite, PREFILL_CUTS[0], PROMPTS)
     for found in granite.llm.collective_rpc("dbo_timeline"):  # recorded like any other

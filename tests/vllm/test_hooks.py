@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.vllm_plugin import compat, hooks
+from dbo_runtime.vllm_plugin import attachment, compat
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from dbo_runtime.vllm_plugin import compat, hooks
     ],
 )
 def test_steps_are_split_where_that_is_proven_or_checked(platform: str, check: bool, reason: str | None) -> None:
-    found = hooks.find_unproven(platform, RuntimeConfig(enabled=True, check=check))
+    found = attachment.find_unproven(platform, RuntimeConfig(enabled=True, check=check))
     assert found is None if reason is None else str(found).startswith(reason)
 
 

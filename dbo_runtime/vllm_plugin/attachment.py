@@ -1,0 +1,227 @@
+"""What is put in the place of a loaded model's forward, and of its vision encoder's, or why nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dbo_runtime.adapter import InputAdapter, ModelAdapter, name_adapter, record_program
+from dbo_runtime.config import RuntimeConfig, name_policy
+from dbo_runtime.devices import Device, open_device
+from dbo_runtime.errors import ConfigError, UnsupportedError
+from dbo_runtime.observe.counts import find_folder
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.program import Program
+from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin import compat
+
+if TYPE_CHECKING:
+    from dbo_runtime.vllm_plugin.encoder import FoundEncoder
+    from dbo_runtime.vllm_plugin.metrics import Metrics
+
+_ATTACHED = "_dbo_attached"
+PROVEN = ("cpu",)  # where split steps of vLLM have been compared with unsplit ones
+DEVICES = (*PROVEN, "cuda", "npu")  # named alike by vLLM and by us
+WRITE_ONE = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
+
+
+def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: ModelAdapter | None) -> None:
+    """Replace the forward of a loaded model, unless something speaks against splitting it.
+
+    Raises:
+        ConfigError: if the ranks were given different settings.
+    """
+    from dbo_runtime.vllm_plugin.collectives import ModelCollectives
+
+    model, vllm_config = runner.get_model(), runner.vllm_config
+    if _ATTACHED in model.__dict__:
+        return  # loaded again into the same instance
+    groups = compat.find_groups(vllm_config)
+    log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells
+    sizes_apart = compat.find_platform() != "cpu"
+    collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch, sizes_apart)
+    unproven = find_unproven(compat.find_platform(), config)
+    if adapter is None and config.generic:
+        adapter = _open_generic(groups, vllm_config)
+    program = unproven or _record(adapter, architecture, model, vllm_config, collectives)
+    encoder = None if unproven else _find_encoder(model, vllm_config, collectives)
+    hosts = _compare_settings(groups.everyone, config, (program, encoder), _votes(vllm_config, groups))
+    if isinstance(program, str):
+        log.warning("every step runs whole", reason=program, model=architecture)
+    if isinstance(encoder, str):
+        log.warning("every forward of the vision encoder runs whole", reason=encoder, model=architecture)
+    if isinstance(program, str) and (encoder is None or isinstance(encoder, str)):
+        return
+    collectives.connect()
+    transport = compat.find_transport(groups, hosts)
+    device = _open_device(collectives)
+    metrics = _open_metrics(vllm_config, groups)
+    setattr(model, _ATTACHED, True)
+    if encoder is not None and not isinstance(encoder, str):
+        encoder.attach(device, config, groups.tensor_parallel, hosts, metrics, log)
+    if isinstance(program, str):
+        return
+    assert adapter is not None, "it has recorded a program"
+    forward = _make_forward(program, adapter, model, vllm_config, config, groups, transport, device, log)
+    _observe(forward, config, groups, metrics, log)
+    forward.costs = _make_cost_source(runner, forward, config, groups, transport, hosts, log)
+    model.forward = forward
+    log.info(
+        "dual-batch overlap is active",
+        model=architecture,
+        adapter=name_adapter(adapter),
+        device=compat.find_platform(),
+        ranks=groups.everyone.world_size,
+        data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,
+        transport=transport,
+        mode=config.mode,
+        micro_batches=config.micro_batches or "auto",
+        policy=name_policy(*config.policy),
+        dispatch=config.dispatch,
+        min_tokens=config.min_tokens,
+        min_prefill_tokens=config.min_prefill_tokens,
+        check=int(config.check),
+    )
+
+
+def find_unproven(platform: str, config: RuntimeConfig) -> str | None:
+    """Return why *platform* is not served split, or None. Nobody's answers are an experiment by default."""
+    if platform not in DEVICES:
+        return f"there is no device for {platform!r}"
+    if platform not in PROVEN and not config.check:
+        return (
+            f"not proven on {platform!r} yet; with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
+        )
+    return None
+
+
+def _open_generic(groups: compat.Groups, vllm_config: Any) -> ModelAdapter:
+    from dbo_runtime.vllm_plugin.generic import GenericAdapter
+
+    return GenericAdapter(groups.tensor_parallel, vllm_config)
+
+
+def _record(
+    adapter: ModelAdapter | None, architecture: str, model: Any, vllm_config: Any, collectives: Any
+) -> Program | str:
+    """Return the program of this model, or why it runs whole."""
+    from dbo_runtime.vllm_plugin.hazards import find_config_hazard
+
+    if adapter is None:
+        return f"no adapter is registered for {architecture}; {WRITE_ONE}"
+    refusal = find_config_hazard(vllm_config) or adapter.decline(model)
+    if refusal is not None:
+        return refusal
+    try:
+        return record_program(adapter, model, collectives)
+    except UnsupportedError as error:
+        return str(error)
+
+
+def _votes(vllm_config: Any, groups: compat.Groups) -> bool:
+    """Return whether one rank may see reasons against a step that the others cannot: in its own prefix cache."""
+    return groups.data_parallel is not None and bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def _find_encoder(model: Any, vllm_config: Any, collectives: Any) -> FoundEncoder | str | None:
+    """Return the vision encoder of this model, why it runs whole, or None if there is none."""
+    if vllm_config.model_config.multimodal_config is None:
+        return None
+    from dbo_runtime.vllm_plugin.encoder import find_encoder
+
+    return find_encoder(model, vllm_config, collectives)
+
+
+def _compare_settings(group: Any, config: RuntimeConfig, found: Sequence[Any], votes: bool) -> int:
+    """Compare the settings of all ranks once: with others they would decide differently later, and hang.
+
+    Returns:
+        On how many hosts the ranks are.
+    """
+    from dbo_runtime.vllm_plugin.agreement import gather, tell
+
+    model, encoder = (thing if isinstance(thing, str | None) else "can be split" for thing in found)
+    own = f"{config}, model: {model}, encoder: {encoder}, votes: {votes}, {compat.describe_versions()}"
+    said = gather(group, (own, compat.find_host()))
+    settings = [words for words, _ in said]
+    if len(set(settings)) > 1:
+        raise ConfigError(f"give all ranks on all hosts the same settings and packages. {tell(settings)}")
+    return len({host for _, host in said})
+
+
+def _open_device(collectives: Any) -> Device:
+    """Open the device that vLLM serves on, whatever else the machine has."""
+    from dbo_runtime.vllm_plugin.thread_state import capture_thread_state
+
+    platform = compat.find_platform()
+    options = {
+        "cpu": {"capture_state": capture_thread_state},
+        "cuda": {},
+        "npu": {"groups": collectives.process_groups},
+    }
+    return open_device(platform, **options[platform])
+
+
+def _make_forward(
+    program: Program,
+    adapter: ModelAdapter,
+    model: Any,
+    vllm_config: Any,
+    config: RuntimeConfig,
+    groups: compat.Groups,
+    transport: str,
+    device: Device,
+    log: Any,
+) -> Any:
+    from dbo_runtime.vllm_plugin.agreement import Agreement
+    from dbo_runtime.vllm_plugin.attention import ContextSplitter, trace_builders
+    from dbo_runtime.vllm_plugin.forward import SplitForward
+    from dbo_runtime.vllm_plugin.step_planner import StepPlanner
+
+    trace_builders()  # in time: builders are made after the model
+    runtime = MicroBatchRuntime(program, device, config, log, groups.everyone.world_size)
+    agreement = Agreement(groups.everyone, _votes(vllm_config, groups))
+    rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group
+    planner = StepPlanner(runtime, ContextSplitter(vllm_config), agreement, transport, rank)
+    planner.serving = False  # until vLLM has warmed up
+    take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
+    return SplitForward(model, model.forward, runtime, planner, agreement, take_inputs)
+
+
+def _open_metrics(vllm_config: Any, groups: compat.Groups) -> Metrics | None:
+    """Return what counts on this rank: the first tensor parallel one counts for all, which do the same."""
+    folder = find_folder()
+    if folder is None or groups.tensor_parallel.rank_in_group > 0:
+        return None
+    from dbo_runtime.vllm_plugin.metrics import Metrics
+
+    name, engine = vllm_config.model_config.served_model_name, vllm_config.parallel_config.data_parallel_index
+    return Metrics(folder, name, engine)
+
+
+def _observe(forward: Any, config: RuntimeConfig, groups: compat.Groups, metrics: Metrics | None, log: Any) -> None:
+    """Let a forward trace and count what it does."""
+    from dbo_runtime.vllm_plugin.recording import Recording
+    from dbo_runtime.vllm_plugin.traces import TraceFolder
+
+    traces = None
+    if config.trace:
+        traces = TraceFolder(config.trace, config.trace_steps, groups.everyone, forward.runtime.device, log)
+    forward.metrics, forward.recording = metrics, Recording(traces, metrics)
+
+
+def _make_cost_source(
+    runner: Any, forward: Any, config: RuntimeConfig, groups: compat.Groups, transport: str, hosts: int, log: Any
+) -> Any:
+    from dbo_runtime.vllm_plugin.cost_source import CostSource, Identity
+
+    vllm_config = runner.vllm_config
+    hidden = vllm_config.model_config.get_hidden_size()
+    identity = Identity(
+        machine={**compat.describe_machine(), "transport": transport, "dispatch": config.dispatch},
+        model=compat.describe_model(vllm_config),
+        parallel=compat.describe_parallel(vllm_config, hosts),
+        versions=compat.describe_packages(),
+        bytes_per_token=float(hidden * vllm_config.model_config.dtype.itemsize),
+    )
+    return CostSource(runner, forward, groups.everyone, identity, log)

@@ -1,0 +1,20 @@
+"""Ways to do the same, timed in turns, because two runs on a shared machine differ by more than most effects."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+
+
+def time_in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each way in each round, in which each runs once, in random order; a first one warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names, chance = list(ways), random.Random(0)
+    for _ in range(rounds + 1):
+        chance.shuffle(names)
+        for name in names:
+            start = time.perf_counter()
+            ways[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: each[1:] for name, each in seconds.items()}
