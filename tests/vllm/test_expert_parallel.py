@@ -249,7 +249,7 @@ def test_data_parallel_ranks_that_calibrated_decide_alike_and_answer_as_whole(da
         data_parallel.run(forget_costs_on_rank)
     assert digests[0] == digests[1]
     assert decisions[0] == decisions[1]
-    assert [sum(sizes[0]) + sum(sizes[1]) for sizes, _ in decisions[0]] == [900, 2064, 8]
+    assert [sum(map(sum, sizes)) for sizes, _ in decisions[0]] == [900, 2064, 8]
     for found in (always, auto):
         assert found[0][1] == found[1][1], "ranks decided differently"
         for (expected, _, _), (answers, _) in zip(whole, found, strict=True):
