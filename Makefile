@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NPU ?= auto
 NPU_BIN := $(VENV)-npu/bin
+ASCEND_BIN := $(VENV)-ascend/bin
 NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-npu demo demo-vl demo-two-hosts demo-expert-parallel demo-sweep train test test-npu test-slow bench \
-	bench-two-hosts lint format clean
+.PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-sweep train test test-npu \
+	test-ascend test-slow bench bench-two-hosts lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -18,6 +19,9 @@ setup: ## make .venv: vLLM for CPU, tests and tools; minutes the first time, not
 
 setup-npu: ## make .venv-npu: torch_npu and tests, without vLLM
 	@$(PYTHON) tools/set_up.py --npu $(VENV)-npu
+
+setup-ascend: ## make .venv-ascend: torch_npu, vLLM and vllm-ascend without its C++
+	@$(PYTHON) tools/set_up.py --ascend $(VENV)-ascend
 
 demo: setup ## generate with and without dual-batch overlap, compare and time them
 	$(BIN)/python examples/offline_dualbatch_overlap_npu.py
@@ -42,6 +46,10 @@ test: setup ## run the tests but for the slow ones, and those of the NPU where t
 
 test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a stand-in for CANN (g++); see NPU=required
 	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES)
+
+test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN, where their environment can be made
+	@if $(MAKE) setup-ascend; then $(ASCEND_BIN)/python -m pytest tests/ascend; \
+	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
 	$(BIN)/python -m pytest -m slow
@@ -69,5 +77,5 @@ format: setup ## rewrite the code in the common format
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and all caches
-	rm -rf $(VENV) $(VENV)-npu build dist *.egg-info .*_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-npu $(VENV)-ascend build dist *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

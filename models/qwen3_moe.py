@@ -28,9 +28,6 @@ class Qwen3MoeAdapter:
             return unknown
         if any(layer.self_attn.dual_chunk_attention_config for layer in layers):
             return "dual chunk attention is not supported"
-        experts = [layer.mlp.experts for layer in layers if hasattr(layer.mlp, "experts")]
-        if any(getattr(moe, "_fused_output_is_reduced", True) for moe in experts):
-            return "the MoE kernel reduces its own output"
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

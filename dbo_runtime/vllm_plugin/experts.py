@@ -14,17 +14,20 @@ from vllm import forward_context
 
 from dbo_runtime.dispatch import Arrived, Dispatcher, Routing, WayBack
 from dbo_runtime.errors import UnsupportedError
-from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin import ascend, compat
 
 
 def travels(runner: Any) -> bool:
     """Return whether tokens of an MoE layer leave their rank. They do under data parallel.
 
     Raises:
-        UnsupportedError: if it is no MoE layer that we know.
+        UnsupportedError: if it is no MoE layer that we know, or one in which the last all-reduce is not the last step.
     """
-    if type(runner).__name__ not in compat.MOE_RUNNERS:
-        raise UnsupportedError(f"the MoE class {type(runner).__name__} is not one that can be taken apart")
+    name = type(runner).__name__
+    if name not in (*compat.MOE_RUNNERS, *ascend.MOE_RUNNERS):
+        raise UnsupportedError(f"the MoE class {name} is not one that can be taken apart")
+    if name in compat.MOE_RUNNERS and runner._fused_output_is_reduced:
+        raise UnsupportedError("the MoE kernel reduces its own output")  # Ascend's does it or not, step by step
     return bool(runner.moe_config.dp_size > 1)
 
 

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 
 from dbo_runtime.batch import BatchSlice, Decline
+from dbo_runtime.vllm_plugin import ascend, compat
 
 
 def find_config_hazard(vllm_config: Any) -> str | None:
     """Return the first feature in use that splitting does not support."""
+    if compat.find_platform() == "npu":
+        hazard = ascend.find_config_hazard(vllm_config)
+        if hazard is not None:
+            return hazard
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     hazards = (
@@ -41,7 +46,7 @@ def find_context_hazard(context: Any, tokens: int) -> Decline | None:
         return Decline("full-graph step")
     if context.is_padding is not None and context.is_padding.shape[0] != tokens:
         return Decline("padded batch")
-    return None
+    return ascend.find_step_hazard(context)
 
 
 def find_agreed_hazard(context: Any) -> Decline | None:
@@ -50,7 +55,7 @@ def find_agreed_hazard(context: Any) -> Decline | None:
         return Decline("no data parallel metadata")
     if context.cudagraph_runtime_mode.name != "NONE":
         return Decline("padded to the size of a graph on all data parallel ranks")
-    return None
+    return ascend.find_step_hazard(context)
 
 
 def find_prefix_hazard(

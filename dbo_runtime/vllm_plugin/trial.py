@@ -21,6 +21,7 @@ from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import SplitError, UnsupportedError
 from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin.attachment import open_splitter
 from dbo_runtime.vllm_plugin.attention import ContextSplitter, trace_builders
 from dbo_runtime.vllm_plugin.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.hazards import find_config_hazard
@@ -122,7 +123,7 @@ def try_adapter(
             adapter = adapter or find_adapter(runner.vllm_config.model_config.architecture)
             program = record(model, runner.vllm_config, adapter)
             take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
-            comparison = _Comparison(program, model, ContextSplitter(runner.vllm_config), take_inputs)
+            comparison = _Comparison(program, model, open_splitter(runner.vllm_config, runner), take_inputs)
             model.forward = comparison
             tokens = [[3 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate(prompts)]
             sampling = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True, detokenize=False)

@@ -187,6 +187,9 @@ PRODUCTS = (
         (numbers(2, 4, 5), numbers(2, 4, 6), numbers(2, 6, 5)),
     ),
     Case("aclnnDot", torch.dot, (numbers(6), numbers(6))),
+    Case("aclnnConvolution", F.conv3d, (numbers(2, 3, 4, 6, 6), numbers(5, 3, 2, 3, 3), numbers(5))),
+    Case("aclnnConvolution", lambda a, w: F.conv2d(a, w, None, 2, 1), (numbers(2, 4, 6, 6), numbers(4, 4, 3, 3))),
+    Case("aclnnConvolution", lambda a, w: F.conv1d(a, w, groups=2), (numbers(2, 4, 6), numbers(4, 2, 3))),
 )
 COPIES = (
     Case("aclnnInplaceCopy", lambda a, b: a.copy_(b), (X, X), ALL),

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 struct aclOpExecutor {
@@ -20,7 +21,12 @@ constexpr int kInvalidArgument = 161002;  // CANN's ACLNN_ERR_PARAM_INVALID
 }  // namespace
 
 int plan(const char* name, Kernel kernel, uint64_t* workspace_size, aclOpExecutor** executor) {
-    *executor = new aclOpExecutor{name, std::move(kernel)};
+    // Whoever called may be in inference mode, and its tensors may be changed by one who is in it, too.
+    Kernel in_mode = [kernel = std::move(kernel)] {
+        const c10::InferenceMode guard;
+        kernel();
+    };
+    *executor = new aclOpExecutor{name, std::move(in_mode)};
     *workspace_size = 0;
     return ACL_SUCCESS;
 }

@@ -1,0 +1,106 @@
+"""What all tests inside vllm-ascend share: its engines, each in processes of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.standin_cann import cann
+from tests.standin_cann.build import StandInError, build
+from tests.vllm.ranks import Ranks
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
+ENVIRONMENT = {
+    "STANDIN_ASCEND": "1",
+    "NPU_STANDIN_DEVICES": "2",
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",  # the stand-in has no virtual memory
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",  # vllm-ascend's compiler is made for an older torch than the stand-in needs
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # tests send functions to workers
+    "VLLM_ASCEND_ENABLE_DBO": "1",
+    "DBO_MODE": "off",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "attention_backend": None,  # vllm-ascend's
+    "block_size": 128,
+    "max_num_seqs": 8,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
+    "gpu_memory_utilization": 0.5,
+    "enable_prefix_caching": False,  # prompts are repeated, and a hit is another computation
+    "additional_config": {"enable_mlapo": False},  # one of the operators that are not here
+}
+
+
+def find_obstacle() -> str | None:
+    """Return why nothing can run here, if it cannot."""
+    if "ASCEND_HOME_PATH" in os.environ:
+        return "CANN itself is installed here"
+    missing = [
+        name for name in ("vllm_ascend", "torch_npu", "standin_ascend") if importlib.util.find_spec(name) is None
+    ]
+    return (
+        f"not installed here: {', '.join(missing)}; `make test-ascend` makes an environment that has them"
+        if missing
+        else None
+    )
+
+
+OBSTACLE = find_obstacle()
+collect_ignore_glob = [] if OBSTACLE is None else ["test_*.py"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say once why these tests were left out."""
+    if OBSTACLE is not None:
+        terminalreporter.write_line(f"tests/ascend: left out, because {OBSTACLE}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment() -> Iterator[None]:
+    """Set what every process has to find when it starts, its libraries above all."""
+    try:
+        libraries = build()
+        cann.load()  # for this process, where transformers imports torch_npu if that is there
+    except StandInError as error:
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, "LD_LIBRARY_PATH": str(libraries)}.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_npu() -> Iterator[Ranks]:
+    """Return an engine on one device."""
+    yield from start(1)
+
+
+@pytest.fixture(scope="module")
+def two_npus() -> Iterator[Ranks]:
+    """Return an engine with two tensor parallel workers that share out the experts."""
+    yield from start(1, tensor_parallel_size=2, enable_expert_parallel=True)
+
+
+@pytest.fixture(scope="module")
+def expert_npus() -> Iterator[Ranks]:
+    """Return two data parallel engines that share out the experts."""
+    yield from start(2)
+
+
+def start(ranks: int, model: Path = TINY, environment: dict[str, str] | None = None, **options: Any) -> Iterator[Ranks]:
+    """Start engines with these settings, and end them."""
+    engines = Ranks(model, ranks, environment or {}, **{**OPTIONS, "enable_expert_parallel": ranks > 1, **options})
+    try:
+        yield engines
+    finally:
+        engines.close()

@@ -1,0 +1,79 @@
+"""Packages and compiled code that vllm-ascend imports and that are not here: in their place stubs that do nothing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from standin_ascend.kernels import launch
+
+PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
+
+
+class Stub(ModuleType):
+    """A package in which every name is a class of instances that answer anything with None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__getattr__": lambda self, name: None})
+
+
+class StubFinder(MetaPathFinder, Loader):
+    """Finds every module of the packages that are not here."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the stub's specification."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in PACKAGES else None
+
+    def create_module(self, spec: ModuleSpec) -> Stub:
+        """Return an empty stub."""
+        return Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing."""
+
+
+def fill() -> None:
+    """Put stubs in place; again has no effect."""
+    if any(isinstance(finder, StubFinder) for finder in sys.meta_path):
+        return
+    sys.meta_path.append(StubFinder())
+    import torch_npu
+    import vllm_ascend
+    from torch_npu.op_plugin.atb import _atb_ops
+    from vllm_ascend import utils
+    from vllm_ascend.device import device_config
+    from vllm_ascend.ops.triton import compute_slot_mapping
+
+    name = "vllm_ascend.vllm_ascend_C"
+    sys.modules[name] = vllm_ascend.vllm_ascend_C = ModuleType(name)
+    # The stand-in is called by another chip's name: under a 910B's an operator that is missing would fail too late.
+    utils.check_ascend_device_type = device_config.check_ascend_device_type = lambda: None
+    _atb_ops._register_atb_extensions = lambda: None
+    torch_npu._npu_matmul_add_fp32 = lambda *arguments: None
+    compute_slot_mapping._compute_slot_mapping_kernel = SlotMapping()
+
+
+class SlotMapping:
+    """In place of the Triton kernel that finds the cache slot of each token."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        requests = grid[0] - 1
+
+        def find(tokens: int, padded: int, starts: Any, positions: Any, table: Any, stride: int, block: int, slots: Any, **rest: Any) -> None:  # fmt: skip  # noqa: E501
+            launch("SlotMapping", compute_slots, starts, positions, table, slots, requests, tokens, padded, block, rest["PAD_ID"])  # fmt: skip  # noqa: E501
+
+        return find
+
+
+def compute_slots(starts: Any, positions: Any, table: Any, slots: Any, requests: int, tokens: int, padded: int, block: int, padding: int) -> None:  # fmt: skip  # noqa: E501
+    """Look each token's block up; tokens beyond the batch get *padding*."""
+    slots[tokens:padded] = padding
+    for request in range(requests):
+        first, last = int(starts[request]), int(starts[request + 1])
+        at = positions[first:last].long()
+        slots[first:last] = (table[request][at // block].long() * block + at % block).to(slots.dtype)

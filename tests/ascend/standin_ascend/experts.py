@@ -1,0 +1,175 @@
+"""Operators of a mixture of experts on one rank: choose, sort tokens by expert, multiply by group, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from standin_ascend.kernels import launch
+
+SIGMOID = 1  # norm type: DeepSeek-V3's gate; 0 is softmax
+SUM_OF_TWO = 1  # group select mode: a group's score is the sum of its two best; 0: the best
+COUNTS = 1  # how tokens of an expert are told: each number; 0: cumulated
+
+
+def choose_experts(
+    x: torch.Tensor,
+    k: int,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+    bias_opt: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`moe_gating_top_k`: weights and numbers of the best experts [tokens, k] by logits *x* [tokens, experts]."""
+    weights = x.new_empty(x.shape[0], k)
+    ids = x.new_empty(x.shape[0], k, dtype=torch.int32)
+    scores = x.new_empty(x.shape, dtype=torch.float32)
+    options = k, k_group, group_count, group_select_mode, renorm, norm_type, routed_scaling_factor, eps
+    launch("MoeGatingTopK", compute_choice, x, bias_opt, weights, ids, scores, options)
+    return weights, ids, scores
+
+
+def compute_choice(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    options: tuple[Any, ...],
+) -> None:
+    """Choose by score plus bias, within the best groups; weigh by the score alone."""
+    k, k_group, groups, select_mode, renorm, norm_type, scale, eps = options
+    scores.copy_(logits.float().sigmoid() if norm_type == SIGMOID else logits.float().softmax(-1))
+    rated = scores if bias is None else scores + bias.float()
+    if groups > 1:
+        grouped = rated.unflatten(-1, (groups, -1))
+        best = grouped.topk(2, -1).values.sum(-1) if select_mode == SUM_OF_TWO else grouped.amax(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(k_group, -1).indices, True)
+        rated = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    chosen = rated.topk(k, -1).indices
+    shares = scores.gather(1, chosen)
+    if norm_type == SIGMOID or renorm:
+        shares = shares / (shares.sum(-1, keepdim=True) + eps)
+    weights.copy_(shares * scale)
+    ids.copy_(chosen)
+
+
+def route(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    expert_num: int = -1,
+    expert_tokens_num_type: int = 0,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+    quant_mode: int = -1,
+    **rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    """`npu_moe_init_routing_v2`: rows of *x* [tokens, hidden], one for each choice, sorted by expert; where they went."""
+    if quant_mode != -1:
+        raise NotImplementedError("npu_moe_init_routing_v2 with quantization")
+    rows = expert_idx.numel()
+    first, last = list(active_expert_range) or (0, expert_num)
+    out = x.new_empty(rows, x.shape[1])
+    places = x.new_empty(rows, dtype=torch.int32)
+    counts = x.new_empty(last - first, dtype=torch.int64)
+    launch("MoeInitRoutingV2", compute_route, x, expert_idx, out, places, counts, first, last, row_idx_type, expert_tokens_num_type)  # fmt: skip  # noqa: E501
+    return out, places, counts, x.new_empty(rows, dtype=torch.float32)
+
+
+def compute_route(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    out: torch.Tensor,
+    places: torch.Tensor,
+    counts: torch.Tensor,
+    first: int,
+    last: int,
+    row_idx_type: int,
+    count_type: int,
+) -> None:
+    """Sort choices of experts [first, last); others come last, as zeros, and have place -1."""
+    experts = expert_idx.reshape(-1).long()
+    here = (experts >= first) & (experts < last)
+    order = torch.where(here, experts, torch.iinfo(torch.int64).max).argsort(stable=True)
+    number = int(here.sum())
+    out.copy_(x[order // expert_idx.shape[1]])
+    out[number:] = 0
+    if row_idx_type == 0:
+        places.fill_(-1)
+        places[order[:number]] = torch.arange(number, dtype=torch.int32)
+    else:
+        places.copy_(order)
+    found = torch.bincount(experts[here] - first, minlength=last - first)
+    counts.copy_(found if count_type == COUNTS else found.cumsum(0))
+
+
+def multiply_groups(
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    *,
+    group_list: torch.Tensor,
+    group_list_type: int = 0,
+    **rest: Any,
+) -> list[torch.Tensor]:
+    """`npu_grouped_matmul`: the rows of each expert times its matrix; rows beyond the last group give zeros."""
+    stacked = weight[0].dim() == 3
+    out = x[0].new_empty(x[0].shape[0], weight[0].shape[-1])
+    launch("GroupedMatmul", compute_groups, x[0], weight[0] if stacked else list(weight), group_list, out, group_list_type)  # fmt: skip  # noqa: E501
+    return [out]
+
+
+def compute_groups(x: torch.Tensor, weights: Any, groups: torch.Tensor, out: torch.Tensor, count_type: int) -> None:
+    """Multiply group by group."""
+    ends = groups.cumsum(0).tolist() if count_type == COUNTS else groups.tolist()
+    out.zero_()
+    first = 0
+    for expert, last in enumerate(ends):
+        out[first:last] = (x[first:last].double() @ weights[expert].double()).to(out.dtype)  # see compute_attention
+        first = last
+
+
+def permute(tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip  # noqa: E501
+    """`npu_moe_token_permute`: a row for each choice, sorted by expert, and where each choice went."""
+    rows = indices.numel()
+    out, places = tokens.new_empty(rows, tokens.shape[1]), tokens.new_empty(rows, dtype=torch.int32)
+    launch("MoeTokenPermute", compute_permute, tokens, indices, out, places)
+    return out, places
+
+
+def compute_permute(tokens: torch.Tensor, indices: torch.Tensor, out: torch.Tensor, places: torch.Tensor) -> None:
+    """Sort choices by expert; rows of one expert stay in order."""
+    order = indices.reshape(-1).argsort(stable=True)
+    out.copy_(tokens[order // (indices.numel() // max(tokens.shape[0], 1) or 1)])
+    places[order] = torch.arange(order.numel(), dtype=torch.int32)
+
+
+def unpermute(
+    permuted_tokens: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Any = None,
+) -> torch.Tensor:
+    """`npu_moe_token_unpermute`: the weighted sum of each token's rows."""
+    choices = 1 if probs is None else probs.shape[1]
+    out = permuted_tokens.new_empty(sorted_indices.numel() // choices, permuted_tokens.shape[1])
+    launch("MoeTokenUnpermute", compute_unpermute, permuted_tokens, sorted_indices, probs, out)
+    return out
+
+
+def compute_unpermute(
+    permuted: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Take each choice's row from its place; those of other ranks have weight 0, so any row will do."""
+    rows = permuted[places.long().abs()].float()  # -1 of other ranks, whose weight is 0, finds some row
+    if weights is None:
+        out.copy_(rows)
+    else:
+        out.copy_((rows.view(*weights.shape, rows.shape[1]) * weights.float()[..., None]).sum(1))

@@ -1,0 +1,81 @@
+"""Kernels in Python, queued on streams of the stand-in for CANN as those of an NPU are.
+
+A kernel computes on the host's view of device memory when its stream comes to it. So whatever reads too early reads
+what is there, as on an NPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+class Queue:
+    """The way of a Python kernel to a stream, and all that are on it. One lives as long as its process."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count(1)
+        self._has_graphs = False
+        self._call = FUNCTION(self._run)
+        self._runtime = ctypes.CDLL("libascendcl.so")  # the stand-in, which is loaded
+        self._runtime.standin_submit_function.argtypes = (
+            ctypes.c_void_p, ctypes.c_char_p, FUNCTION, ctypes.c_void_p,
+        )  # fmt: skip
+
+    def submit(self, name: str, kernel: Callable[[], None]) -> None:
+        """Queue a kernel on the current stream, or note it in the graph that is being captured there."""
+        self._has_graphs |= torch.npu.is_current_stream_capturing()
+        number = next(self._numbers)
+        self._kernels[number] = kernel
+        error = self._runtime.standin_submit_function(
+            torch.npu.current_stream().npu_stream, name.encode(), self._call, number
+        )
+        if error:
+            raise RuntimeError(f"the stand-in refused the kernel {name} with error {error}")
+
+    def _run(self, number: int) -> int:
+        kernel = self._kernels[number]
+        if not self._has_graphs:  # which run theirs again and again, and are given new ones
+            del self._kernels[number]
+        try:
+            with torch.inference_mode():
+                kernel()
+        except BaseException:  # noqa: BLE001 - the caller is C: not 0 fails the stream
+            traceback.print_exc()
+            return 1
+        return 0
+
+
+@functools.cache
+def open_queue() -> Queue:
+    """Return this process's queue."""
+    return Queue()
+
+
+def launch(name: str, kernel: Callable[..., None], *arguments: Any) -> None:
+    """Queue `kernel(*arguments)`; tensors on the device, in lists too, reach it as the host's view of their memory."""
+    open_queue().submit(name, functools.partial(kernel, *map(view_on_host, arguments)))
+
+
+def view_on_host(value: Any) -> Any:
+    """Return a tensor on the device, or a list of such, as tensors of the host on the same memory."""
+    if isinstance(value, list | tuple):
+        return [view_on_host(item) for item in value]
+    if not isinstance(value, torch.Tensor) or value.device.type != "npu":
+        return value
+    storage = value.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    view = torch.empty(0, dtype=value.dtype)
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return view.set_(whole, value.storage_offset(), value.shape, value.stride())

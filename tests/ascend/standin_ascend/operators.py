@@ -1,0 +1,62 @@
+"""Which operators there are, and for whom."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from standin_ascend import attention, experts, others, vision
+
+SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
+    "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6)"
+    " -> (Tensor y, Tensor rstd, Tensor x)",
+    "moe_gating_top_k(Tensor x, int k, int k_group, int group_count, int group_select_mode, int renorm, int norm_type,"
+    " bool out_flag, float routed_scaling_factor, float eps, Tensor? bias_opt=None) -> (Tensor, Tensor, Tensor)",
+    "device_print(Tensor x, str s) -> ()",
+    "device_print_tensor(Tensor x, str s) -> ()",
+)
+OPERATORS = {
+    "npu": {
+        "npu_fused_infer_attention_score": vision.attend,  # which calls attention.attend_packed
+        "npu_fused_infer_attention_score_v2": attention.attend_paged,
+        "npu_fused_infer_attention_score_v2.out": attention.attend_paged_into,
+        "_npu_fused_infer_attention_score_v2_get_max_workspace": attention.find_workspace,
+        "npu_attention_update": attention.update_attention,
+        "npu_gather_pa_kv_cache": attention.gather_cache,
+        "npu_kv_rmsnorm_rope_cache": attention.norm_rope_cache,
+        "npu_interleave_rope": attention.rotate,
+        "npu_transpose_batchmatmul": attention.multiply_batches,
+        "npu_moe_init_routing_v2": experts.route,
+        "npu_grouped_matmul": experts.multiply_groups,
+        "npu_moe_token_permute": experts.permute,
+        "npu_moe_token_unpermute": experts.unpermute,
+        "npu_format_cast": others.cast_format,
+        "npu_scatter_pa_kv_cache": vision.scatter_cache,
+        "npu_rotary_mul": vision.rotate_halves,
+    },
+    "_C_ascend": {
+        "npu_add_rms_norm_bias": others.add_norm,
+        "moe_gating_top_k": experts.choose_experts,
+    },
+    "aten": {
+        "_foreach_add.List": others.add_lists,
+    },
+}
+
+
+@functools.cache
+def register() -> tuple[Any, ...]:
+    """Register all for tensors on the NPU; what is registered lasts as long as what this returns."""
+    libraries = {"npu": "IMPL", "aten": "IMPL", "_C_ascend": "FRAGMENT"}
+    opened = {name: torch.library.Library(name, kind) for name, kind in libraries.items()}
+    for schema in SCHEMAS:
+        opened["_C_ascend"].define(schema)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name, operators in OPERATORS.items():
+            for operator, function in operators.items():
+                opened[name].impl(operator, function, "PrivateUse1")
+    opened["_C_ascend"].impl("npu_add_rms_norm_bias", others.shape_add_norm, "Meta")  # for torch.compile
+    return tuple(opened.values())

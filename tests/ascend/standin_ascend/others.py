@@ -1,0 +1,60 @@
+"""What else vllm-ascend calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from standin_ascend.kernels import launch
+
+
+def add_norm(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`npu_add_rms_norm_bias`: the normed sum, its reciprocal deviations, and the sum."""
+    normed, total = torch.empty_like(x1), torch.empty_like(x1)
+    deviations = x1.new_empty(*x1.shape[:-1], 1, dtype=torch.float32)
+    launch("AddRmsNormBias", compute_add_norm, x1, x2, gamma, beta, normed, deviations, total, epsilon)
+    return normed, deviations, total
+
+
+def shape_add_norm(x1: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `add_norm` would, without values."""
+    return torch.empty_like(x1), x1.new_empty(*x1.shape[:-1], 1, dtype=torch.float32), torch.empty_like(x1)
+
+
+def compute_add_norm(
+    one: torch.Tensor,
+    other: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+    normed: torch.Tensor,
+    deviations: torch.Tensor,
+    total: torch.Tensor,
+    epsilon: float,
+) -> None:
+    """Add, then divide by the root of the mean square, in float32; the sum is rounded to its type before."""
+    total.copy_(one.float() + other.float())
+    x = total.float()
+    deviations.copy_(torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon))
+    scaled = x * deviations * gamma.float()
+    normed.copy_(scaled if beta is None else scaled + beta.float())
+
+
+def cast_format(x: torch.Tensor, acl_format: int, **rest: Any) -> torch.Tensor:
+    """`npu_format_cast`: memory of the host has no formats."""
+    return x.view(x.shape)
+
+
+def add_lists(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], *, alpha: float = 1) -> list[torch.Tensor]:
+    """`_foreach_add`: sums of pairs."""
+    out = [torch.empty_like(x) for x in one]
+    launch("ForeachAddList", compute_sums, list(one), list(other), out, alpha)
+    return out
+
+
+def compute_sums(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], out: Sequence[torch.Tensor], alpha: float) -> None:  # fmt: skip  # noqa: E501
+    """Add pair by pair."""
+    for x, y, z in zip(one, other, out, strict=True):
+        z.copy_(x + alpha * y)

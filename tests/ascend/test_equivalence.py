@@ -1,0 +1,97 @@
+"""Split steps of vllm-ascend give what its own steps give.
+
+The stand-in computes each row by itself, so equal means equal to the last bit: a batch cut between requests gives what
+it gives whole, and a request cut inside gives what vllm-ascend gives when it prefills the request in two steps.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+
+from examples.tiny_tasks import held_out
+from tests.ascend.conftest import TINY, start
+from tests.ascend.jobs import answer, answer_as_they_come, answer_in_chunks, cut_at_boundaries, generate, make_prompts
+from tests.ascend.reference import answer_in_float, count_equal, measure_error, tokenize
+from tests.vllm.engine import find_difference
+from tests.vllm.ranks import Ranks
+
+LENGTHS = (5, 40, 130, 3, 64)
+PROMPTS = make_prompts(*LENGTHS)
+BOUNDARIES = list(accumulate(LENGTHS))[:-1]
+
+
+@pytest.mark.parametrize("engine", ["one_npu", "two_npus"])
+def test_a_prefill_cut_at_any_request_boundary_is_equal_to_the_bit(engine: str, request: pytest.FixtureRequest) -> None:
+    npus: Ranks = request.getfixturevalue(engine)
+    ((whole, _),) = npus.run(answer, [PROMPTS])
+    for cuts in [[boundary] for boundary in BOUNDARIES] + [BOUNDARIES[:2], BOUNDARIES[1:], BOUNDARIES]:
+        ((split, counts),) = npus.run(answer, [PROMPTS], 1, cuts)
+        assert [count["split"] for count in counts] == [1] * len(counts), counts
+        assert find_difference(whole, split) == 0.0, f"cut at {cuts}"
+
+
+@pytest.mark.parametrize("engine", ["one_npu", "two_npus"])
+@pytest.mark.parametrize(
+    ("length", "size"), [(20, 15), (20, 3), (130, 128), (130, 77), (400, 201), (400, 100), (400, 83)]
+)
+def test_a_request_cut_inside_is_equal_to_one_prefilled_in_chunks(
+    engine: str, length: int, size: int, request: pytest.FixtureRequest
+) -> None:
+    npus: Ranks = request.getfixturevalue(engine)
+    prompts = make_prompts(length)
+    (chunked,) = npus.run(answer_in_chunks, [prompts], size)
+    ((split, counts),) = npus.run(answer, [prompts], 1, list(range(size, length - 1, size)))
+    assert [count["split"] for count in counts] == [1] * len(counts), counts
+    assert find_difference(chunked, split) == 0.0
+
+
+@pytest.mark.parametrize("engine", ["one_npu", "two_npus"])
+def test_steps_of_decodes_chunks_and_prefills_are_equal_to_the_bit(engine: str, request: pytest.FixtureRequest) -> None:
+    """Prompts arrive while others decode, and do not all fit into one step: each step is cut between requests."""
+    npus: Ranks = request.getfixturevalue(engine)
+    prompts, arrive = [make_prompts(30, 7, 500, 90, 11, 200)], (0, 0, 1, 2, 3, 5)
+    ((whole, _),) = npus.run(answer, prompts, 8, None, arrive)
+    npus.run(cut_at_boundaries)
+    ((split, counts),) = npus.run(generate, prompts, 8, arrive)
+    assert all(count["split"] >= 10 for count in counts), counts
+    assert find_difference(whole, split) == 0.0
+
+
+def test_where_settings_cut_answers_are_as_good_as_whole_ones(two_npus: Ranks) -> None:
+    """Against transformers in float32: split no further from it than whole, but for rounding."""
+    prompts = [tokenize(TINY, [task.prompt for task in held_out(3)])]
+    wanted = answer_in_float(TINY, prompts[0], 8)
+    ((whole, _),) = two_npus.run(answer, prompts, 8)
+    ((split, counts),) = two_npus.run(answer, prompts, 8, [])
+    assert all(count["split"] >= 8 for count in counts), counts
+    errors = [measure_error(wanted, found) for found in (whole, split)]
+    assert errors[0] < 0.5, errors  # what bf16 makes of it
+    assert errors[1] <= errors[0] + 0.01, errors
+    assert count_equal(whole, split) == len(whole)
+
+
+@pytest.mark.parametrize("cut", [40, 70, 95])
+def test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit(expert_npus: Ranks, cut: int) -> None:
+    """vllm-ascend pads the shorter batch: it is cut between requests, in its padding, and into padding alone."""
+    prompts = [make_prompts(40, 30, 25, 5), make_prompts(40)]
+    wholes = expert_npus.run(answer, prompts, 1)
+    splits = expert_npus.run(answer, prompts, 1, [[cut], [cut]])
+    for (whole, _), (split, counts) in zip(wholes, splits, strict=True):
+        assert counts[0]["split"] == 1, counts
+        assert find_difference(whole, split) == 0.0
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_data_parallel_ranks_decode_prefill_and_idle_as_whole(dispatch: str) -> None:
+    """One rank has twice as many tokens to generate: the other runs dummy batches beside it in the end."""
+    tasks = tokenize(TINY, [task.prompt for task in held_out(4)])
+    prompts, arrive = [tasks[:10], tasks[10:14]], [(0, 0, 1, 2, 3, 3, 3, 4, 5, 5), (0, 2, 2, 5)]
+    for npus in start(2, environment={"DBO_DISPATCH": dispatch}):
+        wholes = npus.run(answer_as_they_come, prompts, 8, None, arrive)
+        splits = npus.run(answer_as_they_come, prompts, 8, [], arrive)
+        for (whole, _), (split, counts) in zip(wholes, splits, strict=True):
+            assert counts[0]["split"] >= 6, counts
+            assert not set(counts[0]["declined"]) - {"nowhere to cut"}, counts
+            assert count_equal(whole, split) == len(whole)

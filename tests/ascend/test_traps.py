@@ -1,0 +1,260 @@
+"""What bites whoever splits batches on vllm-ascend: each remedy is taken away once, and answers must go wrong then.
+
+All prompts are cut between requests, so that with every remedy in place answers are equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.ascend.jobs import cut_at_boundaries, find_planner, generate, make_prompts
+from tests.vllm.engine import Answer, Engine, find_difference
+from tests.vllm.ranks import Ranks
+
+PROMPTS = [make_prompts(40, 30, 20, 10, 5, 50)]
+CUT_INSIDE = [make_prompts(400)]
+TOKENS = 4
+CONTEXTS = "dbo_runtime.vllm_plugin.ascend_contexts.AscendContextSplitter"
+
+
+def keep_rotary_tables() -> AbstractContextManager[Any]:
+    """Let builds overwrite the one buffer of tables."""
+    return patch("dbo_runtime.vllm_plugin.ascend.own_rotary_tables", nullcontext)
+
+
+def keep_positions() -> AbstractContextManager[Any]:
+    """Give each slice the whole buffer of positions."""
+    return change_fields(per_token=())
+
+
+def keep_lengths() -> AbstractContextManager[Any]:
+    """Give each slice the whole requests' lengths, as if nothing of them were in later slices."""
+
+    def complete(self: Any, part: Any) -> Any:
+        done = original(self, part)
+        whole = {"_seq_lens_cpu": self.whole._seq_lens_cpu[: part.num_reqs]}
+        return replace(done, **whole)
+
+    from dataclasses import replace
+
+    from dbo_runtime.vllm_plugin.ascend_contexts import AscendContextSplitter
+
+    original, slice_common = AscendContextSplitter._complete_common, AscendContextSplitter._slice_common
+
+    def remember(self: Any, common: Any, slices: Any) -> Any:
+        self.whole = common
+        return slice_common(self, common, slices)
+
+    return patch.multiple(CONTEXTS, _complete_common=complete, _slice_common=remember)
+
+
+def keep_context() -> AbstractContextManager[Any]:
+    """Leave what vllm-ascend adds to forward contexts as it is for the whole step."""
+    return patch(f"{CONTEXTS}._complete_context", lambda *arguments: None)
+
+
+def distrust_copies() -> AbstractContextManager[Any]:
+    """Know no module that returns a copy of what it reduces."""
+    return patch("dbo_runtime.vllm_plugin.collectives._copies_result", lambda module: False)
+
+
+def change_fields(**changed: Any) -> AbstractContextManager[Any]:
+    """Change what becomes of fields of the common metadata."""
+    from dbo_runtime.vllm_plugin import ascend
+
+    return patch(f"{CONTEXTS}.fields", ascend.FIELDS._replace(**changed))
+
+
+def run_without(
+    engine: Engine,
+    rank: int,
+    remedy: Callable[[], AbstractContextManager[Any]] | None,
+    cuts: Sequence[int] | None,
+    prompts: Any,
+) -> list[Answer] | str:
+    """Return answers without a remedy, or what went wrong; with *cuts* of each step, or else between requests."""
+    engine.configure(DBO_MODE="always")
+    with ExitStack() as stack:
+        if remedy is not None:
+            stack.enter_context(remedy())
+        if cuts is None:
+            cut_at_boundaries(engine, rank)
+        else:
+            engine.cut_at(*cuts)
+        try:
+            return generate(engine, rank, prompts, TOKENS)[0]
+        except Exception as error:
+            engine.abort_all()
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("remedy", "cuts", "prompts"),
+    [
+        (keep_rotary_tables, None, PROMPTS),
+        (keep_positions, None, PROMPTS),
+        (keep_context, None, PROMPTS),
+        (keep_lengths, (200,), CUT_INSIDE),
+    ],
+    ids=[
+        "tables of decodes are one buffer",
+        "positions are a whole buffer",
+        "contexts say tokens",
+        "lengths are whole",
+    ],
+)
+def test_without_its_remedy_answers_go_wrong(one_npu: Ranks, remedy: Any, cuts: Any, prompts: Any) -> None:
+    (right,) = one_npu.run(run_without, None, cuts, prompts)
+    (wrong,) = one_npu.run(run_without, remedy, cuts, prompts)
+    (again,) = one_npu.run(run_without, None, cuts, prompts)
+    assert find_difference(right, again) == 0.0
+    assert isinstance(wrong, str) or find_difference(right, wrong) > 0.5, "the remedy is not needed, or not tested"
+
+
+def test_attention_ends_in_a_reduce_of_which_it_returns_a_copy(two_npus: Ranks) -> None:
+    """MLA's o_proj is inside of vllm-ascend's operator: the reduce is left out there, and made on the other lane."""
+    ((_, counts),) = two_npus.run(run_counted, PROMPTS)
+    assert counts[0]["split"] >= 1
+    (failure,) = two_npus.run(fail_with_distrust)
+    assert "must end in one all-reduce" in failure
+
+
+def run_counted(engine: Engine, rank: int, prompts: Any) -> Any:
+    """Answer with cuts between requests."""
+    cut_at_boundaries(engine, rank)
+    return generate(engine, rank, prompts, 1)
+
+
+def fail_with_distrust(engine: Engine, rank: int) -> str:
+    """Run attention without its reduce as a module that returns what it reduces; return the error."""
+    (found, _) = engine.llm.collective_rpc(_fail_with_distrust)
+    return str(found)
+
+
+def _fail_with_distrust(worker: Any) -> str:
+    import torch
+    from vllm.distributed import get_tp_group
+
+    from dbo_runtime.errors import ProgramError
+    from dbo_runtime.vllm_plugin.collectives import ModelCollectives
+
+    group = get_tp_group()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out[...] = group.all_reduce(x)  # as vllm-ascend's MLA does
+        return out
+
+    try:
+        ModelCollectives(group).without_reduce(attend)(torch.ones(2, 4, device="npu"))
+    except ProgramError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_part_keeps_the_communication_of_the_whole_step(one_npu: Ranks) -> None:
+    """vllm-ascend chooses it by the number of tokens; for a part it might choose another, on one rank and not all."""
+    (kinds,) = one_npu.run(record_communication)
+    assert kinds == {"ALLGATHER"}
+
+
+def record_communication(engine: Engine, rank: int) -> set[str]:
+    """Split a step where fewer tokens would have another way to communicate; return the ways of its parts."""
+    from vllm_ascend import ascend_forward_context as contexts
+
+    from dbo_runtime.vllm_plugin.ascend_contexts import AscendContextSplitter
+
+    chosen, kinds = contexts.select_moe_comm_method, set()
+
+    def choose(tokens: int, *rest: Any, **options: Any) -> Any:
+        return chosen(tokens, *rest, **options) if tokens > 100 else contexts.MoECommType.MC2
+
+    def split(self: Any, *arguments: Any) -> Any:
+        parts = original(self, *arguments)
+        kinds.update(part.moe_comm_type.name for part in parts)
+        return parts
+
+    original = AscendContextSplitter.split
+    engine.configure(DBO_MODE="always")
+    engine.cut_at(60)
+    with patch.object(contexts, "select_moe_comm_method", choose), patch.object(AscendContextSplitter, "split", split):
+        engine.generate(make_prompts(60, 60), 1)
+    return kinds
+
+
+def test_tokens_travel_past_the_objects_that_keep_state(expert_npus: Ranks) -> None:
+    """Prepare and finalize are one object for all layers; micro-batches in turn would take each other's sizes."""
+    calls = expert_npus.run(count_preparations)
+    assert calls == [(0, 1), (0, 1)], "(calls of prepare, split steps)"
+
+
+def count_preparations(engine: Engine, rank: int) -> tuple[int, int]:
+    """Split a step; return how often vllm-ascend's own prepare was called, and how many steps were split."""
+    from vllm_ascend.ops.fused_moe.prepare_finalize import PrepareAndFinalizeWithAllGather as Own
+
+    engine.configure(DBO_MODE="always")
+    engine.cut_at([30], [30])
+    before = engine.count_split()
+    with patch.object(Own, "prepare", autospec=True, side_effect=Own.prepare) as prepare:
+        engine.generate(make_prompts(30, 30), 1)
+    return prepare.call_count, engine.count_split() - before
+
+
+def test_an_unknown_field_of_the_metadata_declines(one_npu: Ranks) -> None:
+    """Fields change from release to release."""
+    (declined,) = one_npu.run(add_field)
+    assert declined == {"unknown per-request or per-token attention metadata": 1}
+
+
+def add_field(engine: Engine, rank: int) -> dict[str, int]:
+    """Run a step whose metadata has a field for each request that nobody has heard of; return the declines."""
+    import torch
+    from vllm_ascend.attention.utils import AscendCommonAttentionMetadata as Common
+
+    engine.configure(DBO_MODE="always")
+    engine.cut_by_settings()
+    before = engine.statistics()[0]["declined"]
+    made = Common.__init__
+
+    def make(self: Any, *arguments: Any, **fields: Any) -> None:
+        made(self, *arguments, **fields)
+        self.decode_token_per_req = torch.zeros(self.num_reqs)  # read for graphs only
+
+    with patch.object(Common, "__init__", make):
+        engine.generate(make_prompts(30, 30), 1)
+    after = engine.statistics()[0]["declined"]
+    return {why: n - before.get(why, 0) for why, n in after.items() if n > before.get(why, 0)}
+
+
+def test_no_model_that_has_an_adapter_reads_the_rotary_slices_of_the_whole_step() -> None:
+    """GQA once took cos and sin from slices that were set before the model; in this release MiniMax and 310P do."""
+    import vllm_ascend
+
+    folder = Path(vllm_ascend.__file__).parent
+    readers = {
+        str(file.relative_to(folder)) for file in folder.rglob("*.py") if "get_cos_and_sin_slice" in file.read_text()
+    }
+    assert readers == {
+        "ops/rotary_embedding.py",
+        "patch/worker/patch_minimax_m2.py",
+        "_310p/ops/rotary_embedding.py",
+    }
+
+
+def test_the_device_is_the_npu_whatever_the_runner_makes_of_cuda_names(one_npu: Ranks) -> None:
+    """vllm-ascend binds names of torch.cuda anew; nothing here may go by them."""
+    (found,) = one_npu.run(name_device)
+    assert found == ("NpuDevice", "npu")
+
+
+def name_device(engine: Engine, rank: int) -> tuple[str, str]:
+    """Return the class of the device on which steps are split, and where its lanes' streams are."""
+    runtime = find_planner(engine.llm.llm_engine.model_executor.driver_worker.worker)._runtime
+    lanes = runtime.device.open_lanes(("compute", "comm"))
+    return type(runtime.device).__name__, lanes[1].stream.device.type
