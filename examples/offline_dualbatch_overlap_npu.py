@@ -100,6 +100,13 @@ def parse_arguments() -> argparse.Namespace:
         "--max-model-len", type=int, default=2048, metavar="N", help="longest prompt and answer (default: 2048)"
     )
     parser.add_argument("--dtype", help="of the weights (default: float32 on cpu, the model's own on npu)")
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="""more arguments of vLLM's LLM, such as '{"enforce_eager": true}'""",
+    )
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.model = arguments.model or (TINY_VISION if arguments.pictures else TINY)
@@ -139,6 +146,7 @@ def generate(arguments: argparse.Namespace) -> int:
         options["attention_backend"] = "CPU_MLA"  # the one for AMX, where there is AMX, takes no fp32
     if arguments.pictures:
         options["limit_mm_per_prompt"] = {"image": 3, "video": 0}
+    options.update(arguments.options)
     llm = LLM(
         arguments.model,
         tensor_parallel_size=arguments.tp,

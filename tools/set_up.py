@@ -3,7 +3,7 @@
 It holds this project (editable), vLLM's CPU build, the tests' and the developer's tools, each at the version that
 `constraints.txt` names. With `--npu` it holds torch_npu and the tests' tools instead: where torch_npu is installed, and
 CANN is not, much else fails to start. A second call does nothing until one of the files that decide about the outcome
-changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in for CANN.
+changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in.
 """
 
 from __future__ import annotations

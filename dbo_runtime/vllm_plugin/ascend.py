@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dbo_runtime.batch import Decline
 from dbo_runtime.vllm_plugin import compat
 
 KNOWN_VERSIONS = ("0.30.0rc2",)
+KNOWN_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # of which steps were compared there
 GATHERING, EXCHANGING = "ALLGATHER", "ALLTOALL"  # MoE communication that split steps can replace
 
 MOE_RUNNERS = ("AscendMoERunner",)
@@ -44,9 +46,10 @@ FIELDS = compat.FIELDS._replace(
 
 def find_unknown_version() -> str | None:
     """Return why steps of this vllm-ascend have not been compared with unsplit ones, or None if they have."""
-    from importlib.metadata import version
-
-    found = version("vllm-ascend")
+    try:
+        found = version("vllm-ascend")
+    except PackageNotFoundError:
+        return "vllm-ascend is not installed"
     if found in KNOWN_VERSIONS:
         return None
     return f"vllm-ascend {found} is not one that this dbo_runtime knows ({', '.join(KNOWN_VERSIONS)})"

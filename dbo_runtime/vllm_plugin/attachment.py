@@ -13,7 +13,7 @@ from dbo_runtime.observe.counts import find_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin import ascend, compat
 
 if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.attention import ContextSplitter
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _ATTACHED = "_dbo_attached"
 PROVEN = ("cpu", "npu")  # where split steps of vLLM have been compared with unsplit ones; npu on a stand-in for CANN
 DEVICES = (*PROVEN, "cuda")  # named alike by vLLM and by us
+COMPARE = "with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
 WRITE_ONE = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
 
 
@@ -44,7 +45,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     unproven = find_unproven(compat.find_platform(), config)
     if adapter is None and config.generic:
         adapter = _open_generic(groups, vllm_config)
-    program = unproven or _record(adapter, architecture, model, vllm_config, collectives)
+    unproven_model = unproven or find_unproven_model(compat.find_platform(), architecture, config)
+    program = unproven_model or _record(adapter, architecture, model, vllm_config, collectives)
     encoder = None if unproven else _find_encoder(model, vllm_config, collectives)
     hosts = _compare_settings(groups.everyone, config, (program, encoder), _votes(vllm_config, groups))
     if isinstance(program, str):
@@ -83,6 +85,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
         min_prefill_tokens=config.min_prefill_tokens,
         check=int(config.check),
     )
+    if compat.find_platform() == "npu" and not config.check:
+        log.warning("no NPU has run this yet, only a stand-in for CANN", advice="compare steps once, with DBO_CHECK=1")
 
 
 def find_unproven(platform: str, config: RuntimeConfig) -> str | None:
@@ -91,12 +95,15 @@ def find_unproven(platform: str, config: RuntimeConfig) -> str | None:
         return f"there is no device for {platform!r}"
     unproven = None if platform in PROVEN else f"not proven on {platform!r} yet"
     if platform == "npu":
-        from dbo_runtime.vllm_plugin import ascend
-
         unproven = ascend.find_unknown_version()
-    if unproven is None or config.check:
+    return None if unproven is None or config.check else f"{unproven}; {COMPARE}"
+
+
+def find_unproven_model(platform: str, architecture: str, config: RuntimeConfig) -> str | None:
+    """Return why steps of a model are not split on *platform* where others' are, or None."""
+    if platform != "npu" or architecture in ascend.KNOWN_MODELS or config.check:
         return None
-    return f"{unproven}; with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
+    return f"{architecture} is not proven beside vllm-ascend yet; {COMPARE}"
 
 
 def _open_generic(groups: compat.Groups, vllm_config: Any) -> ModelAdapter:

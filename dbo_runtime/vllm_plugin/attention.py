@@ -99,7 +99,7 @@ class ContextSplitter:
     """
 
     fields = compat.FIELDS
-    sliced = compat.SLICED_OF_CONTEXT
+    sliced: tuple[str, ...] = compat.SLICED_OF_CONTEXT
     pads = False
 
     def __init__(self, vllm_config: VllmConfig, runner: Any = None) -> None:
@@ -208,8 +208,10 @@ class ContextSplitter:
 
     def _read_blocks(self, origin: Origin) -> np.ndarray[Any, Any]:
         """Return the KV blocks of each request [requests, blocks]: a device's would have to be waited for."""
-        blocks = compat.read_block_table(self._runner, origin.layer_names)
-        return blocks if blocks is not None else origin.common.block_table_tensor.cpu().numpy()
+        blocks: np.ndarray[Any, Any] | None = compat.read_block_table(self._runner, origin.layer_names)
+        if blocks is None:
+            blocks = origin.common.block_table_tensor.cpu().numpy()
+        return blocks
 
     def _find_unknown_data(self, context: Any, tokens: int) -> Decline | None:
         """Decline if the context, or what a platform put into it, has data per token that we would not slice."""

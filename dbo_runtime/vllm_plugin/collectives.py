@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from vllm import forward_context
 
 from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher
@@ -128,9 +127,9 @@ class ModelCollectives:
             raise UnsupportedError(
                 "DBO_DISPATCH=all_to_all needs every expert on one rank: --enable-expert-parallel, no tensor parallel"
             )
-        if self._expert_map is not None and not torch.equal(self._expert_map.cpu(), placed.cpu()):
+        if self._expert_map is not None and not torch.equal(self._expert_map, placed):
             raise UnsupportedError("DBO_DISPATCH=all_to_all needs all layers' experts on the same ranks")
-        self._expert_map = placed.to(layer.w13_weight.device)
+        self._expert_map = placed
 
     def _make_all_to_all(self, placed: torch.Tensor, group: dist.ProcessGroup) -> AllToAll:
         here = (placed >= 0).int()

@@ -17,7 +17,7 @@ from dbo_runtime.devices import Device
 from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
-from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin import ascend, compat
 from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.forward import compare_split
@@ -177,6 +177,10 @@ def get_encoder(model: Any) -> SplitEncoder | None:
 
 
 def _find_hazard(vllm_config: Any) -> str | None:
+    if compat.find_platform() == "npu":  # where a group of its own can reduce an encoder's MLP, too
+        hazard = ascend.find_config_hazard(vllm_config)
+        if hazard is not None:
+            return hazard
     compilation, multimodal = vllm_config.compilation_config, vllm_config.model_config.multimodal_config
     hazards = (
         (compilation.compile_mm_encoder, "a compiled encoder"),

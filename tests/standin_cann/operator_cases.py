@@ -204,6 +204,7 @@ COPIES = (
     Case("aclnnInplaceZero", torch.zeros_like, (X,), NUMBERS),
     Case("aclnnInplaceOne", lambda a: torch.ones(a.shape, dtype=a.dtype, device=a.device), (X,), ALL),
     Case("aclnnArange", lambda a: torch.arange(2, 30, 3, dtype=a.dtype, device=a.device), (X,), NUMBERS),
+    Case("aclnnLinspace", lambda a: torch.linspace(-1, 2, 7, dtype=a.dtype, device=a.device), (X,)),
     Case("aclnnCat", lambda a, b: torch.cat([a, b], 1), (X, X), ALL),
     Case("aclnnStack", lambda a, b: torch.stack([a, b], 1), (X, X), NUMBERS),
     Case("aclnnCat", lambda a: torch.cat(a.chunk(3, 1)[1:] + a.split([1, 5], 1), 1), (X,), NUMBERS),

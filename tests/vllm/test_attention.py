@@ -22,8 +22,6 @@ from dbo_runtime.batch import Batch, BatchSlice, Decline, slice_batch
 from dbo_runtime.vllm_plugin.attention import (
     ContextSplitter,
     Origin,
-    _find_common_hazard,
-    _slice_common,
     trace_builders,
 )
 
@@ -33,6 +31,14 @@ QUERY_LENS = (5, 3, 8, 4)
 COMPUTED = (0, 20, 2, 7)
 TOKENS = sum(QUERY_LENS)
 UNTRACED = getattr(AttentionGroup.get_metadata_builder, "_dbo_origin", AttentionGroup.get_metadata_builder)
+
+
+def slice_common(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
+    return ContextSplitter(CONFIG)._slice_common(common, slices)
+
+
+def find_hazard(origin: Origin, tokens: int) -> Decline | None:
+    return ContextSplitter(CONFIG)._find_common_hazard(origin, tokens)
 
 
 @dataclass
@@ -116,7 +122,7 @@ def expect(first: int, last: int) -> dict[str, Any]:
     ids=str,
 )
 def test_every_field_of_a_slice_is_what_its_tokens_say(cuts: tuple[int, ...]) -> None:
-    parts = _slice_common(make_common(), cut(*cuts))
+    parts = slice_common(make_common(), cut(*cuts))
     edges = [0, *cuts, TOKENS]
     assert [as_dict(part) for part in parts] == [expect(*edge) for edge in pairwise(edges)]
 
@@ -124,14 +130,14 @@ def test_every_field_of_a_slice_is_what_its_tokens_say(cuts: tuple[int, ...]) ->
 def test_slicing_leaves_the_whole_as_it_was() -> None:
     common = make_common()
     before = copy.deepcopy(as_dict(common))
-    for part in _slice_common(common, cut(6, 11)):
+    for part in slice_common(common, cut(6, 11)):
         part.query_start_loc.zero_()
         part.query_start_loc_cpu.zero_()
     assert as_dict(common) == before
 
 
 def test_the_head_of_a_cut_request_ends_where_it_is_cut_and_the_tail_at_the_end() -> None:
-    head, tail = _slice_common(make_common((4, 10), (0, 6)), cut(9, query_lens=(4, 10)))
+    head, tail = slice_common(make_common((4, 10), (0, 6)), cut(9, query_lens=(4, 10)))
     assert head.seq_lens.tolist() == [4, 6 + 5]
     assert tail.seq_lens.tolist() == [6 + 10]
     assert (head.max_seq_len, tail.max_seq_len) == (11, 16)
@@ -139,7 +145,7 @@ def test_the_head_of_a_cut_request_ends_where_it_is_cut_and_the_tail_at_the_end(
 
 def test_the_class_and_the_fields_of_a_platform_are_kept() -> None:
     buffer = torch.zeros(64)
-    parts = _slice_common(make_common(cls=AscendLike, scale=0.25, buffer=buffer), cut(8))
+    parts = slice_common(make_common(cls=AscendLike, scale=0.25, buffer=buffer), cut(8))
     assert [type(part) for part in parts] == [AscendLike, AscendLike]
     assert [part.scale for part in parts] == [0.25, 0.25]
     assert all(part.buffer is buffer for part in parts)
@@ -147,8 +153,8 @@ def test_the_class_and_the_fields_of_a_platform_are_kept() -> None:
 
 def test_a_causal_flag_of_each_request_is_sliced_and_a_common_one_kept() -> None:
     each = torch.tensor([True, False, True, False])
-    assert [p.causal.tolist() for p in _slice_common(make_common(causal=each), cut(8))] == [[True, False]] * 2
-    assert [p.causal for p in _slice_common(make_common(causal=False), cut(8))] == [False, False]
+    assert [p.causal.tolist() for p in slice_common(make_common(causal=each), cut(8))] == [[True, False]] * 2
+    assert [p.causal for p in slice_common(make_common(causal=False), cut(8))] == [False, False]
 
 
 def test_request_tables_that_are_there_are_sliced() -> None:
@@ -157,7 +163,7 @@ def test_request_tables_that_are_there_are_sliced() -> None:
         rswa_prefix_lens=torch.tensor([1, 2, 3, 4]),
         replayssm_decode_base_cpu=torch.tensor([4, 3, 2, 1]),
     )
-    _, tail = _slice_common(common, cut(11))
+    _, tail = slice_common(common, cut(11))
     assert tail.req_idx.tolist() == [3, 1]
     assert tail.rswa_prefix_lens.tolist() == [3, 4]
     assert tail.replayssm_decode_base_cpu.tolist() == [2, 1]
@@ -165,7 +171,7 @@ def test_request_tables_that_are_there_are_sliced() -> None:
 
 def test_positions_of_several_dimensions_are_sliced_by_token() -> None:
     positions = torch.arange(3 * TOKENS).reshape(3, TOKENS)
-    head, tail = _slice_common(make_common(positions=positions), cut(8))
+    head, tail = slice_common(make_common(positions=positions), cut(8))
     assert torch.equal(torch.cat([head.positions, tail.positions], dim=1), positions)
 
 
@@ -173,7 +179,7 @@ def test_caches_are_not_inherited() -> None:
     common = make_common()
     common.compute_num_computed_tokens()
     common._token_to_req_indices_cache = torch.zeros(TOKENS, dtype=torch.int32)
-    _, tail = _slice_common(common, cut(11))
+    _, tail = slice_common(common, cut(11))
     assert tail._token_to_req_indices_cache is None
     assert tail.compute_num_computed_tokens().tolist() == [2 + 3, 7]
 
@@ -183,11 +189,11 @@ def make_origin(common: Any, common_prefix_len: int = 0) -> Origin:
 
 
 def test_a_plain_batch_has_no_hazard() -> None:
-    assert _find_common_hazard(make_origin(make_common()), TOKENS) is None
+    assert find_hazard(make_origin(make_common()), TOKENS) is None
 
 
 def test_cascade_attention_declines() -> None:
-    assert _find_common_hazard(make_origin(make_common(), common_prefix_len=32), TOKENS) == Decline("cascade attention")
+    assert find_hazard(make_origin(make_common(), common_prefix_len=32), TOKENS) == Decline("cascade attention")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +202,7 @@ def test_cascade_attention_declines() -> None:
     ids=["input padded", "metadata padded", "both padded"],
 )
 def test_a_padded_batch_declines(tokens: int, changes: dict[str, Any]) -> None:
-    found = _find_common_hazard(make_origin(make_common(**changes)), tokens)
+    found = find_hazard(make_origin(make_common(**changes)), tokens)
     assert found is not None
     assert found.reason == "padded batch"
     assert found.detail.startswith(f"{tokens} tokens")
@@ -212,17 +218,17 @@ def test_a_padded_batch_declines(tokens: int, changes: dict[str, Any]) -> None:
     ],
 )
 def test_a_field_of_an_unsupported_feature_declines_by_name(name: str, value: Any) -> None:
-    found = _find_common_hazard(make_origin(make_common(**{name: value})), TOKENS)
+    found = find_hazard(make_origin(make_common(**{name: value})), TOKENS)
     assert found == Decline("attention metadata field not supported yet", name)
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_logits_indices", 0), ("mm_req_doc_ranges", {})])
 def test_a_field_of_an_unsupported_feature_that_is_empty_is_fine(name: str, value: Any) -> None:
-    assert _find_common_hazard(make_origin(make_common(**{name: value})), TOKENS) is None
+    assert find_hazard(make_origin(make_common(**{name: value})), TOKENS) is None
 
 
 def test_lengths_that_the_host_does_not_know_decline() -> None:
-    found = _find_common_hazard(make_origin(make_common(seq_lens_cpu_upper_bound=None)), TOKENS)
+    found = find_hazard(make_origin(make_common(seq_lens_cpu_upper_bound=None)), TOKENS)
     assert found == Decline("attention metadata without sequence lengths on the host")
 
 
@@ -239,7 +245,7 @@ class Unknown(CommonAttentionMetadata):
     ids=["per request", "starts", "per token", "rows per request", "array", "list", "tuple"],
 )
 def test_an_unknown_field_that_seems_to_be_per_request_or_per_token_declines(value: Any) -> None:
-    found = _find_common_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS)
+    found = find_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS)
     assert found == Decline("unknown per-request or per-token attention metadata", "surprise")
 
 
@@ -249,7 +255,7 @@ def test_an_unknown_field_that_seems_to_be_per_request_or_per_token_declines(val
     ids=["nothing", "number", "scalar", "buffer", "array", "list", "text", "dict"],
 )
 def test_an_unknown_field_of_another_size_is_harmless(value: Any) -> None:
-    assert _find_common_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS) is None
+    assert find_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS) is None
 
 
 @dataclass
@@ -500,7 +506,7 @@ def test_a_context_without_a_mask_gives_contexts_without() -> None:
 def test_metadata_is_built_once_for_each_slice_with_the_arguments_of_the_whole() -> None:
     common = make_common()
     parts = split(make_context(build(make_group(), common, fast_build=True)), 6, 11)
-    for part, expected in zip(parts, _slice_common(common, cut(6, 11)), strict=True):
+    for part, expected in zip(parts, slice_common(common, cut(6, 11)), strict=True):
         metadata = part.attn_metadata["layers.0"]
         assert part.attn_metadata["layers.1"] is metadata
         assert as_dict(metadata.common) == as_dict(expected)

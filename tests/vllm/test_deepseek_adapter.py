@@ -74,14 +74,10 @@ def make_layer(
 
 def make_model(dtype: str = "torch.bfloat16", layers: Any = (), **config: Any) -> SimpleNamespace:
     """Return the part of vLLM's model that decides. Its *layers* are a dense one and one of experts if not given."""
-    experts = SimpleNamespace(_fused_output_is_reduced=False)
     return SimpleNamespace(
         config=SimpleNamespace(**config),
-        model=SimpleNamespace(layers=list(layers) or [make_layer(dtype), make_layer(dtype, experts=experts)]),
+        model=SimpleNamespace(layers=list(layers) or [make_layer(dtype), make_layer(dtype, experts=object())]),
     )
-
-
-REDUCED = SimpleNamespace(_fused_output_is_reduced=True)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +87,9 @@ REDUCED = SimpleNamespace(_fused_output_is_reduced=True)
         (make_model(index_topk=2048), "sparse attention (DeepSeek V3.2)"),
         (make_model(llama_4_scaling={"beta": 0.1}), "attention scaling by position"),
         (make_model("torch.float16"), "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"),
-        (make_model(layers=[make_layer(), make_layer(experts=REDUCED)]), "the MoE kernel reduces its own output"),
         (make_model(layers=[make_layer(), make_layer(kind=OtherMLP)]), "the MLP class OtherMLP is not known"),
     ],
-    ids=["plain attention", "sparse", "scaled", "fp16", "reduced experts", "unknown MLP"],
+    ids=["plain attention", "sparse", "scaled", "fp16", "unknown MLP"],
 )
 def test_it_declines_what_it_cannot_take_apart(model: SimpleNamespace, reason: str) -> None:
     assert reason in (DeepseekAdapter().decline(model) or "accepted")

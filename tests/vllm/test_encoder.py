@@ -25,6 +25,7 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin import ascend, compat
 from dbo_runtime.vllm_plugin.encoder import SplitEncoder, find_encoder, get_encoder
 from dbo_runtime.vllm_plugin.encoder_attention import CpuAttention
 from dbo_runtime.vllm_plugin.host_plan import NAME, install_host_plan, make_lengths, plan_attention
@@ -258,6 +259,20 @@ def test_an_encoder_that_cannot_be_split_says_why(
     assert find_encoder(torch.nn.ModuleList([Doubling()]), make_config(**changes), collectives) == reason
 
 
+def test_a_feature_of_vllm_ascend_that_splitting_does_not_support_speaks_against_encoders_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collectives: Any = ToyCollectives()
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.find_encoder_adapter", lambda name: DoublingAdapter())
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.list_encoders", lambda: {"Doubling"})
+    monkeypatch.setattr(compat, "find_platform", lambda: "npu")
+    monkeypatch.setattr(ascend, "find_config_hazard", lambda config: "not supported yet: its own MLP group")
+    model = torch.nn.ModuleList([Doubling()])
+    assert find_encoder(model, make_config(), collectives) == "not supported yet: its own MLP group"
+    monkeypatch.setattr(ascend, "find_config_hazard", lambda config: None)
+    assert not isinstance(find_encoder(model, make_config(), collectives), str)
+
+
 def test_an_encoder_of_a_class_that_nobody_registered_runs_whole() -> None:
     collectives: Any = ToyCollectives()
     found = find_encoder(torch.nn.ModuleList([Doubling()]), make_config(), collectives)
@@ -335,6 +350,18 @@ def test_under_a_check_both_ways_are_computed_and_compared() -> None:
     assert (len(planned.given), len(checked.given)) == (0, 1)
     with pytest.raises(SplitError, match=r"images' attention with the host plan and without are .* lengths"):
         make_attention(check=True, factor=1.1).forward_cpu(*given)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_on_an_npu_whoever_had_attention_is_given_its_ends_on_the_host(check: bool) -> None:
+    attention = plan_attention(OwnAttention, "npu", check)(1.0)
+    ends = attention.maybe_recompute_cu_seqlens("npu", ENDS, 8, 1, "npu")
+    found = attention.forward_oot(PACKED, PACKED, PACKED, ends, None, make_lengths(ENDS))
+    assert torch.equal(found, make_attention().forward_cpu(PACKED, PACKED, PACKED, None, None, make_lengths(ENDS)))
+    assert len(attention.given) == 1 + check
+    assert (attention.given[0][2].device.type, attention.given[0][2].tolist()) == ("cpu", ENDS.tolist())
+    with pytest.raises(SplitError, match="12 patches came"):
+        attention.forward_oot(PACKED, PACKED, PACKED, ends, None, make_lengths(ENDS[:3]))
 
 
 @pytest.mark.vllm

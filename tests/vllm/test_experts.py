@@ -85,6 +85,11 @@ def test_a_plain_layer_can_be_taken_apart() -> None:
     assert find_expert_hazard(make_runner(quant_dtype=torch.int8, expects_unquantized_inputs=True)) is None
 
 
+def test_a_kernel_that_reduces_its_own_output_cannot_be_taken_apart() -> None:
+    with pytest.raises(UnsupportedError, match="the MoE kernel reduces its own output"):
+        travels(make_runner(_fused_output_is_reduced=True))
+
+
 OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_method.moe_kernel)
 
 

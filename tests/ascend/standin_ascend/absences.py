@@ -8,6 +8,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from standin_ascend.kernels import launch
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
@@ -64,13 +66,36 @@ class SlotMapping:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         requests = grid[0] - 1
 
-        def find(tokens: int, padded: int, starts: Any, positions: Any, table: Any, stride: int, block: int, slots: Any, **rest: Any) -> None:  # fmt: skip  # noqa: E501
-            launch("SlotMapping", compute_slots, starts, positions, table, slots, requests, tokens, padded, block, rest["PAD_ID"])  # fmt: skip  # noqa: E501
+        def find(
+            tokens: int,
+            padded: int,
+            starts: torch.Tensor,
+            positions: torch.Tensor,
+            table: torch.Tensor,
+            stride: int,
+            block: int,
+            slots: torch.Tensor,
+            **rest: Any,
+        ) -> None:
+            if rest["IS_CIRCULAR"] or rest["TOTAL_CP_WORLD_SIZE"] != 1:
+                raise NotImplementedError("slots of blocks that are used in a circle, or that several ranks share")
+            settings = requests, tokens, padded, block, rest["PAD_ID"]
+            launch("SlotMapping", compute_slots, starts, positions, table, slots, *settings)
 
         return find
 
 
-def compute_slots(starts: Any, positions: Any, table: Any, slots: Any, requests: int, tokens: int, padded: int, block: int, padding: int) -> None:  # fmt: skip  # noqa: E501
+def compute_slots(
+    starts: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    requests: int,
+    tokens: int,
+    padded: int,
+    block: int,
+    padding: int,
+) -> None:
     """Look each token's block up; tokens beyond the batch get *padding*."""
     slots[tokens:padded] = padding
     for request in range(requests):

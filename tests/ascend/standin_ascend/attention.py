@@ -12,9 +12,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from standin_ascend.kernels import launch
 
+from standin_ascend.kernels import launch, refuse
+
+NO_MASK = 0  # sparse mode, where there is no mask
 BOTTOM_RIGHT = 3  # sparse mode: causal, with the last query beside the last key
+HARMLESS = "softmax_lse_flag", "inner_precise", "pre_tokens", "next_tokens"  # the last two are for other sparse modes
 
 
 def compute_attention(
@@ -28,7 +31,16 @@ def compute_attention(
     if causal:
         queries, keys = scores.shape[-2:]
         scores.masked_fill_(torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries), -torch.inf)
-    return scores.softmax(-1) @ value.double(), scores.logsumexp(-1)
+    sums = scores.logsumexp(-1)
+    shares = scores.softmax(-1).masked_fill(sums[..., None] == -torch.inf, 0)  # a query that sees no key gets zeros
+    return shares @ value.double(), sums
+
+
+def is_causal(sparse_mode: int, mask: torch.Tensor | None) -> bool:
+    """Return whether queries see only keys up to their own; masks of other kinds are refused."""
+    if sparse_mode not in (NO_MASK, BOTTOM_RIGHT) or (sparse_mode == NO_MASK and mask is not None):
+        raise NotImplementedError(f"fused attention: sparse mode {sparse_mode}{'' if mask is None else ' with a mask'}")
+    return sparse_mode == BOTTOM_RIGHT
 
 
 def attend_packed(
@@ -42,20 +54,21 @@ def attend_packed(
     key_rope: torch.Tensor | None = None,
     scale: float = 1.0,
     input_layout: str = "BSH",
-    sparse_mode: int = 0,
+    sparse_mode: int = NO_MASK,
+    atten_mask: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`npu_fused_infer_attention_score`, layout TND: sequences one after another, with their cumulated lengths."""
     if input_layout != "TND":
         raise NotImplementedError(f"npu_fused_infer_attention_score: layout {input_layout}")
+    refuse("npu_fused_infer_attention_score", rest, *HARMLESS)
+    causal = is_causal(sparse_mode, atten_mask)
     tokens, heads = query.shape[:2]
     out = query.new_empty(tokens, heads, value.shape[-1])
     weights = query.new_empty(tokens, heads, 1, dtype=torch.float32)
     ends = list(actual_seq_lengths), list(actual_seq_lengths_kv)
-    launch(
-        "FusedInferAttentionScore", compute_packed, query, key, value, query_rope, key_rope, out, weights, *ends, scale,
-        sparse_mode == BOTTOM_RIGHT,
-    )  # fmt: skip
+    inputs = query, key, value, query_rope, key_rope
+    launch("FusedInferAttentionScore", compute_packed, *inputs, out, weights, *ends, scale, causal)
     return out, weights
 
 
@@ -103,13 +116,13 @@ def attend_paged(
     """`npu_fused_infer_attention_score_v2`, layout BNSD_NBSD: decodes [batch, heads, queries, size], a paged cache."""
     if input_layout != "BNSD_NBSD":
         raise NotImplementedError(f"npu_fused_infer_attention_score_v2: layout {input_layout}")
+    refuse("npu_fused_infer_attention_score_v2", rest, "num_query_heads", "num_key_value_heads", "inner_precise")
     batch, heads, queries, _ = query.shape
     if out is None:
         out = query.new_empty(heads, batch, queries, value.shape[-1])
-    launch(
-        "FusedInferAttentionScoreV2", compute_paged, query, key, value, query_rope, key_rope, block_table, out,
-        list(actual_seq_kvlen), block_size, softmax_scale,
-    )  # fmt: skip
+    inputs = query, key, value, query_rope, key_rope, block_table
+    settings = list(actual_seq_kvlen), block_size, softmax_scale
+    launch("FusedInferAttentionScoreV2", compute_paged, *inputs, out, *settings)
     return out, query.new_empty(1, dtype=torch.float32)
 
 
@@ -156,6 +169,8 @@ def update_attention(
     lse: Sequence[torch.Tensor], local_out: Sequence[torch.Tensor], update_type: int
 ) -> tuple[Any, ...]:
     """`npu_attention_update`: one result of several, each from other keys, weighted by their log-sum-exps."""
+    if update_type != 0:
+        raise NotImplementedError(f"npu_attention_update: update type {update_type}, which returns sums too")
     out = torch.empty_like(local_out[0])
     launch("AttentionUpdate", compute_update, list(lse), list(local_out), out)
     return out, out.new_empty(1, dtype=torch.float32)
@@ -222,10 +237,12 @@ def norm_rope_cache(
     """`npu_kv_rmsnorm_rope_cache`: norm the latent part of *kv*, rotate the rest, write both to the cache."""
     if cache_mode != "PA":
         raise NotImplementedError(f"npu_kv_rmsnorm_rope_cache: cache mode {cache_mode}")
+    refuse("npu_kv_rmsnorm_rope_cache", rest)
     latent = gamma.shape[0]
     rope = kv.new_empty(*kv.shape[:-1], kv.shape[-1] - latent)
     normed = kv.new_empty(*kv.shape[:-1], latent)
-    launch("KvRmsNormRopeCache", compute_norm_rope_cache, kv, gamma, cos, sin, index, k_cache, ckv_cache, rope, normed, epsilon)  # fmt: skip  # noqa: E501
+    tensors = kv, gamma, cos, sin, index, k_cache, ckv_cache, rope, normed
+    launch("KvRmsNormRopeCache", compute_norm_rope_cache, *tensors, epsilon)
     return k_cache.view(k_cache.shape), ckv_cache.view(ckv_cache.shape), rope, normed
 
 
@@ -273,11 +290,12 @@ def multiply_batches(
     *,
     perm_x1: Sequence[int] = (0, 1, 2),
     perm_x2: Sequence[int] = (0, 1, 2),
-    perm_y: Sequence[int] = (0, 1, 2),
+    perm_y: Sequence[int] = (1, 0, 2),
     **rest: Any,
 ) -> torch.Tensor:
     """`npu_transpose_batchmatmul`: a matrix product for each batch, of and into permuted dimensions."""
-    orders = [list(order or (0, 1, 2)) for order in (perm_x1, perm_x2, perm_y)]
+    refuse("npu_transpose_batchmatmul", rest)
+    orders = list(perm_x1), list(perm_x2), list(perm_y)
     batch, rows, columns = x.shape[orders[0][0]], x.shape[orders[0][1]], weight.shape[orders[1][2]]
     out = x.new_empty([(batch, rows, columns)[dimension] for dimension in orders[2]])
     launch("TransposeBatchMatMul", compute_batches, x, weight, out, *orders)

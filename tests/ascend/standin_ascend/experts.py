@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from standin_ascend.kernels import launch
 
-SIGMOID = 1  # norm type: DeepSeek-V3's gate; 0 is softmax
-SUM_OF_TWO = 1  # group select mode: a group's score is the sum of its two best; 0: the best
-COUNTS = 1  # how tokens of an expert are told: each number; 0: cumulated
+from standin_ascend.kernels import launch, refuse
+
+SOFTMAX, SIGMOID = 0, 1  # norm type: the latter is DeepSeek-V3's gate
+BEST, SUM_OF_TWO = 0, 1  # group select mode: a group's score is its best, or the sum of its two best
+CUMULATED, COUNTS = 0, 1  # how tokens of an expert are told: up to its end, or each number
 
 
 def choose_experts(
@@ -27,6 +28,8 @@ def choose_experts(
     bias_opt: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`moe_gating_top_k`: weights and numbers of the best experts [tokens, k] by logits *x* [tokens, experts]."""
+    if norm_type not in (SOFTMAX, SIGMOID) or group_select_mode not in (BEST, SUM_OF_TWO):
+        raise NotImplementedError(f"moe_gating_top_k: norm type {norm_type}, group select mode {group_select_mode}")
     weights = x.new_empty(x.shape[0], k)
     ids = x.new_empty(x.shape[0], k, dtype=torch.int32)
     scores = x.new_empty(x.shape, dtype=torch.float32)
@@ -68,18 +71,20 @@ def route(
     expert_tokens_num_type: int = 0,
     active_expert_range: Sequence[int] = (),
     row_idx_type: int = 0,
-    quant_mode: int = -1,
+    active_num: int = -1,
     **rest: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """`npu_moe_init_routing_v2`: rows of *x* [tokens, hidden], one for each choice, sorted by expert; where they went."""
-    if quant_mode != -1:
-        raise NotImplementedError("npu_moe_init_routing_v2 with quantization")
+    """`npu_moe_init_routing_v2`: a row of *x* [tokens, hidden] for each choice, sorted by expert; where they went."""
+    refuse("npu_moe_init_routing_v2", rest, "expert_tokens_num_flag")
     rows = expert_idx.numel()
+    if active_num not in (-1, rows) or expert_tokens_num_type not in (CUMULATED, COUNTS):
+        raise NotImplementedError(f"npu_moe_init_routing_v2: {active_num} rows, told as {expert_tokens_num_type}")
     first, last = list(active_expert_range) or (0, expert_num)
     out = x.new_empty(rows, x.shape[1])
     places = x.new_empty(rows, dtype=torch.int32)
     counts = x.new_empty(last - first, dtype=torch.int64)
-    launch("MoeInitRoutingV2", compute_route, x, expert_idx, out, places, counts, first, last, row_idx_type, expert_tokens_num_type)  # fmt: skip  # noqa: E501
+    settings = first, last, row_idx_type, expert_tokens_num_type
+    launch("MoeInitRoutingV2", compute_route, x, expert_idx, out, places, counts, *settings)
     return out, places, counts, x.new_empty(rows, dtype=torch.float32)
 
 
@@ -116,12 +121,16 @@ def multiply_groups(
     *,
     group_list: torch.Tensor,
     group_list_type: int = 0,
+    group_type: int = -1,
     **rest: Any,
 ) -> list[torch.Tensor]:
     """`npu_grouped_matmul`: the rows of each expert times its matrix; rows beyond the last group give zeros."""
-    stacked = weight[0].dim() == 3
+    refuse("npu_grouped_matmul", rest, "split_item")
+    if len(x) != 1 or group_type != 0 or group_list_type not in (CUMULATED, COUNTS):
+        raise NotImplementedError(f"npu_grouped_matmul: groups of type {group_type}, told as {group_list_type}")
+    weights = weight[0] if weight[0].dim() == 3 else list(weight)
     out = x[0].new_empty(x[0].shape[0], weight[0].shape[-1])
-    launch("GroupedMatmul", compute_groups, x[0], weight[0] if stacked else list(weight), group_list, out, group_list_type)  # fmt: skip  # noqa: E501
+    launch("GroupedMatmul", compute_groups, x[0], weights, group_list, out, group_list_type)
     return [out]
 
 
@@ -135,9 +144,13 @@ def compute_groups(x: torch.Tensor, weights: Any, groups: torch.Tensor, out: tor
         first = last
 
 
-def permute(tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip  # noqa: E501
+def permute(
+    tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`npu_moe_token_permute`: a row for each choice, sorted by expert, and where each choice went."""
     rows = indices.numel()
+    if padded_mode or num_out_tokens not in (None, 0, rows):
+        raise NotImplementedError(f"npu_moe_token_permute: {num_out_tokens} of {rows} rows")
     out, places = tokens.new_empty(rows, tokens.shape[1]), tokens.new_empty(rows, dtype=torch.int32)
     launch("MoeTokenPermute", compute_permute, tokens, indices, out, places)
     return out, places
@@ -158,6 +171,8 @@ def unpermute(
     restore_shape: Any = None,
 ) -> torch.Tensor:
     """`npu_moe_token_unpermute`: the weighted sum of each token's rows."""
+    if padded_mode:
+        raise NotImplementedError("npu_moe_token_unpermute: padded mode")
     choices = 1 if probs is None else probs.shape[1]
     out = permuted_tokens.new_empty(sorted_indices.numel() // choices, permuted_tokens.shape[1])
     launch("MoeTokenUnpermute", compute_unpermute, permuted_tokens, sorted_indices, probs, out)
@@ -168,8 +183,9 @@ def compute_unpermute(
     permuted: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Take each choice's row from its place; those of other ranks have weight 0, so any row will do."""
-    rows = permuted[places.long().abs()].float()  # -1 of other ranks, whose weight is 0, finds some row
     if weights is None:
-        out.copy_(rows)
+        out.copy_(permuted[places.long()])
     else:
+        # Other ranks' places are -1, or, as vllm-ascend gives absolute values, 1, which a single row does not have.
+        rows = permuted[places.long().masked_fill(weights.reshape(-1) == 0, 0)].float()
         out.copy_((rows.view(*weights.shape, rows.shape[1]) * weights.float()[..., None]).sum(1))

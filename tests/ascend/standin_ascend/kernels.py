@@ -6,6 +6,8 @@ what is there, as on an NPU.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -27,13 +29,15 @@ class Queue:
         self._has_graphs = False
         self._call = FUNCTION(self._run)
         self._runtime = ctypes.CDLL("libascendcl.so")  # the stand-in, which is loaded
-        self._runtime.standin_submit_function.argtypes = (
-            ctypes.c_void_p, ctypes.c_char_p, FUNCTION, ctypes.c_void_p,
-        )  # fmt: skip
+        arguments = ctypes.c_void_p, ctypes.c_char_p, FUNCTION, ctypes.c_void_p
+        self._runtime.standin_submit_function.argtypes = arguments
+        self._devices: set[int] = set()
+        atexit.register(self._finish)
 
     def submit(self, name: str, kernel: Callable[[], None]) -> None:
         """Queue a kernel on the current stream, or note it in the graph that is being captured there."""
         self._has_graphs |= torch.npu.is_current_stream_capturing()
+        self._devices.add(torch.npu.current_device())
         number = next(self._numbers)
         self._kernels[number] = kernel
         error = self._runtime.standin_submit_function(
@@ -54,6 +58,12 @@ class Queue:
             return 1
         return 0
 
+    def _finish(self) -> None:
+        """Wait for all kernels, before torch_npu does at its end: it keeps the interpreter, which they need."""
+        for device in self._devices:
+            with contextlib.suppress(RuntimeError):  # a kernel that failed has said so
+                torch.npu.synchronize(device)
+
 
 @functools.cache
 def open_queue() -> Queue:
@@ -64,6 +74,13 @@ def open_queue() -> Queue:
 def launch(name: str, kernel: Callable[..., None], *arguments: Any) -> None:
     """Queue `kernel(*arguments)`; tensors on the device, in lists too, reach it as the host's view of their memory."""
     open_queue().submit(name, functools.partial(kernel, *map(view_on_host, arguments)))
+
+
+def refuse(operator: str, options: dict[str, Any], *known: str) -> None:
+    """Raise if an operator is called with others than its known options; torch leaves out what has its default."""
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise NotImplementedError(f"{operator} with {', '.join(unknown)}")
 
 
 def view_on_host(value: Any) -> Any:

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+
 from standin_ascend import attention, experts, others, vision
 
 SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
@@ -43,16 +44,20 @@ OPERATORS = {
     "aten": {
         "_foreach_add.List": others.add_lists,
     },
+    "vllm": {
+        "triton_split_qkv_rmsnorm_mrope": vision.split_norm_rotate,
+    },
 }
 
 
 @functools.cache
 def register() -> tuple[Any, ...]:
     """Register all for tensors on the NPU; what is registered lasts as long as what this returns."""
-    libraries = {"npu": "IMPL", "aten": "IMPL", "_C_ascend": "FRAGMENT"}
+    libraries = {"npu": "IMPL", "aten": "IMPL", "_C_ascend": "FRAGMENT", "vllm": "FRAGMENT"}
     opened = {name: torch.library.Library(name, kind) for name, kind in libraries.items()}
     for schema in SCHEMAS:
         opened["_C_ascend"].define(schema)
+    opened["vllm"].define(vision.SPLIT_SCHEMA)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, operators in OPERATORS.items():

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from standin_ascend.kernels import launch
+
+from standin_ascend.kernels import launch, refuse
 
 
 def add_norm(
@@ -44,6 +45,7 @@ def compute_add_norm(
 
 def cast_format(x: torch.Tensor, acl_format: int, **rest: Any) -> torch.Tensor:
     """`npu_format_cast`: memory of the host has no formats."""
+    refuse("npu_format_cast", rest)
     return x.view(x.shape)
 
 
@@ -54,7 +56,9 @@ def add_lists(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], *, alp
     return out
 
 
-def compute_sums(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], out: Sequence[torch.Tensor], alpha: float) -> None:  # fmt: skip  # noqa: E501
+def compute_sums(
+    one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], out: Sequence[torch.Tensor], alpha: float
+) -> None:
     """Add pair by pair."""
     for x, y, z in zip(one, other, out, strict=True):
         z.copy_(x + alpha * y)

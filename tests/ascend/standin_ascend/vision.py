@@ -10,10 +10,15 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from standin_ascend.attention import attend_packed, compute_packed
-from standin_ascend.kernels import launch
 
-CAUSAL = (2, 3)  # sparse modes
+from standin_ascend.attention import HARMLESS, NO_MASK, attend_packed, compute_packed, is_causal
+from standin_ascend.kernels import launch, refuse
+
+SPLIT_SCHEMA = (  # vllm-ascend declares it where there is Triton
+    "triton_split_qkv_rmsnorm_mrope(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos_sin, int num_q_heads,"
+    " int num_kv_heads, int head_size, float eps, int[] mrope_section, bool is_interleaved, int? rope_dim=None,"
+    " Tensor? q_bias=None, Tensor? k_bias=None, bool has_gate=False) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def attend(
@@ -31,15 +36,16 @@ def attend(
     shared = num_heads // (num_key_value_heads or num_heads)
     if shared == 1 and block_table is None:
         return attend_packed(query, key, value, **rest)
-    if rest.get("input_layout") != "TND" or rest.get("query_rope") is not None:
-        raise NotImplementedError(f"npu_fused_infer_attention_score, heads that share keys or a cache: {rest}")
+    if rest.get("input_layout") != "TND":
+        raise NotImplementedError(f"npu_fused_infer_attention_score: layout {rest.get('input_layout')}")
+    known = "input_layout", "actual_seq_lengths", "actual_seq_lengths_kv", "scale", "sparse_mode", "atten_mask"
+    refuse("npu_fused_infer_attention_score, where heads share keys or have a cache,", rest, *known, *HARMLESS)
+    causal = is_causal(rest.get("sparse_mode", NO_MASK), rest.get("atten_mask"))
     out = query.new_empty(query.shape)
     weights = query.new_empty(*query.shape[:2], 1, dtype=torch.float32)
     ends = list(rest["actual_seq_lengths"]), list(rest["actual_seq_lengths_kv"])
-    launch(
-        "FusedInferAttentionScore", compute_shared, query, key, value, block_table, out, weights, *ends, shared,
-        block_size, rest.get("scale", 1.0), rest.get("sparse_mode", 0) in CAUSAL,
-    )  # fmt: skip
+    settings = shared, block_size, rest.get("scale", 1.0), causal
+    launch("FusedInferAttentionScore", compute_shared, query, key, value, block_table, out, weights, *ends, *settings)
     return out, weights
 
 
@@ -95,6 +101,7 @@ def scatter_cache(
     """`npu_scatter_pa_kv_cache`: write keys and values [tokens, heads, size] to their slots."""
     if cache_mode != "Norm":
         raise NotImplementedError(f"npu_scatter_pa_kv_cache: cache mode {cache_mode}")
+    refuse("npu_scatter_pa_kv_cache", rest)
     launch("ScatterPaKvCache", compute_scatter, key, value, key_cache, value_cache, slot_mapping)
 
 
@@ -108,7 +115,7 @@ def compute_scatter(
 
 
 def rotate_halves(
-    input: torch.Tensor,  # noqa: A002 - torch_npu's name
+    input: torch.Tensor,
     r1: torch.Tensor,
     r2: torch.Tensor,
     rotary_mode: str = "half",
@@ -126,3 +133,66 @@ def compute_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out:
     """Rotate pairs of which one is in each half, in float32."""
     first, second = x.float().chunk(2, -1)
     out.copy_(x.float() * cos.float() + torch.cat([-second, first], -1) * sin.float())
+
+
+def split_norm_rotate(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    eps: float,
+    mrope_section: list[int],
+    is_interleaved: bool,
+    rope_dim: int | None = None,
+    q_bias: torch.Tensor | None = None,
+    k_bias: torch.Tensor | None = None,
+    has_gate: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """`triton_split_qkv_rmsnorm_mrope`: queries and keys of *qkv* [tokens, all], normed and rotated, and values."""
+    if has_gate or q_bias is not None or k_bias is not None or (rope_dim or head_size) != head_size:
+        raise NotImplementedError("triton_split_qkv_rmsnorm_mrope with a gate, biases, or heads rotated in part")
+    if cos_sin.dim() != 3:
+        raise NotImplementedError(f"triton_split_qkv_rmsnorm_mrope: positions of {cos_sin.dim() - 1} dimensions")
+    heads = num_q_heads, num_kv_heads, num_kv_heads
+    q, k, v = (qkv.new_empty(qkv.shape[0], number * head_size) for number in heads)
+    settings = head_size, eps, list(mrope_section), is_interleaved
+    launch("SplitQkvRmsnormMrope", compute_split, qkv, q_weight, k_weight, cos_sin, q, k, v, *settings)
+    return q, k, v, qkv.new_empty(qkv.shape[0], 0)
+
+
+def compute_split(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    size: int,
+    eps: float,
+    sections: Sequence[int],
+    interleaved: bool,
+) -> None:
+    """Rotate by time, height and width: *cos_sin* is [3, tokens, size], cosines first."""
+    axes = find_axes(sections, interleaved)
+    table = cos_sin.float()[axes.repeat(2), :, torch.arange(size)].transpose(0, 1)[:, None]  # [tokens, 1, size]
+    cos, sin = (half.repeat(1, 1, 2) for half in table.chunk(2, -1))
+    parts = qkv.split([q.shape[1], k.shape[1], v.shape[1]], -1)
+    for part, weight, out in zip(parts, (q_weight, k_weight), (q, k), strict=False):
+        x = part.unflatten(-1, (-1, size)).float()
+        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()).to(out.dtype)
+        compute_rotation(normed, cos, sin, out.unflatten(-1, (-1, size)))
+    v.copy_(parts[2])
+
+
+def find_axes(sections: Sequence[int], interleaved: bool) -> torch.Tensor:
+    """Return by which position (0: time, 1: height, 2: width) each pair is rotated [pairs]."""
+    if not interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(sections))
+    axes = torch.zeros(sum(sections), dtype=torch.long)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes

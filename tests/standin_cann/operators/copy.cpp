@@ -4,6 +4,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/linspace.h>
 #include <ATen/ops/stack.h>
 
 namespace standin {
@@ -27,6 +28,11 @@ STANDIN_OPERATOR(aclnnInplaceOne, (AclTensor self), [self = hold(self)] { self.f
 STANDIN_OPERATOR(aclnnArange, (AclScalar start, AclScalar end, AclScalar step, AclTensor out),
                  [start = hold(start), end = hold(end), step = hold(step), out = hold(out)] {
                      store(out, at::arange(start, end, step, out.options()));
+                 })
+
+STANDIN_OPERATOR(aclnnLinspace, (AclScalar start, AclScalar end, int64_t steps, AclTensor out),
+                 [start = hold(start), end = hold(end), steps, out = hold(out)] {
+                     store(out, at::linspace(start, end, steps, out.options()));
                  })
 
 STANDIN_OPERATOR(aclnnCat, (AclTensorList tensors, int64_t dim, AclTensor out),

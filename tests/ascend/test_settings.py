@@ -1,0 +1,171 @@
+"""Settings of vllm-ascend that users meet: each works, or steps run whole and the log names the feature."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.ascend.conftest import OPTIONS, TINY, start
+from tests.ascend.jobs import answer, make_prompts
+from tests.vllm.engine import Engine, find_difference
+from tests.vllm.ranks import Ranks
+
+PROMPTS = [make_prompts(60, 40, 25)]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "offline_dualbatch_overlap_npu.py"
+
+
+def test_beside_graphs_of_decodes_prefills_are_split() -> None:
+    """Captured steps replay without the model's forward; all others run as they do without graphs."""
+    fusions = ("fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add", "enable_npugraph_ex")  # need more operators
+    compiler = {"ascend_compilation_config": dict.fromkeys(fusions, False), **OPTIONS["additional_config"]}
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+    for npus in start(1, enforce_eager=False, compilation_config=graphs, additional_config=compiler):
+        ((whole, _),) = npus.run(answer, PROMPTS, 6)
+        ((split, counts),) = npus.run(answer, PROMPTS, 6, [60])
+        assert counts == [{"split": 1, "declined": {}}], "a prefill; five decodes are replayed"
+        assert find_difference(whole, split) == 0.0
+
+
+def test_shared_experts_on_a_stream_of_their_own_stay_there() -> None:
+    options = {"multistream_overlap_shared_expert": True, **OPTIONS["additional_config"]}
+    for npus in start(1, additional_config=options):
+        ((whole, _),) = npus.run(answer, PROMPTS, 3)
+        ((split, counts),) = npus.run(answer, PROMPTS, 3, [60])
+        assert counts[0]["split"] >= 1
+        assert find_difference(whole, split) == 0.0
+        (kept,) = npus.run(read_additional_config)
+        assert kept.items() >= options.items()
+        assert "dbo" not in json.dumps(kept).lower(), "vllm-ascend refuses options that it does not know"
+
+
+def read_additional_config(engine: Engine, rank: int) -> dict[str, Any]:
+    """Return vllm-ascend's options as the engine has them."""
+    found: dict[str, Any] = engine.llm.llm_engine.vllm_config.additional_config
+    return found
+
+
+FEATURES = {
+    "eplb_config.dynamic_eplb": (True, "dynamic expert load balancing (eplb_config)"),
+    "eplb_config.expert_map_path": ("map.json", "an expert map (eplb_config)"),
+    "enable_force_eplb": (True, "forced expert load balancing"),
+    "mix_placement": (True, "shared experts among the routed ones (mix_placement)"),
+    "enable_shared_expert_dp": (True, "data parallel shared experts (enable_shared_expert_dp)"),
+    "enable_fused_mc2": (1, "fused MC2 (enable_fused_mc2)"),
+    "enable_prefill_mc2": (True, "MC2 in prefill (enable_prefill_mc2)"),
+    "xlite_graph_config.enabled": (True, "xlite graphs"),
+    "sparse_kv_offload_config.enabled": (True, "sparse KV offload"),
+    "kvpp_config.size": (2, "KV cache pipelines (kvpp_config)"),
+    "finegrained_tp_config.oproj_tensor_parallel_size": (2, "a tensor parallel group of its own for o_proj"),
+    "finegrained_tp_config.mlp_tensor_parallel_size": (2, "a tensor parallel group of its own for the MLP"),
+}
+
+
+def test_features_that_cannot_be_split_are_named(one_npu: Ranks) -> None:
+    """On the very configuration object that vllm-ascend has made, one feature after the other."""
+    (found,) = one_npu.run(name_hazards)
+    assert found == {None: None, **{name: f"not supported yet: {said}" for name, (_, said) in FEATURES.items()}}
+
+
+def name_hazards(engine: Engine, rank: int) -> dict[str | None, str | None]:
+    """Return why the model would run whole with each of the features on, and with none."""
+    from vllm_ascend.ascend_config import get_ascend_config
+
+    from dbo_runtime.vllm_plugin.hazards import find_config_hazard
+
+    config = engine.llm.llm_engine.vllm_config
+    found: dict[str | None, str | None] = {None: find_config_hazard(config)}
+    for name, (value, _) in FEATURES.items():
+        first, _, last = name.partition(".")
+        changed = value
+        if last:
+            changed = copy.copy(getattr(get_ascend_config(), first))
+            object.__setattr__(changed, last, value)  # some are frozen
+        with patch.object(get_ascend_config(), first, changed):
+            found[name] = find_config_hazard(config)
+    return found
+
+
+def test_steps_whose_experts_communicate_inside_of_kernels_run_whole(one_npu: Ranks) -> None:
+    (found,) = one_npu.run(name_step_hazards)
+    assert found == {
+        "ALLGATHER": None,
+        "ALLTOALL": None,  # of one tensor parallel rank
+        "MC2": "MoE communication is fused into its kernels (MC2)",
+        "FUSED_MC2": "MoE communication is fused into its kernels (FUSED_MC2)",
+    }
+
+
+def name_step_hazards(engine: Engine, rank: int) -> dict[str, str | None]:
+    """Return why a step would run whole with each way of vllm-ascend to reach experts."""
+    from vllm_ascend.ascend_forward_context import MoECommType
+
+    from dbo_runtime.vllm_plugin.ascend import find_step_hazard
+
+    hazards = {kind.name: find_step_hazard(SimpleNamespace(moe_comm_type=kind)) for kind in MoECommType}
+    return {name: None if hazard is None else str(hazard) for name, hazard in hazards.items()}
+
+
+def test_without_chunked_prefill_requests_are_not_cut_inside(one_npu: Ranks) -> None:
+    """A tail attends to what its head has cached, which vllm-ascend prepares for with chunked prefill only."""
+    (declined,) = one_npu.run(prefill_unchunked)
+    assert declined == {"nowhere to cut": 1}
+
+
+def prefill_unchunked(engine: Engine, rank: int) -> dict[str, int]:
+    """Prefill one prompt as if chunked prefill were off; return the declines."""
+    config = engine.llm.llm_engine.vllm_config.scheduler_config
+    with patch.object(config, "enable_chunked_prefill", False):
+        _, counts = answer(engine, rank, [make_prompts(200)], 1, [])
+    found: dict[str, int] = counts[0]["declined"]
+    return found
+
+
+@pytest.mark.parametrize("fault", ["none", "version"])
+def test_the_example_runs_beside_vllm_ascend(fault: str, tmp_path: Path) -> None:
+    """The demo's own command line; with a vllm-ascend that is not known, whole, and the log says why."""
+    options = {**OPTIONS, "kv_cache_memory_bytes": 1 << 26, "enforce_eager": True}
+    for ours in ("dtype", "max_model_len", "attention_backend"):
+        del options[ours]
+    environment = dict(os.environ)
+    environment.pop("DBO_MODE")
+    if fault == "version":
+        environment["PYTHONPATH"] = str(tmp_path)
+        (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
+    command = [
+        sys.executable,
+        str(EXAMPLE),
+        "--device",
+        "npu",
+        "--tp",
+        "1",
+        "--max-model-len",
+        "256",
+        "--mode",
+        "always",
+    ]
+    command += ["--options", json.dumps(options), "--model", str(TINY), "--max-tokens", "6"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "identical token by token: 32 of 32 answers" in done.stdout
+    if fault == "none":
+        assert "steps split: " in done.stdout
+        assert "no NPU has run this yet, only a stand-in for CANN" in done.stderr
+    else:
+        assert "every step runs whole  reason=vllm-ascend 0.31.0 is not one that this dbo_runtime knows" in done.stderr
+        assert "steps: none were split" in done.stdout
+
+
+OTHER_VERSION = """
+import importlib.metadata as metadata
+found = metadata.version
+metadata.version = lambda name: "0.31.0" if name == "vllm-ascend" else found(name)
+"""
