@@ -48,7 +48,7 @@ test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a st
 	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES)
 
 test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN, where their environment can be made
-	@if $(MAKE) setup-ascend; then $(ASCEND_BIN)/python -m pytest tests/ascend; \
+	@if $(MAKE) setup-ascend; then $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow"; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid

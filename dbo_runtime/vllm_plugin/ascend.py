@@ -59,7 +59,13 @@ def find_config_hazard(vllm_config: Any) -> str | None:
     """Return the first feature of vllm-ascend in use that splitting does not support."""
     from vllm_ascend.ascend_config import get_ascend_config
 
-    config = get_ascend_config()
+    try:
+        return _find_feature(vllm_config, get_ascend_config())
+    except AttributeError as error:  # of a release that we do not know, under DBO_CHECK
+        return f"vllm-ascend's configuration has changed: {error}"
+
+
+def _find_feature(vllm_config: Any, config: Any) -> str | None:
     finegrained = config.finegrained_tp_config
     hazards = (
         (vllm_config.parallel_config.use_sequence_parallel_moe, "FlashComm (sequence-parallel MoE)"),

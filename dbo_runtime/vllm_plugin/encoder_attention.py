@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+
+LARGE = 128  # what the NPU's kernels take heads of more than SMALL to be
+SMALL = 64
+
+Kernel = Callable[..., Any]
 
 
 class EncoderAttention(Protocol):
@@ -51,6 +57,55 @@ class CpuAttention(EncoderAttention):
             part = F.scaled_dot_product_attention(q, k, v, scale=self._scale, enable_gqa=self._grouped)
             parts.append(part.transpose(1, 2).reshape(last - first, *query.shape[1:]))
         return torch.cat(parts)
+
+
+class NpuAttention(EncoderAttention):
+    """Attention on an NPU, whose kernels take lengths as integers.
+
+    With NNAL that is `_npu_flash_attention_unpad`, which vllm-ascend took, too; otherwise CANN's fused attention. What
+    the shape decides is decided once: heads between SMALL and LARGE are padded with zeros, which changes no score.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None:
+        self._size = size
+        self._padding = LARGE - size if SMALL < size < LARGE else 0
+        unpadded = find_unpadded_kernel()
+        if unpadded is not None:
+            kernel = partial(unpadded, num_heads=heads, num_kv_heads=kv_heads, scale_value=scale)
+            self._attend = partial(_attend_unpadded, kernel)
+        else:
+            shape = {"num_heads": heads, "num_key_value_heads": kv_heads, "scale": scale, "input_layout": "TND"}
+            self._attend = partial(_attend_fused, partial(torch.ops.npu.npu_fused_infer_attention_score, **shape))
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Attend within sequences."""
+        if self._padding:
+            query, key, value = (F.pad(tensor, (0, self._padding)) for tensor in (query, key, value))
+        result: torch.Tensor = self._attend(query.contiguous(), key.contiguous(), value.contiguous(), counts)
+        return result[..., : self._size] if self._padding else result
+
+
+def find_unpadded_kernel() -> Kernel | None:
+    """Return NNAL's attention, or None where torch_npu has none."""
+    return getattr(torch.ops.atb, "_npu_flash_attention_unpad", None)
+
+
+def _attend_unpadded(
+    kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    result = torch.empty_like(query)
+    kernel(query=query, key=key, value=value, seq_len=torch.tensor(counts, dtype=torch.int32), out=result)
+    return result
+
+
+def _attend_fused(
+    kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    ends = list(accumulate(counts))
+    result: torch.Tensor = kernel(query, key, value, actual_seq_lengths=ends, actual_seq_lengths_kv=ends)[0]
+    return result
 
 
 def _find_runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:

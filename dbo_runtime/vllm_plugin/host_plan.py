@@ -4,8 +4,6 @@ vLLM asks the class of its encoder attention for them before the first layer, fr
 each *role* that layers have (full attention, and windows where an encoder has them), and hands each layer those of its
 role. Ours is the class on top of whatever is registered. What #6448 of vllm-ascend kept across layers, which gave those
 with windows the others' lengths, is here an argument of the forward that it belongs to.
-
-vllm-ascend's attention goes on computing, with the kernel of its choice: what it copies to the host is there already.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ import torch
 from dbo_runtime.errors import SplitError
 from dbo_runtime.vllm_plugin import compat
 from dbo_runtime.vllm_plugin.comparison import compare_results
-from dbo_runtime.vllm_plugin.encoder_attention import CpuAttention, EncoderAttention
+from dbo_runtime.vllm_plugin.encoder_attention import CpuAttention, EncoderAttention, NpuAttention
 
 NAME = "MMEncoderAttention"  # under which vLLM looks its class up
-KERNELS: dict[str, type[EncoderAttention] | None] = {"cpu": CpuAttention, "npu": None}  # None: of what is registered
+KERNELS: dict[str, type[EncoderAttention]] = {"cpu": CpuAttention, "npu": NpuAttention}
 COMPARED = "images' attention with the host plan and without"
 REMEDY = "VLLM_ASCEND_ENABLE_DBO=0 serves without the plan"
 _BASE = "_dbo_base"  # of our class: what it is on top of
@@ -69,7 +67,9 @@ def plan_attention(base: Any, platform: str, check: bool = False) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._kernel = make_kernel(KERNELS[platform], self)
+            self._kernel: EncoderAttention = KERNELS[platform](
+                self.num_heads, self.num_kv_heads, self.head_size, self.scale
+            )
 
         @classmethod
         def maybe_compute_seq_lens(
@@ -108,10 +108,7 @@ def plan_attention(base: Any, platform: str, check: bool = False) -> Any:
             if not counts or query.dim() != 4 or query.shape[0] != 1:
                 return run(cu_seqlens, max_seqlen, None if counts else sequence_lengths)
             _expect(counts, query.shape[1])
-            if self._kernel is None:
-                found = run(cu_seqlens, max_seqlen)  # which is on the host
-            else:
-                found = self._kernel.attend(query[0], key[0], value[0], counts)[None]
+            found = self._kernel.attend(query[0], key[0], value[0], counts)[None]
             if check:
                 ends = None if cu_seqlens is None else cu_seqlens.to(query.device)  # where vLLM has it
                 compare_results(COMPARED, found[0], run(ends, max_seqlen)[0], f"lengths {counts}", REMEDY)
@@ -119,11 +116,6 @@ def plan_attention(base: Any, platform: str, check: bool = False) -> Any:
 
     setattr(MMEncoderAttention, _BASE, base)
     return MMEncoderAttention
-
-
-def make_kernel(kind: type[EncoderAttention] | None, layer: Any) -> EncoderAttention | None:
-    """Return what computes a layer's attention, or None where the layer itself does."""
-    return None if kind is None else kind(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.scale)
 
 
 def _expect(counts: Sequence[int], patches: int) -> None:

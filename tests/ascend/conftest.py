@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the stand-in's streams are threads, which forks lose
     "VLLM_NO_USAGE_STATS": "1",
 }
 OPTIONS: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 from dbo_runtime.batch import Batch
 from tests.vllm.engine import Answer, Engine, make_prompt
@@ -95,3 +96,20 @@ def generate(
     before = engine.statistics()
     found = engine.generate(prompts[rank], tokens, arrive)
     return found, [subtract(after, early) for after, early in zip(engine.statistics(), before, strict=True)]
+
+
+def answer_by_all_to_all(
+    engine: Engine, rank: int, prompts: Sequence[Prompts], cuts: Sequence[Any] | None
+) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """Answer where vllm-ascend chooses to send tokens to experts by all-to-all, whatever their number."""
+    from vllm_ascend import ascend_forward_context as contexts
+    from vllm_ascend.worker import model_runner_v1 as runner
+
+    def choose(*arguments: Any, **options: Any) -> Any:
+        return contexts.MoECommType.ALLTOALL
+
+    with (
+        patch.object(contexts, "select_moe_comm_method", choose),
+        patch.object(runner, "select_moe_comm_method", choose),
+    ):
+        return answer(engine, rank, prompts, 1, cuts)

@@ -20,6 +20,8 @@ from tests.vllm.vision_families import QWEN3, QWEN25, TINY, make_vision_family
 QUESTIONS = held_out(12)  # with no picture, one, two and three
 TOKENS = 16
 ARRIVE = (0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 4)
+# A forked worker makes torch's thread pool anew, and now and then finds none: streams of the stand-in ask for it, too.
+SETTINGS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 OPTIONS = {"limit_mm_per_prompt": {"image": 3, "video": 0}, "mm_processor_cache_gb": 0}
 
 
@@ -34,7 +36,7 @@ def make_requests() -> list[dict[str, Any]]:
 def watch(model: Path, workers: int, overlap: str, modes: tuple[str, ...]) -> tuple[int, list[Seen]]:
     """Return an encoder's blocks, and what an engine with overlap or without saw in each of these modes."""
     found = []
-    settings = {"VLLM_ASCEND_ENABLE_DBO": overlap}
+    settings = {"VLLM_ASCEND_ENABLE_DBO": overlap, **SETTINGS}
     for engines in start(1, model, settings, tensor_parallel_size=workers, **OPTIONS):
         (blocks,) = engines.run(count_blocks)
         for mode in modes:
@@ -63,7 +65,9 @@ def check_equal(one: Seen, other: Seen) -> None:
         assert all(torch.equal(a.embeddings, b.embeddings) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("family", "workers"), [(QWEN25, 2), (QWEN3, 1)])
+@pytest.mark.parametrize(
+    ("family", "workers"), [(QWEN25, 1), (QWEN3, 1), pytest.param(QWEN25, 2, marks=pytest.mark.slow)]
+)
 def test_no_block_copies_lengths_and_answers_are_vllm_ascends(family: str, workers: int, tmp_path: Path) -> None:
     """Before: a copy from the device, which the host waits for, in each block of each forward. After: none."""
     trained = family == QWEN25

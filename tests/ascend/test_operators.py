@@ -329,6 +329,13 @@ def cut_into_blocks(sequences: Tensors, table: torch.Tensor, block_size: int) ->
     return cache
 
 
+def decode(operator: Callable[..., Any], tensors: Sequence[torch.Tensor], **options: Any) -> Any:
+    """Call one of the forms of the operator."""
+    query, latent, query_rope, rope, table = tensors
+    ropes = {"query_rope": query_rope, "key_rope": rope, "block_table": table}
+    return operator(query, latent, latent, **ropes, **options)
+
+
 class Decode(NamedTuple):
     """Requests that decode, each with its queries [heads, queries, size] and a latent sequence [length, size]."""
 
@@ -340,13 +347,13 @@ class Decode(NamedTuple):
     block_size: int
 
     def list_tensors(self) -> Tensors:
-        """Return what `call` takes."""
+        """Return what `decode` takes."""
         caches = (cut_into_blocks(part, self.table, self.block_size) for part in (self.latents, self.ropes))
         latent, rope = (cache[:, None] for cache in caches)
         return [self.queries, latent, self.query_ropes, rope, self.table]
 
     def list_settings(self) -> dict[str, Any]:
-        """Return the options that `call` gives."""
+        """Return the options of the operator."""
         return {
             "num_query_heads": self.queries.shape[1],
             "num_key_value_heads": 1,
@@ -357,11 +364,9 @@ class Decode(NamedTuple):
             "actual_seq_kvlen": [len(latent) for latent in self.latents],
         }
 
-    def call(self, operator: Callable[..., Any], **more: Any) -> Any:
+    def call(self, operator: Callable[..., Any], **changes: Any) -> Any:
         """Call one of the forms of the operator."""
-        query, latent, query_rope, rope, table = put(*self.list_tensors())
-        ropes = {"query_rope": query_rope, "key_rope": rope, "block_table": table}
-        return operator(query, latent, latent, **ropes, **self.list_settings(), **more)
+        return decode(operator, put(*self.list_tensors()), **{**self.list_settings(), **changes})
 
     def expect(self) -> torch.Tensor:
         """Return [heads, requests, queries, latent size] by torch's own attention; zeros for what has no keys."""
@@ -564,6 +569,43 @@ def test_pairs_in_two_halves_rotate_as_in_llama(
     halves = (part[:, :, 0].expand(shape[0], -1, -1).float() for part in (cos, sin))
     expected, _ = apply_rotary_pos_emb(x.float(), x.float(), *halves, unsqueeze_dim=2)
     assert_near(found, expected)
+
+
+SECTIONS = {"apart": ((2, 1, 1), False), "in turns": ((2, 1, 1), True), "in turns, more": ((4, 2, 2), True)}
+
+
+@pytest.mark.parametrize(("sections", "in_turns"), SECTIONS.values(), ids=SECTIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("vllm::triton_split_qkv_rmsnorm_mrope")
+def test_queries_and_keys_are_normed_and_rotated_by_three_positions(
+    standin: StandIn, dtype: torch.dtype, sections: tuple[int, int, int], in_turns: bool
+) -> None:
+    generator, tokens, heads, shared, size = make_generator(sum(sections)), 3, 4, 2, 2 * sum(sections)
+    qkv = draw(generator, tokens, (heads + 2 * shared) * size, dtype=dtype)
+    weights = [draw(generator, size, dtype=dtype) for _ in range(2)]
+    angles = torch.rand(3, tokens, size // 2, generator=generator) * 6  # by time, height and width
+    *found, value, _ = torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(
+        *put(qkv, *weights, torch.cat([angles.cos(), angles.sin()], -1).to(dtype)),
+        num_q_heads=heads,
+        num_kv_heads=shared,
+        head_size=size,
+        eps=1e-3,
+        mrope_section=list(sections),
+        is_interleaved=in_turns,
+    )
+    apart = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    turns = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(size // 2)]
+    axes = turns if in_turns else apart
+    query, key, expected_value = qkv.split([heads * size, shared * size, shared * size], -1)
+    for each, weight, out in zip((query, key), weights, found, strict=True):
+        x = F.rms_norm(each.float().unflatten(-1, (-1, size)), (size,), weight.float(), 1e-3)
+        expected = torch.empty_like(x)
+        for pair, axis in enumerate(axes):
+            turned = torch.polar(torch.ones(tokens), angles[axis, :, pair])[:, None]
+            product = torch.complex(x[..., pair], x[..., pair + size // 2]) * turned
+            expected[..., pair], expected[..., pair + size // 2] = product.real, product.imag
+        assert_near(out, expected.flatten(1), HALF if dtype == HALF else None)
+    assert_equal(value, expected_value)
 
 
 # Experts
@@ -1010,18 +1052,10 @@ def make_distinct(generator: torch.Generator, below: int, count: int) -> torch.T
     return torch.randperm(below, generator=generator)[:count]
 
 
-def decode_into(query: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    latent, query_rope, rope, table, out = others
-    npu().npu_fused_infer_attention_score_v2.out(
-        query,
-        latent,
-        latent,
-        query_rope=query_rope,
-        key_rope=rope,
-        block_table=table,
-        **DECODE.list_settings(),
-        out=[out, out.new_empty(1)],
-    )
+def decode_into(*tensors: torch.Tensor, **changes: Any) -> torch.Tensor:
+    *inputs, out = tensors
+    options = {**DECODE.list_settings(), **changes}
+    decode(npu().npu_fused_infer_attention_score_v2.out, inputs, **options, out=[out, out.new_empty(1)])
     return out
 
 
@@ -1046,15 +1080,7 @@ CASES = [
     Case(
         "npu::npu_fused_infer_attention_score_v2",
         lambda g: [draw(g, *tensor.shape) for tensor in DECODE.list_tensors()[:4]] + [DECODE.table],
-        lambda query, latent, query_rope, rope, table: npu().npu_fused_infer_attention_score_v2(
-            query,
-            latent,
-            latent,
-            query_rope=query_rope,
-            key_rope=rope,
-            block_table=table,
-            **DECODE.list_settings(),
-        )[0],
+        lambda *tensors: decode(npu().npu_fused_infer_attention_score_v2, tensors, **DECODE.list_settings())[0],
     ),
     Case(
         "npu::npu_fused_infer_attention_score_v2.out",
@@ -1117,6 +1143,12 @@ CASES = [
         "npu::npu_rotary_mul",
         lambda g: [draw(g, 3, 2, 1, 8), *make_angles(g, 3, 8, HALF)],
         lambda *tensors: npu().npu_rotary_mul(*tensors),
+    ),
+    Case(
+        "vllm::triton_split_qkv_rmsnorm_mrope",
+        lambda g: [draw(g, 3, 6 * 8), draw(g, 8), draw(g, 8), draw(g, 3, 3, 8)],
+        lambda *tensors: torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(*tensors, 2, 2, 8, 1e-6, [2, 1, 1], False)[:3],
+        is_described=False,
     ),
     Case(
         "npu::npu_transpose_batchmatmul",
@@ -1195,36 +1227,25 @@ def test_an_operator_computes_when_its_stream_comes_to_it(gate: Gate, case: Case
 
 
 def test_a_result_is_not_there_before_its_stream_goes_on(gate: Gate) -> None:
-    (stream,) = make_streams(1)
+    """Whoever does not wait reads what was there before."""
+    stream, waiting, hasty = make_streams(3)
     *tensors, out = put(*DECODE.list_tensors(), torch.full((4, 2, 1, 16), ABSENT, dtype=HALF))
     torch.npu.synchronize()
     gate.hold(stream)
     with torch.npu.stream(stream):
         decode_into(*tensors, out)
-    seen = view_on_host(out)
-    assert (seen == ABSENT).all()
-    assert (out == ABSENT).all()  # nor for another stream, which does not wait
+    waiting.wait_stream(stream)
+    with torch.npu.stream(waiting):
+        late = out.clone()
+    with torch.npu.stream(hasty):
+        early = out.clone()
+    hasty.synchronize()
+    assert not waiting.query()
+    assert (view_on_host(out) == ABSENT).all()
     gate.open()
-    stream.synchronize()
-    assert_near(seen, DECODE.expect())
-
-
-def test_a_stream_that_waits_for_nothing_reads_too_early(standin: StandIn) -> None:
-    """What makes a missing wait show: with it the reader gets the sum, without it what was there before."""
-    writer, reader = make_streams(2)
-    for waits in (True, False):
-        tensors, out = put(*DECODE.list_tensors()), torch.full((4, 2, 1, 16), ABSENT, dtype=HALF).npu()
-        torch.npu.synchronize()
-        standin.delay("FusedInferAttentionScoreV2", 0.1)
-        with torch.npu.stream(writer):
-            decode_into(*tensors, out)
-        if waits:
-            reader.wait_stream(writer)
-        with torch.npu.stream(reader):
-            copied = out.clone()
-        torch.npu.synchronize()
-        standin.calm()
-        assert_near(copied, DECODE.expect() if waits else torch.full(out.shape, ABSENT))
+    torch.npu.synchronize()
+    assert (early == ABSENT).all()
+    assert_near(late, DECODE.expect())
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_case)
@@ -1245,33 +1266,27 @@ def test_a_replay_computes_from_the_inputs_of_its_time(standin: StandIn, case: C
 
 def test_an_update_gives_later_replays_other_lengths(standin: StandIn) -> None:
     """As vllm-ascend's decodes have it: their lengths are not tensors."""
-    longer, (stream, updater) = make_decode(1, [15, 9]), make_streams(2)
-    *tensors, out = put(*longer.list_tensors(), torch.empty(4, 2, 1, 16, dtype=HALF))
-
-    def decode(lengths: Sequence[int]) -> None:
-        query, latent, query_rope, rope, table = tensors
-        options = {**longer.list_settings(), "actual_seq_kvlen": list(lengths)}
-        ropes = {"query_rope": query_rope, "key_rope": rope, "block_table": table}
-        npu().npu_fused_infer_attention_score_v2.out(
-            query, latent, latent, **ropes, **options, out=[out, out.new_empty(1)]
-        )
-
+    longest, (stream, updater) = make_decode(1, [15, 9]), make_streams(2)
+    tensors = put(*longest.list_tensors(), torch.empty(4, 2, 1, 16, dtype=HALF))
     graph = torch.npu.NPUGraph()
     torch.npu.synchronize()
     with torch.npu.graph(graph, stream=stream):
         torch.npu.graph_task_group_begin(stream)
-        decode([1, 1])
+        out = decode_into(*tensors, actual_seq_kvlen=[1, 1])
         group = torch.npu.graph_task_group_end(stream)
     for lengths in ((15, 9), (4, 8), (0, 5)):
         with torch.npu.stream(updater):
             torch.npu.graph_task_update_begin(updater, group)
-            decode(lengths)
+            decode_into(*tensors, actual_seq_kvlen=list(lengths))
             torch.npu.graph_task_update_end(updater)
         updater.synchronize()
         graph.replay()
         torch.npu.synchronize()
-        kept = [[part[:length] for part, length in zip(parts, lengths, strict=True)] for parts in longer[2:4]]
-        assert_near(out, longer._replace(latents=kept[0], ropes=kept[1]).expect())
+        latents, ropes = (
+            [part[:length] for part, length in zip(parts, lengths, strict=True)]
+            for parts in (longest.latents, longest.ropes)
+        )
+        assert_near(out, longest._replace(latents=latents, ropes=ropes).expect())
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.is_described], ids=name_case)
@@ -1322,44 +1337,32 @@ def test_a_process_ends_well_while_kernels_are_queued(standin: StandIn) -> None:
 
 
 REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
-    "packed, another layout": lambda x: npu().npu_fused_infer_attention_score(
-        x, x, x, num_heads=4, input_layout="BSND"
-    ),
-    "packed, no layout": lambda x: npu().npu_fused_infer_attention_score(
-        x, x, x, num_heads=4, **{**TND, "input_layout": "BSH"}
-    ),
-    "packed, a window": lambda x: npu().npu_fused_infer_attention_score(x, x, x, num_heads=4, sparse_mode=4, **TND),
-    "packed, a mask": lambda x: npu().npu_fused_infer_attention_score(x, x, x, num_heads=4, atten_mask=x, **TND),
-    "packed, quantized": lambda x: npu().npu_fused_infer_attention_score(
-        x, x, x, num_heads=4, key_antiquant_scale=x, **TND
-    ),
-    "shared keys, a window": lambda x: npu().npu_fused_infer_attention_score(
-        x, x[:, :2], x[:, :2], num_heads=4, num_key_value_heads=2, sparse_mode=4, **TND
-    ),
-    "shared keys, quantized": lambda x: npu().npu_fused_infer_attention_score(
-        x, x[:, :2], x[:, :2], num_heads=4, num_key_value_heads=2, key_antiquant_scale=x, **TND
-    ),
-    "shared keys, rotary parts": lambda x: npu().npu_fused_infer_attention_score(
-        x, x[:, :2], x[:, :2], num_heads=4, num_key_value_heads=2, query_rope=x, key_rope=x, **TND
-    ),
-    "decodes, another layout": lambda x: decode_with(x, input_layout="BSND_NBSD"),
-    "decodes, causal": lambda x: decode_with(x, sparse_mode=CAUSAL, atten_mask=x),
-    "decodes, quantized": lambda x: decode_with(x, dequant_scale_key=x, key_quant_mode=3),
-    "decodes, sums": lambda x: decode_with(x, return_softmax_lse=True),
+    "packed, another layout": lambda x: attend_with(x, input_layout="BSND"),
+    "packed, a window": lambda x: attend_with(x, sparse_mode=4),
+    "packed, a mask": lambda x: attend_with(x, atten_mask=x),
+    "packed, quantized": lambda x: attend_with(x, key_antiquant_scale=x),
+    "shared keys, another layout": lambda x: attend_with(x, 2, input_layout="BSND"),
+    "shared keys, a window": lambda x: attend_with(x, 2, sparse_mode=4),
+    "shared keys, a mask": lambda x: attend_with(x, 2, atten_mask=x),
+    "shared keys, quantized": lambda x: attend_with(x, 2, key_antiquant_scale=x),
+    "shared keys, rotary parts": lambda x: attend_with(x, 2, query_rope=x, key_rope=x),
+    "decodes, another layout": lambda x: decode_with(input_layout="BSND_NBSD"),
+    "decodes, causal": lambda x: decode_with(sparse_mode=CAUSAL, atten_mask=x),
+    "decodes, quantized": lambda x: decode_with(dequant_scale_key=x, key_quant_mode=3),
+    "decodes, sums": lambda x: decode_with(return_softmax_lse=True),
     "update, sums": lambda x: npu().npu_attention_update([x], [x], 1),
     "norm and cache, another mode": lambda x: norm_with(x, cache_mode="PA_NZ"),
     "norm and cache, no mode": lambda x: norm_with(x),
     "norm and cache, quantized": lambda x: norm_with(x, cache_mode="PA", c_kv_scale=x),
     "scatter, another mode": lambda x: npu().npu_scatter_pa_kv_cache(x, x, x, x, x),
     "rotary, another mode": lambda x: npu().npu_rotary_mul(x[None], x[None], x[None], rotary_mode="interleave"),
+    "split, a gate": lambda x: split_with(x, has_gate=True),
+    "split, biases": lambda x: split_with(x, q_bias=x, k_bias=x),
+    "split, rotated in part": lambda x: split_with(x, rope_dim=4),
     "batches, quantized": lambda x: npu().npu_transpose_batchmatmul(x, x, scale=x),
-    "batches, split": lambda x: npu().npu_transpose_batchmatmul(x, x.transpose(1, 2), batch_split_factor=2),
-    "choice, another norm": lambda x: torch.ops._C_ascend.moe_gating_top_k(
-        x[0], 1, 1, 1, SUM_OF_TWO, 0, 2, False, 1.0, 1e-20
-    ),
-    "choice, other groups": lambda x: torch.ops._C_ascend.moe_gating_top_k(
-        x[0], 1, 1, 1, 2, 0, SIGMOID, False, 1.0, 1e-20
-    ),
+    "batches, split": lambda x: npu().npu_transpose_batchmatmul(x, x, batch_split_factor=2),
+    "choice, another norm": lambda x: choose(x[0].cpu(), Choice(1, 16, 1, 1, BEST, 2, 0), 1.0, None),
+    "choice, other groups": lambda x: choose(x[0].cpu(), Choice(1, 16, 1, 1, 2, SIGMOID, 0), 1.0, None),
     "routing, quantized": lambda x: route_with(x, quant_mode=1),
     "routing, scaled": lambda x: route_with(x, scale=x[0, 0]),
     "routing, dropped": lambda x: route_with(x, drop_pad_mode=1, expert_capacity=2),
@@ -1372,17 +1375,23 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "permute, less than all": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), num_out_tokens=3),
     "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
     "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),
+    "format, of another type": lambda x: npu().npu_format_cast(x, 29, customize_dtype=1),
     "slots, circular": lambda x: find_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, IS_CIRCULAR=True),
     "slots, of several ranks": lambda x: find_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, TOTAL_CP_WORLD_SIZE=2),
 }
 
 
-def decode_with(x: torch.Tensor, **changes: Any) -> None:
-    DECODE.call(functools.partial(call_with, npu().npu_fused_infer_attention_score_v2, changes))
+def attend_with(x: torch.Tensor, heads_of_keys: int = 4, **changes: Any) -> None:
+    key, options = x[:, :heads_of_keys], {**TND, "num_heads": 4, "num_key_value_heads": heads_of_keys, **changes}
+    npu().npu_fused_infer_attention_score(x, key, key, **options)
 
 
-def call_with(operator: Callable[..., Any], changes: dict[str, Any], *tensors: torch.Tensor, **options: Any) -> None:
-    operator(*tensors, **{**options, **changes})
+def split_with(x: torch.Tensor, **changes: Any) -> None:
+    torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(x[0], x, x, x, 1, 1, 8, 1e-6, [2, 1, 1], False, **changes)
+
+
+def decode_with(**changes: Any) -> None:
+    DECODE.call(npu().npu_fused_infer_attention_score_v2, **changes)
 
 
 def norm_with(x: torch.Tensor, **changes: Any) -> None:

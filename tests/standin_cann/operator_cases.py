@@ -210,6 +210,7 @@ COPIES = (
     Case("aclnnCat", lambda a: torch.cat(a.chunk(3, 1)[1:] + a.split([1, 5], 1), 1), (X,), NUMBERS),
     Case("aclnnRepeat", lambda a: a.repeat(2, 3), (X,), NUMBERS),
     Case("aclnnRepeatInterleaveIntWithDim", lambda a: (a.repeat_interleave(2, 0), a.repeat_interleave(3, 1)), (X,)),
+    Case("aclnnRepeatInterleave", lambda i: torch.repeat_interleave(i + 3, i), (PLACES,), captured=False),
     Case("aclnnRoll", lambda a: (torch.roll(a, 1), torch.roll(a, (1, 2), (0, 1))), (X,), NUMBERS),
     Case("aclnnFlip", lambda a: a.flip(0, 1), (X,), NUMBERS),
     Case("aclnnTril", lambda a: a.tril(-1), (X,), NUMBERS),
@@ -237,6 +238,7 @@ REDUCTIONS = (
         (torch.float32, *WHOLES),
     ),
     Case("aclnnCumsum", lambda a: (a.cumsum(1), a.cumsum(0, dtype=torch.float32)), (X,), NUMBERS),
+    Case("aclnnHistc", lambda a: (torch.histc(a, 4, -2, 2), torch.histc(a, 5, 0, 3)), (X,)),
     Case(
         "aclnnLinalgVectorNorm",
         lambda a: (a.norm(), torch.linalg.vector_norm(a, 1, dim=1, keepdim=True, dtype=torch.float32)),

@@ -1,23 +1,23 @@
-"""Attention within an encoder's sequences on the NPU, without copying lengths from the device.
-
-Of vllm-ascend's own class, tests/ascend/test_encoder.py shows the same.
-"""
+"""Attention within an encoder's sequences on the NPU: as on the CPU, and without copying lengths from the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from dbo_runtime.vllm_plugin.encoder_attention import CpuAttention, NpuAttention, find_unpadded_kernel
 from dbo_runtime.vllm_plugin.host_plan import plan_attention
 from tests.standin_cann.cann import StandIn
 
 WINDOWS, WHOLE = (16, 16, 8, 16, 8, 8), (40, 32)  # of two images
 FULL_BLOCKS = (1, 3)  # of BLOCKS; the others attend within windows
 BLOCKS = 5
+TOLERANCE = 3e-3
 
 
 def draw(heads: int, kv_heads: int, size: int) -> list[torch.Tensor]:
@@ -26,6 +26,47 @@ def draw(heads: int, kv_heads: int, size: int) -> list[torch.Tensor]:
         torch.randn(sum(WHOLE), count, size, generator=generator).to(torch.float16)
         for count in (heads, kv_heads, kv_heads)
     ]
+
+
+@pytest.mark.parametrize("counts", [WINDOWS, WHOLE, (sum(WHOLE),)], ids=["windows", "images", "one"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("size", [32, 64, 72, 80, 120, 128])
+def test_it_is_what_the_cpu_computes(standin: StandIn, size: int, kv_heads: int, counts: Sequence[int]) -> None:
+    query, key, value = draw(4, kv_heads, size)
+    shape = (4, kv_heads, size, size**-0.5)
+    wanted = CpuAttention(*shape).attend(query.float(), key.float(), value.float(), counts)
+    with standin.trace() as kernels:
+        found = NpuAttention(*shape).attend(query.npu(), key.npu(), value.npu(), counts)
+        torch.npu.synchronize()
+    assert found.shape == wanted.shape
+    assert (found.cpu().float() - wanted).abs().max() < TOLERANCE
+    names = [kernel.name for kernel in kernels]
+    assert any(name.startswith("FusedInferAttentionScore") for name in names)
+    assert "MemcpyDeviceToHost" not in names
+
+
+def test_where_there_is_no_nnal_its_kernel_is_not_taken(standin: StandIn) -> None:
+    assert find_unpadded_kernel() is None
+
+
+def test_with_nnal_its_kernel_is_taken(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NNAL is not here: what is shown is what its kernel would be given, by the signature in torch_npu's header."""
+    given: dict[str, Any] = {}
+
+    def kernel(
+        *, query: Any, key: Any, value: Any, seq_len: Any, scale_value: Any, num_heads: Any, num_kv_heads: Any, out: Any
+    ) -> None:
+        given.update({name: thing for name, thing in locals().items() if name != "given"})
+        out.copy_(query)
+
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder_attention.find_unpadded_kernel", lambda: kernel)
+    query, key, value = draw(4, 2, 80)
+    found = NpuAttention(4, 2, 80, 0.1).attend(query.npu(), key.npu(), value.npu(), WHOLE)
+    assert torch.equal(found.cpu(), query)
+    assert given["query"].shape == (sum(WHOLE), 4, 128)
+    assert given["seq_len"].tolist() == list(WHOLE)
+    assert given["seq_len"].device.type == "cpu"
+    assert (given["scale_value"], given["num_heads"], given["num_kv_heads"]) == (0.1, 4, 2)
 
 
 class CopyingAttention:

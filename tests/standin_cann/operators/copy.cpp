@@ -44,6 +44,11 @@ STANDIN_OPERATOR(aclnnStack, (AclTensorList tensors, int64_t dim, AclTensor out)
 STANDIN_OPERATOR(aclnnRepeat, (AclTensor self, AclIntArray repeats, AclTensor out),
                  [self = hold(self), repeats = hold(repeats), out = hold(out)] { store(out, self.repeat(repeats)); })
 
+STANDIN_OPERATOR(aclnnRepeatInterleave, (AclTensor self, AclTensor repeats, int64_t /*size*/, AclTensor out),
+                 [self = hold(self), repeats = hold(repeats), out = hold(out)] {
+                     store(out, self.repeat_interleave(repeats));
+                 })
+
 STANDIN_OPERATOR(aclnnRepeatInterleaveIntWithDim,
                  (AclTensor self, int64_t repeats, int64_t dim, int64_t /*size of out*/, AclTensor out),
                  [self = hold(self), repeats, dim, out = hold(out)] {

@@ -1,4 +1,4 @@
-// Many elements to one: sums, extremes, and whether any or all are true. Running sums are here as well.
+// Many elements to one: sums, extremes, and whether any or all are true. Running sums and counts are here as well.
 #include "families.h"
 
 #include <ATen/ops/linalg_vector_norm.h>
@@ -53,6 +53,11 @@ STANDIN_OPERATOR(aclnnProdDim, (AclTensor self, int64_t dim, bool keep, aclDataT
 
 STANDIN_OPERATOR(aclnnCumsum, (AclTensor self, int64_t dim, aclDataType type, AclTensor out),
                  [self = hold(self), dim, type = hold(type), out = hold(out)] { store(out, self.cumsum(dim, type)); })
+
+STANDIN_OPERATOR(aclnnHistc, (AclTensor self, int64_t bins, AclScalar low, AclScalar high, AclTensor out),
+                 [self = hold(self), bins, low = hold(low), high = hold(high), out = hold(out)] {
+                     store(out, self.to(at::kFloat).histc(bins, low, high));
+                 })
 
 STANDIN_OPERATOR(aclnnLinalgVectorNorm,
                  (AclTensor self, AclScalar order, AclIntArray dims, bool keep, aclDataType type, AclTensor out),
