@@ -352,18 +352,6 @@ def test_under_a_check_both_ways_are_computed_and_compared() -> None:
         make_attention(check=True, factor=1.1).forward_cpu(*given)
 
 
-@pytest.mark.parametrize("check", [False, True])
-def test_on_an_npu_whoever_had_attention_is_given_its_ends_on_the_host(check: bool) -> None:
-    attention = plan_attention(OwnAttention, "npu", check)(1.0)
-    ends = attention.maybe_recompute_cu_seqlens("npu", ENDS, 8, 1, "npu")
-    found = attention.forward_oot(PACKED, PACKED, PACKED, ends, None, make_lengths(ENDS))
-    assert torch.equal(found, make_attention().forward_cpu(PACKED, PACKED, PACKED, None, None, make_lengths(ENDS)))
-    assert len(attention.given) == 1 + check
-    assert (attention.given[0][2].device.type, attention.given[0][2].tolist()) == ("cpu", ENDS.tolist())
-    with pytest.raises(SplitError, match="12 patches came"):
-        attention.forward_oot(PACKED, PACKED, PACKED, ends, None, make_lengths(ENDS[:3]))
-
-
 @pytest.mark.vllm
 def test_the_plan_lies_once_on_top_of_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor import custom_op
