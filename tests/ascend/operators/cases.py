@@ -1,0 +1,193 @@
+"""One call of each operator that queues a kernel, with tensors of the same shapes each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.ascend.operators.angles import make_angles
+from tests.ascend.operators.checks import ABSENT, COUNTS, HALF, SIGMOID, SUM_OF_TWO, Tensors, draw, npu
+from tests.ascend.operators.decodes import decode, make_decode
+
+
+class Case(NamedTuple):
+    """A call of an operator: what makes its tensors, of the same shapes each time, and what it gives, or changes."""
+
+    operator: str
+    make: Callable[[torch.Generator], Tensors]
+    call: Callable[..., Any]
+    is_described: bool = True  # torch, torch_npu or the stand-in knows the shapes without values
+
+    def run(self, tensors: Tensors) -> Tensors:
+        """Call it."""
+        found = self.call(*tensors)
+        return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+def make_numbers(generator: torch.Generator, below: int, *shape: int) -> torch.Tensor:
+    return torch.randint(below, shape, generator=generator, dtype=torch.int32)
+
+
+def make_distinct(generator: torch.Generator, below: int, count: int) -> torch.Tensor:
+    return torch.randperm(below, generator=generator)[:count]
+
+
+def decode_into(*tensors: torch.Tensor, **changes: Any) -> torch.Tensor:
+    *inputs, out = tensors
+    options = {**DECODE.list_settings(), **changes}
+    decode(npu().npu_fused_infer_attention_score_v2.out, inputs, **options, out=[out, out.new_empty(1)])
+    return out
+
+
+def gather(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    npu().npu_gather_pa_kv_cache(*tensors)
+    return tensors[-2:]
+
+
+def scatter(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    npu().npu_scatter_pa_kv_cache(*tensors, cache_mode="Norm")
+    return tensors[2:4]
+
+
+DECODE = make_decode(0, [7, 3])
+TND = {"input_layout": "TND", "actual_seq_lengths": [5, 12], "actual_seq_lengths_kv": [5, 12], "softmax_lse_flag": True}
+CASES = [
+    Case(
+        "npu::npu_fused_infer_attention_score",
+        lambda g: [draw(g, 12, 4, 16) for _ in range(3)],
+        lambda *qkv: npu().npu_fused_infer_attention_score(*qkv, num_heads=4, num_key_value_heads=4, **TND),
+    ),
+    Case(
+        "npu::npu_fused_infer_attention_score_v2",
+        lambda g: [draw(g, *tensor.shape) for tensor in DECODE.list_tensors()[:4]] + [DECODE.table],
+        lambda *tensors: decode(npu().npu_fused_infer_attention_score_v2, tensors, **DECODE.list_settings())[0],
+    ),
+    Case(
+        "npu::npu_fused_infer_attention_score_v2.out",
+        lambda g: [
+            *(draw(g, *tensor.shape) for tensor in DECODE.list_tensors()[:4]),
+            DECODE.table,
+            torch.full((4, 2, 1, 16), ABSENT, dtype=HALF),
+        ],
+        decode_into,
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_attention_update",
+        lambda g: [draw(g, 6), draw(g, 6), draw(g, 6, 8), draw(g, 6, 8)],
+        lambda *tensors: npu().npu_attention_update(list(tensors[:2]), list(tensors[2:]), 0)[0],
+    ),
+    Case(
+        "npu::npu_gather_pa_kv_cache",
+        lambda g: [
+            draw(g, 6, 4, 1, 8),
+            draw(g, 6, 4, 1, 4),
+            make_numbers(g, 6, 2, 3),
+            torch.tensor([[3, 9], [9, 3]][int(make_numbers(g, 2, 1))], dtype=torch.int32),
+            torch.full((12, 1, 8), ABSENT, dtype=HALF),
+            torch.full((12, 1, 4), ABSENT, dtype=HALF),
+        ],
+        gather,
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_kv_rmsnorm_rope_cache",
+        lambda g: [
+            draw(g, 3, 1, 1, 12),
+            draw(g, 8),
+            *make_angles(g, 3, 4, HALF),
+            make_distinct(g, 8, 3),
+            torch.full((2, 4, 1, 4), ABSENT, dtype=HALF),
+            torch.full((2, 4, 1, 8), ABSENT, dtype=HALF),
+        ],
+        lambda *tensors: npu().npu_kv_rmsnorm_rope_cache(*tensors, cache_mode="PA", is_output_kv=True),
+    ),
+    Case(
+        "npu::npu_scatter_pa_kv_cache",
+        lambda g: [
+            draw(g, 3, 2, 8),
+            draw(g, 3, 2, 8),
+            torch.full((2, 4, 2, 8), ABSENT, dtype=HALF),
+            torch.full((2, 4, 2, 8), ABSENT, dtype=HALF),
+            make_distinct(g, 8, 3).int(),
+        ],
+        scatter,
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_interleave_rope",
+        lambda g: [draw(g, 3, 2, 1, 8), *make_angles(g, 3, 8, HALF)],
+        lambda *tensors: npu().npu_interleave_rope(*tensors),
+    ),
+    Case(
+        "npu::npu_rotary_mul",
+        lambda g: [draw(g, 3, 2, 1, 8), *make_angles(g, 3, 8, HALF)],
+        lambda *tensors: npu().npu_rotary_mul(*tensors),
+    ),
+    Case(
+        "vllm::triton_split_qkv_rmsnorm_mrope",
+        lambda g: [draw(g, 3, 6 * 8), draw(g, 8), draw(g, 8), draw(g, 3, 3, 8)],
+        lambda *tensors: torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(*tensors, 2, 2, 8, 1e-6, [2, 1, 1], False)[:3],
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_transpose_batchmatmul",
+        lambda g: [draw(g, 3, 4, 5), draw(g, 3, 5, 6)],
+        lambda x, weight: npu().npu_transpose_batchmatmul(x, weight, perm_y=(1, 0, 2)),
+    ),
+    Case(
+        "npu::npu_moe_init_routing_v2",
+        lambda g: [draw(g, 5, 8), make_numbers(g, 6, 5, 2)],
+        lambda x, ids: npu().npu_moe_init_routing_v2(
+            x,
+            ids,
+            expert_num=6,
+            active_num=10,
+            expert_tokens_num_type=COUNTS,
+            expert_tokens_num_flag=True,
+            active_expert_range=[2, 5],
+        )[:3],
+    ),
+    Case(
+        "npu::npu_grouped_matmul",
+        lambda g: [draw(g, 9, 8), draw(g, 3, 8, 5), torch.tensor([2, 3, 4])[make_distinct(g, 3, 3)]],
+        lambda x, weight, groups: npu().npu_grouped_matmul(
+            [x], [weight], split_item=2, group_type=0, group_list_type=COUNTS, group_list=groups
+        ),
+    ),
+    Case(
+        "npu::npu_moe_token_permute",
+        lambda g: [draw(g, 5, 8), make_numbers(g, 6, 5, 2)],
+        lambda x, ids: npu().npu_moe_token_permute(x, ids, num_out_tokens=10),
+    ),
+    Case(
+        "npu::npu_moe_token_unpermute",
+        lambda g: [draw(g, 10, 8), make_distinct(g, 10, 10).int(), draw(g, 5, 2)],
+        lambda rows, places, probs: npu().npu_moe_token_unpermute(rows, places, probs),
+    ),
+    Case(
+        "_C_ascend::npu_add_rms_norm_bias",
+        lambda g: [draw(g, 5, 8), draw(g, 5, 8), draw(g, 8), draw(g, 8)],
+        lambda *tensors: torch.ops._C_ascend.npu_add_rms_norm_bias(*tensors),
+    ),
+    Case(
+        "_C_ascend::moe_gating_top_k",
+        lambda g: [draw(g, 5, 8, dtype=torch.float32), draw(g, 8, dtype=torch.float32)],
+        lambda x, bias: torch.ops._C_ascend.moe_gating_top_k(
+            x, 3, 2, 4, SUM_OF_TWO, 1, SIGMOID, False, 2.5, 1e-20, bias
+        ),
+        is_described=False,
+    ),
+    Case(
+        "aten::_foreach_add.List",
+        lambda g: [draw(g, 3), draw(g, 2, 4), draw(g, 3), draw(g, 2, 4)],
+        lambda *tensors: torch._foreach_add(tensors[:2], tensors[2:]),
+    ),
+]
+WITHOUT_KERNELS = {"npu::npu_format_cast", "npu::_npu_fused_infer_attention_score_v2_get_max_workspace"}
+
+
+def name_case(case: Case) -> str:
+    return case.operator

@@ -1,0 +1,96 @@
+"""What the stand-in for CANN's operators does not compute, it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ascend.operators.blocks import find_slots
+from tests.ascend.operators.cases import DECODE, TND
+from tests.ascend.operators.checks import ANY_FORMAT, BEST, CAUSAL, COUNTS, HALF, SIGMOID, npu
+from tests.ascend.operators.experts import Choice, choose
+from tests.standin_cann.cann import StandIn
+
+pytestmark = ANY_FORMAT
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "packed, another layout": lambda x: attend_with(x, input_layout="BSND"),
+    "packed, a window": lambda x: attend_with(x, sparse_mode=4),
+    "packed, a mask": lambda x: attend_with(x, atten_mask=x),
+    "packed, quantized": lambda x: attend_with(x, key_antiquant_scale=x),
+    "shared keys, another layout": lambda x: attend_with(x, 2, input_layout="BSND"),
+    "shared keys, a window": lambda x: attend_with(x, 2, sparse_mode=4),
+    "shared keys, a mask": lambda x: attend_with(x, 2, atten_mask=x),
+    "shared keys, quantized": lambda x: attend_with(x, 2, key_antiquant_scale=x),
+    "shared keys, rotary parts": lambda x: attend_with(x, 2, query_rope=x, key_rope=x),
+    "decodes, another layout": lambda x: decode_with(input_layout="BSND_NBSD"),
+    "decodes, causal": lambda x: decode_with(sparse_mode=CAUSAL, atten_mask=x),
+    "decodes, quantized": lambda x: decode_with(dequant_scale_key=x, key_quant_mode=3),
+    "decodes, sums": lambda x: decode_with(return_softmax_lse=True),
+    "update, sums": lambda x: npu().npu_attention_update([x], [x], 1),
+    "norm and cache, another mode": lambda x: norm_with(x, cache_mode="PA_NZ"),
+    "norm and cache, no mode": lambda x: norm_with(x),
+    "norm and cache, quantized": lambda x: norm_with(x, cache_mode="PA", c_kv_scale=x),
+    "scatter, another mode": lambda x: npu().npu_scatter_pa_kv_cache(x, x, x, x, x),
+    "rotary, another mode": lambda x: npu().npu_rotary_mul(x[None], x[None], x[None], rotary_mode="interleave"),
+    "split, a gate": lambda x: split_with(x, has_gate=True),
+    "split, biases": lambda x: split_with(x, q_bias=x, k_bias=x),
+    "split, rotated in part": lambda x: split_with(x, rope_dim=4),
+    "batches, quantized": lambda x: npu().npu_transpose_batchmatmul(x, x, scale=x),
+    "batches, split": lambda x: npu().npu_transpose_batchmatmul(x, x, batch_split_factor=2),
+    "choice, another norm": lambda x: choose(x[0].cpu(), Choice(1, 16, 1, 1, BEST, 2, 0), 1.0, None),
+    "choice, other groups": lambda x: choose(x[0].cpu(), Choice(1, 16, 1, 1, 2, SIGMOID, 0), 1.0, None),
+    "routing, quantized": lambda x: route_with(x, quant_mode=1),
+    "routing, scaled": lambda x: route_with(x, scale=x[0, 0]),
+    "routing, dropped": lambda x: route_with(x, drop_pad_mode=1, expert_capacity=2),
+    "routing, less than all": lambda x: route_with(x, active_num=3),
+    "routing, counts by key": lambda x: route_with(x, expert_tokens_num_type=2),
+    "groups, biased": lambda x: multiply_with(x, bias=[x[0]]),
+    "groups, quantized": lambda x: multiply_with(x, scale=[x[0]]),
+    "groups, of columns": lambda x: multiply_with(x, group_type=2),
+    "groups, counts by key": lambda x: multiply_with(x, group_list_type=2),
+    "permute, less than all": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), num_out_tokens=3),
+    "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
+    "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),
+    "format, of another type": lambda x: npu().npu_format_cast(x, 29, customize_dtype=1),
+    "slots, circular": lambda x: find_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, IS_CIRCULAR=True),
+    "slots, of several ranks": lambda x: find_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, TOTAL_CP_WORLD_SIZE=2),
+}
+
+
+def attend_with(x: torch.Tensor, heads_of_keys: int = 4, **changes: Any) -> None:
+    key, options = x[:, :heads_of_keys], {**TND, "num_heads": 4, "num_key_value_heads": heads_of_keys, **changes}
+    npu().npu_fused_infer_attention_score(x, key, key, **options)
+
+
+def split_with(x: torch.Tensor, **changes: Any) -> None:
+    torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(x[0], x, x, x, 1, 1, 8, 1e-6, [2, 1, 1], False, **changes)
+
+
+def decode_with(**changes: Any) -> None:
+    DECODE.call(npu().npu_fused_infer_attention_score_v2, **changes)
+
+
+def norm_with(x: torch.Tensor, **changes: Any) -> None:
+    x = x[None]
+    npu().npu_kv_rmsnorm_rope_cache(x, x[0, 0, 0, :8], x, x, x[0, 0, 0].long(), x, x, **changes)
+
+
+def route_with(x: torch.Tensor, **changes: Any) -> None:
+    options = {"expert_num": 4, "expert_tokens_num_type": COUNTS, "expert_tokens_num_flag": True, **changes}
+    npu().npu_moe_init_routing_v2(x[0], x[0].int(), **options)
+
+
+def multiply_with(x: torch.Tensor, **changes: Any) -> None:
+    options = {"split_item": 2, "group_type": 0, "group_list_type": COUNTS, **changes}
+    npu().npu_grouped_matmul([x[0]], [x], group_list=x[0, 0].long(), **options)
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_there_is_refused(standin: StandIn, call: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(12, 4, 16, dtype=HALF).npu()
+    with pytest.raises(NotImplementedError):
+        call(x)

@@ -1,0 +1,93 @@
+"""Rotary embedding, against that of transformers' models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ascend.operators.angles import make_angles, rotate_side_by_side
+from tests.ascend.operators.checks import (
+    ANY_FORMAT,
+    HALF,
+    TOLERANCE,
+    assert_equal,
+    assert_near,
+    covers,
+    draw,
+    make_generator,
+    npu,
+    put,
+)
+from tests.standin_cann.cann import StandIn
+
+pytestmark = ANY_FORMAT
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (5, 4, 1, 8), (3, 2, 1, 64)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("npu::npu_interleave_rope")
+def test_pairs_side_by_side_rotate_as_in_deepseek(
+    standin: StandIn, dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    generator = make_generator(shape[0])
+    cos, sin = make_angles(generator, shape[0], shape[-1], dtype)
+    whole = draw(generator, *shape[:-1], shape[-1] + 3, dtype=dtype)  # of which a part is rotated
+    x = whole[..., 3:]
+    found = npu().npu_interleave_rope(whole.npu()[..., 3:], *put(cos, sin))
+    assert found.dtype == dtype
+    assert_near(found, rotate_side_by_side(x.float(), cos, sin))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 5, 4, 8), (2, 3, 2, 64)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("npu::npu_rotary_mul")
+def test_pairs_in_two_halves_rotate_as_in_llama(
+    standin: StandIn, dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    generator = make_generator(shape[1])
+    x = draw(generator, *shape, dtype=dtype)
+    cos, sin = (part.transpose(0, 1) for part in make_angles(generator, shape[1], shape[-1], dtype))
+    found = npu().npu_rotary_mul(*put(x, cos, sin))
+    halves = (part[:, :, 0].expand(shape[0], -1, -1).float() for part in (cos, sin))
+    expected, _ = apply_rotary_pos_emb(x.float(), x.float(), *halves, unsqueeze_dim=2)
+    assert_near(found, expected)
+
+
+SECTIONS = {"apart": ((2, 1, 1), False), "in turns": ((2, 1, 1), True), "in turns, more": ((4, 2, 2), True)}
+
+
+@pytest.mark.parametrize(("sections", "in_turns"), SECTIONS.values(), ids=SECTIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("vllm::triton_split_qkv_rmsnorm_mrope")
+def test_queries_and_keys_are_normed_and_rotated_by_three_positions(
+    standin: StandIn, dtype: torch.dtype, sections: tuple[int, int, int], in_turns: bool
+) -> None:
+    generator, tokens, heads, shared, size = make_generator(sum(sections)), 3, 4, 2, 2 * sum(sections)
+    qkv = draw(generator, tokens, (heads + 2 * shared) * size, dtype=dtype)
+    weights = [draw(generator, size, dtype=dtype) for _ in range(2)]
+    angles = torch.rand(3, tokens, size // 2, generator=generator) * 6  # by time, height and width
+    *found, value, _ = torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(
+        *put(qkv, *weights, torch.cat([angles.cos(), angles.sin()], -1).to(dtype)),
+        num_q_heads=heads,
+        num_kv_heads=shared,
+        head_size=size,
+        eps=1e-3,
+        mrope_section=list(sections),
+        is_interleaved=in_turns,
+    )
+    apart = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    turns = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(size // 2)]
+    axes = turns if in_turns else apart
+    query, key, expected_value = qkv.split([heads * size, shared * size, shared * size], -1)
+    for each, weight, out in zip((query, key), weights, found, strict=True):
+        x = F.rms_norm(each.float().unflatten(-1, (-1, size)), (size,), weight.float(), 1e-3)
+        expected = torch.empty_like(x)
+        for pair, axis in enumerate(axes):
+            turned = torch.polar(torch.ones(tokens), angles[axis, :, pair])[:, None]
+            product = torch.complex(x[..., pair], x[..., pair + size // 2]) * turned
+            expected[..., pair], expected[..., pair + size // 2] = product.real, product.imag
+        assert_near(out, expected.flatten(1), HALF if dtype == HALF else None)
+    assert_equal(value, expected_value)
