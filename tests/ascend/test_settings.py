@@ -47,6 +47,15 @@ def test_shared_experts_on_a_stream_of_their_own_stay_there() -> None:
         assert "dbo" not in json.dumps(kept).lower(), "vllm-ascend refuses options that it does not know"
 
 
+def test_a_memory_profile_sees_a_split_step(capfd: pytest.CaptureFixture[str]) -> None:
+    """vLLM sizes its KV cache by the profile, in which split steps take memory of their own."""
+    environment = {"NPU_STANDIN_MEMORY_MB": "1024"}
+    for npus in start(1, environment=environment, kv_cache_memory_bytes=None, gpu_memory_utilization=0.3):
+        ((_, counts),) = npus.run(answer, PROMPTS, 1, [60])
+        assert counts[0]["split"] == 1
+    assert "vLLM's memory profile has seen a split step" in capfd.readouterr().err
+
+
 def read_additional_config(engine: Engine, rank: int) -> dict[str, Any]:
     """Return vllm-ascend's options as the engine has them."""
     found: dict[str, Any] = engine.llm.llm_engine.vllm_config.additional_config
