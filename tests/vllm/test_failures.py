@@ -128,7 +128,8 @@ def test_the_check_finds_an_op_that_errs_in_one_micro_batch(
     assert calls == [64, 64, 128]  # both micro-batches, then the whole
     figure = r"[0-9.e+-]+"
     assert re.match(
-        rf"split and unsplit hidden states are {figure} apart \(allowed {figure}\) with cuts at \[64\], "
+        rf"split and unsplit hidden states are {figure} of the largest apart \(allowed {figure}; 64 of 128 tokens are "
+        r"further\) with cuts at \[64\], "
         r"schedule [0-9a-f]{16}\. .*DBO_MODE=off",
         str(raised.value),
     )
