@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dbo_runtime.batch import Decline
-from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin import fields
 
 KNOWN_VERSIONS = ("0.30.0rc2",)
 KNOWN_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # of which steps were compared there
@@ -26,13 +26,13 @@ MOE_METHODS = ("AscendUnquantizedFusedMoEMethod",)
 COPYING_MODULES = ("AscendMultiHeadLatentAttention",)
 """Modules that end in one all-reduce and return a copy of it; without attention metadata, zeros and no reduce."""
 
-FIELDS = compat.FIELDS._replace(
-    per_request=(*compat.FIELDS.per_request, "group_len", "group_key_idx", "group_key_cache_idx"),
-    per_token=(*compat.FIELDS.per_token, "positions_cpu"),
+FIELDS = fields.FIELDS._replace(
+    per_request=(*fields.FIELDS.per_request, "group_len", "group_key_idx", "group_key_cache_idx"),
+    per_token=(*fields.FIELDS.per_token, "positions_cpu"),
     derived=("seq_lens_cpu", "_seq_lens_cpu", "num_computed_tokens_cpu", "_num_computed_tokens_cpu"),
     # Context parallel, and KV caches that are offloaded token by token.
     unsupported=(
-        *compat.FIELDS.unsupported,
+        *fields.FIELDS.unsupported,
         "context_parallel_metadata",
         "dcp_local_seq_lens_cpu",
         "req_ids_tensor",

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from dbo_runtime.batch import Batch, BatchSlice, Decline
 from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin.fields import FIELDS, SLICED_OF_CONTEXT
 from dbo_runtime.vllm_plugin.hazards import find_context_hazard, find_prefix_hazard
 
 _ORIGIN = "_dbo_origin"
@@ -84,9 +85,7 @@ def _build_and_note(
 
 
 class ContextSplitter:
-    """Makes one forward context per micro-batch from the step's own.
-
-    A platform that adds to vLLM's contexts and metadata has a class of its own, derived from this one.
+    """Makes one forward context per micro-batch from the step's own; platforms that add to it derive their own class.
 
     Args:
         vllm_config: of the engine.
@@ -98,8 +97,8 @@ class ContextSplitter:
         pads: whether a batch may have more tokens than its attention metadata; those at the end are padding then.
     """
 
-    fields = compat.FIELDS
-    sliced: tuple[str, ...] = compat.SLICED_OF_CONTEXT
+    fields = FIELDS
+    sliced: tuple[str, ...] = SLICED_OF_CONTEXT
     pads = False
 
     def __init__(self, vllm_config: VllmConfig, runner: Any = None) -> None:
@@ -208,9 +207,8 @@ class ContextSplitter:
 
     def _read_blocks(self, origin: Origin) -> np.ndarray[Any, Any]:
         """Return the KV blocks of each request [requests, blocks]: a device's would have to be waited for."""
-        blocks: np.ndarray[Any, Any] | None = compat.read_block_table(self._runner, origin.layer_names)
-        if blocks is None:
-            blocks = origin.common.block_table_tensor.cpu().numpy()
+        known = compat.read_block_table(self._runner, origin.layer_names)
+        blocks: np.ndarray[Any, Any] = origin.common.block_table_tensor.cpu().numpy() if known is None else known
         return blocks
 
     def _find_unknown_data(self, context: Any, tokens: int) -> Decline | None:

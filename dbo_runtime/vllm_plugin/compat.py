@@ -154,7 +154,7 @@ def _find_processor() -> str:
 
 
 def slice_common_metadata(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
-    """Return vLLM's own split of the common metadata: what FIELDS calls split is right, other fields are dropped."""
+    """Return vLLM's own split of the common metadata: what `fields` calls split is right, other fields are dropped."""
     from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
     return list(split_attn_metadata([UBatchSlice(piece.requests, piece.tokens) for piece in slices], common))
@@ -243,53 +243,6 @@ def find_weight_and_reduce(kernel: Any) -> Any:
     reduce = kernel.fused_experts.finalize_weight_and_reduce_impl()
     return TopKWeightAndReduceContiguous() if isinstance(reduce, TopKWeightAndReduceDelegate) else reduce
 
-
-class Fields(NamedTuple):
-    """What becomes of each field of the common attention metadata, by name.
-
-    Attributes:
-        split: what vLLM splits right, the inside of a request included. It leaves max_seq_len at the whole batch's.
-        per_request, per_token: arrays and lists that are sliced.
-        dropped: caches that a slice must not inherit.
-        derived: what follows from the others in each slice.
-        unsupported: of features that cannot be split yet: a step in which one is set runs whole.
-    """
-
-    split: tuple[str, ...]
-    per_request: tuple[str, ...]
-    per_token: tuple[str, ...]
-    dropped: tuple[str, ...]
-    derived: tuple[str, ...]
-    unsupported: tuple[str, ...]
-
-    @property
-    def known(self) -> frozenset[str]:
-        """Fields that may have an entry for each request or token."""
-        return frozenset((*self.split, *self.per_request, *self.per_token, *self.dropped, *self.derived))
-
-
-FIELDS = Fields(
-    split=(
-        "query_start_loc",
-        "query_start_loc_cpu",
-        "seq_lens",
-        "num_reqs",
-        "num_actual_tokens",
-        "max_query_len",
-        "block_table_tensor",
-        "slot_mapping",
-        "seq_lens_cpu_upper_bound",
-    ),
-    per_request=("is_prefilling", "causal", "req_idx", "rswa_prefix_lens", "replayssm_decode_base_cpu"),
-    per_token=("positions",),
-    dropped=("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
-    derived=(),
-    # Cross attention, fast prefill, context parallel, prefix-LM images.
-    unsupported=("encoder_seq_lens", "num_logits_indices", "dcp_local_seq_lens", "mm_req_doc_ranges"),
-)
-
-SLICED_OF_CONTEXT = ("is_padding",)
-"""Tensors of the forward context that are sliced by token; its dictionaries by layer are sliced, too."""
 
 MOE_RUNNERS = ("MoERunner",)
 """What runs an MoE layer. Classes are known by their exact names: one derived from them may do something else."""
