@@ -59,11 +59,6 @@ def keep_context() -> AbstractContextManager[Any]:
     return patch(f"{CONTEXTS}._complete_context", lambda *arguments: None)
 
 
-def distrust_copies() -> AbstractContextManager[Any]:
-    """Know no module that returns a copy of what it reduces."""
-    return patch("dbo_runtime.vllm_plugin.collectives._copies_result", lambda module: False)
-
-
 def change_fields(**changed: Any) -> AbstractContextManager[Any]:
     """Change what becomes of fields of the common metadata."""
     from dbo_runtime.vllm_plugin import ascend
