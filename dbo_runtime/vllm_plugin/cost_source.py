@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -67,14 +68,18 @@ class CostSource:
         group: vLLM's coordinator of all ranks that communicate in a step.
         identity: what costs must hold for.
         log: of the first rank.
+        stage: the name of the pipeline's stage. Each has costs, and files, of its own: its layers are others.
     """
 
-    def __init__(self, runner: Any, forward: Any, group: Any, identity: Identity, log: Any) -> None:
+    def __init__(
+        self, runner: Any, forward: Any, group: Any, identity: Identity, log: Any, stage: str | None = None
+    ) -> None:
         self._runner = runner
         self._forward = forward
         self._group = group
         self._identity = identity
         self._log = log
+        self._stage = stage
 
     @property
     def _runtime(self) -> MicroBatchRuntime:
@@ -97,6 +102,7 @@ class CostSource:
         Raises:
             ConfigError: on all ranks, if any of them cannot use it, or theirs are not the same.
         """
+        path = name_stage_file(path, self._stage)
         table: CostTable | None = None
         try:
             table = self._read(path)
@@ -130,7 +136,7 @@ class CostSource:
         table = parse_costs(text)
         self._use(table, "calibration")
         if path and self._group.rank_in_group == 0:
-            self._save(table, path)
+            self._save(table, name_stage_file(path, self._stage))
         op_errors, contention = dict(table.errors), dict(table.contention)
         return Report(time.perf_counter() - start, table.digest, op_errors, errors, table.split_error, contention)
 
@@ -197,6 +203,12 @@ class CostSource:
             worst_fit=f"{max(table.errors.values(), default=0.0):.1%}",
             split_error=f"{table.split_error:.1%}",
         )
+
+
+def name_stage_file(path: str, stage: str | None) -> str:
+    """Return where the costs of a pipeline's stage are: `costs.pp0.json` of `costs.json`; *path* without a stage."""
+    file = Path(path)
+    return path if stage is None else str(file.with_name(f"{file.stem}.{stage}{file.suffix}"))
 
 
 class _Bar:
