@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -15,7 +14,7 @@ from tqdm import tqdm
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.planner.contention import fit_contention
-from dbo_runtime.planner.cost_file import format_costs, load_costs, parse_costs, save_costs
+from dbo_runtime.planner.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
 from dbo_runtime.planner.costs import CostTable, HostCost, Origin
 from dbo_runtime.planner.fit import fit_costs
 from dbo_runtime.planner.planner import Planner
@@ -40,7 +39,10 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a calibration came to: seconds it took, and relative errors of its costs for ops and for whole steps."""
+    """What a calibration came to: seconds it took, and relative errors of its costs for ops and for whole steps.
+
+    *stage* is the name of the pipeline's stage whose costs these are, such as `pp0`.
+    """
 
     seconds: float
     digest: str
@@ -48,10 +50,12 @@ class Report:
     step_errors: Mapping[str, float]  # `whole` and `split`
     split_error: float  # see `costs.CostTable`
     contention: Mapping[str, float]
+    stage: str | None = None
 
     def __str__(self) -> str:
         """A table for people."""
-        rows = [f"calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
+        stage = f"{self.stage}: " if self.stage else ""
+        rows = [f"{stage}calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
         rows += [f"  {name:<20}{error:>7.1%}" for name, error in self.op_errors.items()]
         rows += [f"  {way + ' step':<20}{error:>7.1%}" for way, error in self.step_errors.items()]
         longer = f"next to whole steps, split ones take {self.split_error:.1%} longer than predicted (upper quartile)"
@@ -138,7 +142,8 @@ class CostSource:
         if path and self._group.rank_in_group == 0:
             self._save(table, name_stage_file(path, self._stage))
         op_errors, contention = dict(table.errors), dict(table.contention)
-        return Report(time.perf_counter() - start, table.digest, op_errors, errors, table.split_error, contention)
+        seconds = time.perf_counter() - start
+        return Report(seconds, table.digest, op_errors, errors, table.split_error, contention, self._stage)
 
     def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
         try:
@@ -203,12 +208,6 @@ class CostSource:
             worst_fit=f"{max(table.errors.values(), default=0.0):.1%}",
             split_error=f"{table.split_error:.1%}",
         )
-
-
-def name_stage_file(path: str, stage: str | None) -> str:
-    """Return where the costs of a pipeline's stage are: `costs.pp0.json` of `costs.json`; *path* without a stage."""
-    file = Path(path)
-    return path if stage is None else str(file.with_name(f"{file.stem}.{stage}{file.suffix}"))
 
 
 class _Bar:
