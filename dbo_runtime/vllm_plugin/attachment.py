@@ -42,7 +42,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
         ConfigError: if the ranks were given different settings.
     """
     from dbo_runtime.vllm_plugin.collectives import ModelCollectives
-    from dbo_runtime.vllm_plugin.stage import find_stage
+    from dbo_runtime.vllm_plugin.stage import any_stage, find_stage
 
     model, vllm_config = runner.get_model(), runner.vllm_config
     if _ATTACHED in model.__dict__:
@@ -62,9 +62,12 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
         log.warning("every step runs whole", reason=program, model=architecture)
     if isinstance(encoder, str):
         log.warning("every forward of the vision encoder runs whole", reason=encoder, model=architecture)
-    if isinstance(program, str) and (encoder is None or isinstance(encoder, str)):
+    is_split = not isinstance(program, str) or not (encoder is None or isinstance(encoder, str))
+    if not any_stage(is_split):
         return
-    collectives.connect()
+    collectives.connect()  # on all stages: making a communicator takes every rank of vLLM's world
+    if not is_split:
+        return
     place = Place(groups, stage, hosts, compat.find_transport(groups, hosts))
     device = _open_device(collectives)
     metrics = _open_metrics(vllm_config, place)

@@ -15,6 +15,7 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.batch import Decline
 from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin.agreement import gather
 
 HIDDEN = "hidden_states"  # what every family of vLLM calls them that go from stage to stage
 
@@ -97,6 +98,13 @@ def find_stage(model: Any, vllm_config: Any) -> Stage:
     layers = get_pp_indices(config.get_total_num_hidden_layers(), group.rank_in_group, group.world_size)
     empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=config.dtype, device=torch.device("cpu"))
     return Stage(group.rank_in_group, group.world_size, range(*layers), tuple(empty.tensors))
+
+
+def any_stage(own: bool) -> bool:
+    """Return whether any stage of this rank's pipeline says yes. Collective over the stages."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return any(gather(get_pp_group(), own))
 
 
 def take_inputs(program: Program, given: IntermediateTensors) -> list[torch.Tensor]:

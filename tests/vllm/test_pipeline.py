@@ -15,7 +15,7 @@ from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.planner.cost_file import load_costs
 from tests.vllm.conftest import share_cores, start
 from tests.vllm.costs import calibrate_few, forget_costs
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, make_prompt
 from tests.vllm.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
 
 STAGES = 2
@@ -44,6 +44,18 @@ def test_prefill_is_close_at_boundaries_and_inside_requests(stages: Engine, cuts
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
 def test_decode_and_mixed_steps_are_close(stages: Engine, cuts: tuple[int, ...]) -> None:
     assert_close(run_whole(stages, PROMPTS, 6, MIXED), run_cut(stages, cuts, PROMPTS, 6, MIXED))
+
+
+def test_a_long_prompt_is_cut_by_the_settings(stages: Engine) -> None:
+    prompt = [make_prompt(701, 3)]
+    whole = run_whole(stages, prompt)
+    stages.configure(DBO_MICRO_BATCHES="3")
+    before = [rank["micro_batches"] for rank in stages.statistics()]
+    try:
+        assert_close(whole, stages.generate(prompt))
+    finally:
+        stages.configure()
+    assert [rank["micro_batches"] for rank in stages.statistics()] == [count + 3 for count in before]
 
 
 def test_each_stage_runs_its_own_layers_split_and_one_rank_counts_the_step(stages: Engine) -> None:

@@ -21,7 +21,6 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import attachment
 from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.compat import Groups
-from dbo_runtime.vllm_plugin.cost_source import name_stage_file
 from dbo_runtime.vllm_plugin.forward import SplitForward
 from dbo_runtime.vllm_plugin.stage import WHOLE, Stage, find_stage
 from dbo_runtime.vllm_plugin.step_planner import StepPlanner
@@ -233,12 +232,6 @@ def test_without_a_pipeline_the_model_is_whole_and_not_asked(monkeypatch: pytest
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
     assert find_stage(object(), None) is WHOLE
     assert (WHOLE.name, WHOLE.describe(), WHOLE.is_first, WHOLE.is_last) == (None, {}, True, True)
-
-
-def test_each_stage_has_a_cost_file_of_its_own() -> None:
-    assert name_stage_file("folder.d/costs.json", "pp1") == "folder.d/costs.pp1.json"
-    assert name_stage_file("costs", "pp0") == "costs.pp0"
-    assert name_stage_file("costs.json", None) == "costs.json"
 
 
 @pytest.mark.parametrize(("rank", "stage", "counts"), [(0, FIRST, True), (1, FIRST, False), (0, LAST, False)])
