@@ -63,6 +63,13 @@ def test_chunked_prefills_are_close_on_two_stages_and_with_one_in_the_middle(
         assert len(engine.statistics()) == stages
 
 
+def test_whole_steps_may_be_compiled(tmp_path: Path) -> None:
+    for engine in start_family("LlamaForCausalLM", tmp_path, enforce_eager=False):
+        whole = run_whole(engine, PROMPTS, 4, MIXED)
+        for cuts in MIXED_CUTS:
+            assert_close(whole, run_cut(engine, cuts, PROMPTS, 4, MIXED))
+
+
 def test_embeddings_may_be_tied_to_the_last_stage(tmp_path: Path) -> None:
     model = make_family("LlamaForCausalLM", tmp_path, tie_word_embeddings=True)
     options = {"attention_backend": "CPU_ATTN", "pipeline_parallel_size": 2}
