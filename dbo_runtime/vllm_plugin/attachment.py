@@ -66,12 +66,12 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     if not any_stage(is_split):
         return
     collectives.connect()  # on all stages: making a communicator takes every rank of vLLM's world
+    setattr(model, _ATTACHED, True)
     if not is_split:
         return
     place = Place(groups, stage, hosts, compat.find_transport(groups, hosts))
     device = _open_device(collectives)
     metrics = _open_metrics(vllm_config, place)
-    setattr(model, _ATTACHED, True)
     if encoder is not None and not isinstance(encoder, str):
         encoder.attach(device, config, groups.tensor_parallel, hosts, metrics, log)
     if isinstance(program, str):
@@ -81,11 +81,17 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     _observe(forward, config, place, metrics, log)
     forward.costs = _make_cost_source(runner, forward, config, place, log)
     model.forward = forward
+    _announce(architecture, name_adapter(adapter), config, place, log)
+
+
+def _announce(architecture: str, adapter: str, config: RuntimeConfig, place: Place, log: Any) -> None:
+    """Log what steps are split by."""
+    groups, layers = place.groups, place.stage.layers
     log.info(
         "dual-batch overlap is active",
         model=architecture,
-        adapter=name_adapter(adapter),
-        layers=f"{stage.layers.start} to {stage.layers.stop - 1}" if stage.name else None,
+        adapter=adapter,
+        layers=f"{layers.start} to {layers.stop - 1}" if layers else None,
         device=compat.find_platform(),
         ranks=groups.everyone.world_size,
         data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,

@@ -24,12 +24,12 @@ LAYERS = ({0, 1}, {2})  # of the tiny model, as vLLM shares them out
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traces")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # not shorter: ending one engine takes down the groups of others in this process
 def stages(traces: Path) -> Iterator[Engine]:
     """Return an engine whose model is on two stages, each with one rank on a core of its own."""
     settings = {"DBO_TRACE": str(traces), "DBO_TRACE_STEPS": "3"}
