@@ -102,6 +102,21 @@ class InputAdapter(Protocol):
         """
 
 
+@runtime_checkable
+class StageAdapter(Protocol):
+    """An adapter that declares a stage of a pipeline, too: the layers that are on this rank.
+
+    On a stage that is not the first, `x` is the hidden states that the stage before hands over, and `record` declares
+    what else it does as inputs, `p.input("residual")`, before any op. On one that is not the last it returns hidden
+    states as the next stage takes them, and names what else that does, `p.output("residual", value)`.
+
+    Attributes:
+        takes_stages: True. Other adapters are asked about whole models only.
+    """
+
+    takes_stages: bool
+
+
 class EncoderAdapter(Protocol):
     """Declares how one family of vision encoders runs. See `dbo_models.qwen_vl`."""
 

@@ -84,11 +84,19 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The ops of one micro-batch, in program order."""
+    """The ops of one micro-batch, in program order.
+
+    Attributes:
+        inputs: what the caller hands in.
+        ops: what is run.
+        outputs: what the caller is given.
+        named: names of the last of the outputs: those that `ProgramBuilder.output` declared.
+    """
 
     inputs: tuple[Value, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
+    named: tuple[str, ...] = ()
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -122,6 +130,7 @@ class ProgramBuilder:
 
     def __init__(self) -> None:
         self._inputs: list[Value] = []
+        self._outputs: dict[str, Value] = {}
         self._ops: list[Op] = []
         self._values: list[Value] = []
         self._layer: int | None = None
@@ -135,6 +144,12 @@ class ProgramBuilder:
         value = self._make_value(name)
         self._inputs.append(value)
         return value
+
+    def output(self, name: str, value: Value) -> None:
+        """Declare a further result of the program by name. It comes after those that the program is built with."""
+        if name in self._outputs:
+            raise ProgramError(f"output {name!r} was declared already, as {self._outputs[name]}. ({_caller()})")
+        self._outputs[name] = value
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
@@ -200,13 +215,14 @@ class ProgramBuilder:
         return writes[0] if outputs == 1 else writes
 
     def build(self, *outputs: Value) -> Program:
-        """Finish the program with the values it returns."""
+        """Finish the program with the values it returns; those that `output` has named follow."""
         where = _caller()
         if not self._ops:
             raise ProgramError(f"the program has no ops; declare at least one with p.compute(...). ({where})")
+        outputs = (*outputs, *self._outputs.values())
         for value in outputs:
             self._check_read("the program's result", value, where)
-        return Program(tuple(self._inputs), tuple(self._ops), outputs)
+        return Program(tuple(self._inputs), tuple(self._ops), outputs, tuple(self._outputs))
 
     def _make_value(self, name: str) -> Value:
         value = Value(len(self._values), name)

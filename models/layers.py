@@ -13,6 +13,8 @@ from dbo_runtime.program import ProgramBuilder, Value
 Attend = Callable[[Any, Any, Any], Any]
 """Calls an attention module: (module, positions [tokens], x [tokens, hidden]) -> [tokens, hidden]."""
 
+RESIDUAL = "residual"  # what stages of a pipeline hand over beside hidden states, by the name that vLLM has for it
+
 
 def call_attention(attention: Any, positions: Any, x: Any) -> Any:
     """Call an attention module as most families do."""
@@ -33,14 +35,21 @@ def record_decoder(
     *decoder* has `layers`, each of `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`, and a final
     `norm`. Norms take (x, residual) and add as they norm; `self_attn` and `mlp` end in one all-reduce each. What the
     first layers give has *added* to it, one value for each of them [tokens, hidden].
+
+    Of a pipeline's stage, the layers that are here: one that is not the first takes the stream's `residual`, too, and
+    one that is not the last hands it on, without a norm.
     """
-    stream: tuple[Value, ...] = (x,)
-    for index, layer in enumerate(decoder.layers):
+    layers = find_layers(decoder)
+    stream: tuple[Value, ...] = (x,) if 0 in layers else (x, p.input(RESIDUAL))
+    for index, layer in layers.items():
         with p.layer(index):
             x, residual = record_layer(p, layer, collectives, stream, positions, attend)
             if index < len(added):
                 x = p.compute("add_features", add, x, added[index])
             stream = x, residual
+    if len(decoder.layers) - 1 not in layers:
+        p.output(RESIDUAL, residual)
+        return x
     hidden: Value = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream, overwrites=stream)
     return hidden
 
@@ -106,10 +115,20 @@ def record_shared_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> l
     return [p.compute("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
 
 
+def find_layers(decoder: Any) -> dict[int, Any]:
+    """Return the layers of a decoder that are on this rank, by number: all of them, or a pipeline stage's.
+
+    vLLM puts placeholders in the place of the others.
+    """
+    own = slice(getattr(decoder, "start_layer", 0), getattr(decoder, "end_layer", None))
+    return {index: decoder.layers[index] for index in range(len(decoder.layers))[own]}
+
+
 def find_unknown_parts(decoder: Any, known: frozenset[str]) -> str | None:
     """Return why a decoder cannot be taken apart: a class that is not *known*, which may compute something else."""
-    parts = [decoder, *decoder.layers, *(layer.self_attn for layer in decoder.layers)]
-    found = {type(part).__name__ for part in [*parts, *(layer.mlp for layer in decoder.layers)]}
+    layers = find_layers(decoder).values()
+    parts = [decoder, *layers, *(layer.self_attn for layer in layers), *(layer.mlp for layer in layers)]
+    found = {type(part).__name__ for part in parts}
     unknown = ", ".join(sorted(found - known))
     return f"its parts are not known: {unknown}" if unknown else None
 

@@ -6,13 +6,15 @@ from functools import partial
 from typing import Any
 
 from dbo_models.dense import KNOWN
-from dbo_models.layers import find_unknown_parts, record_decoder
+from dbo_models.layers import find_layers, find_unknown_parts, record_decoder
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
 
 class Qwen25VLAdapter:
     """Takes images as tokens like any other."""
+
+    takes_stages = True
 
     def decline(self, model: Any) -> str | None:
         """Return why this model cannot be split, or None."""
@@ -27,6 +29,8 @@ class Qwen25VLAdapter:
 
 class Qwen3VLAdapter:
     """Adds features of images to what its first layers give (deepstack), which vLLM keeps in buffers by token."""
+
+    takes_stages = True
 
     def decline(self, model: Any) -> str | None:
         """Return why this model cannot be split, or None."""
@@ -48,11 +52,12 @@ class Qwen3VLAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens and their features in, normed hidden states out."""
-        levels = model.deepstack_num_level
+        decoder = model.language_model.model
+        levels = model.deepstack_num_level if 0 in find_layers(decoder) else 0  # vLLM adds all on the first stage
         features: list[Value] = []
         if levels:
             x, *features = p.compute("take_features", partial(_take_apart, levels + 1), x, outputs=levels + 1)
-        hidden: Value = record_decoder(p, model.language_model.model, collectives, x, positions, added=features)
+        hidden: Value = record_decoder(p, decoder, collectives, x, positions, added=features)
         return hidden
 
 

@@ -10,6 +10,7 @@ from dbo_models.toy import ToyAdapter, ToyCollectives, ToyModel
 from dbo_runtime.adapter import (
     Collectives,
     EncoderAdapter,
+    StageAdapter,
     check_adapter,
     find_adapter,
     find_encoder_adapter,
@@ -82,6 +83,11 @@ def test_a_bad_class_is_refused_with_what_is_wrong_and_where(cls: type, message:
     with pytest.raises(ProgramError, match=message) as raised:
         check_adapter(cls, "somewhere:X")
     assert f"({__file__}:" in str(raised.value)
+
+
+def test_adapters_take_stages_of_a_pipeline_if_they_say_so() -> None:
+    assert isinstance(find_adapter("LlamaForCausalLM"), StageAdapter)
+    assert not isinstance(ToyAdapter(), StageAdapter)
 
 
 def test_a_class_without_source_is_refused_too() -> None:

@@ -45,6 +45,15 @@ def test_the_page_on_vision_has_every_reason_to_decline() -> None:
         assert reason in page
 
 
+def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    plugin = [path for path in (ROOT / "dbo_runtime" / "vllm_plugin").glob("*.py") if path.name != "encoder.py"]
+    sources = [*plugin, *(ROOT / "dbo_runtime" / name for name in ("batch.py", "runtime.py", "planner/planner.py"))]
+    reasons = {reason for path in sources for reason in re.findall(r'Decline\(\s*"([^"]+)"', path.read_text())}
+    assert len(reasons) >= 25
+    assert {reason for reason in reasons if reason not in page} == set()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_to_files_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):

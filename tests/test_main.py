@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 import dbo_runtime
 from dbo_runtime import __main__ as program
-from dbo_runtime.planner.cost_file import save_costs
+from dbo_runtime.planner.cost_file import load_costs, save_costs
 from dbo_runtime.planner.published_cases import find_case
 from dbo_runtime.planner.scale import set_layers
 
@@ -54,6 +55,13 @@ def test_a_plan_says_all_that_there_is_to_know(costs: str, capsys: pytest.Captur
     assert re.search(r"^order: +optimal-\S+; with these cuts n", text, re.MULTILINE)
     assert re.search(r"^ compute \|[.0-2]{100}\|$", text, re.MULTILINE)
     assert re.search(r"^ +comm \|[.0-2]{100}\|$", text, re.MULTILINE)
+
+
+def test_a_plan_of_a_pipelines_stage_says_which(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = load_costs(costs)
+    layout = {**table.origin.parallel, "pipeline": 2, "stage": 1}
+    save_costs(replace(table, origin=replace(table.origin, parallel=layout)), costs)
+    assert ", pipeline parallel 2, stage 1\n" in run_plan(capsys, "--costs", costs, "--tokens", "4096")
 
 
 def test_figures_come_as_json_too(costs: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,27 @@ def test_a_name_may_return_in_another_layer(p: ProgramBuilder) -> None:
     assert [op.label for op in p.build(x).ops] == ["L0.norm", "L1.norm"]
 
 
+def test_outputs_that_are_named_come_after_those_that_are_returned(p: ProgramBuilder) -> None:
+    x, residual = p.compute("norm", same, p.input("x"), outputs=2)
+    p.output("residual", residual)
+    hidden = p.compute("mlp", same, x)
+    program = p.build(hidden)
+    assert (program.outputs, program.named) == ((hidden, residual), ("residual",))
+    plain = ProgramBuilder()
+    assert plain.build(plain.compute("mlp", same, plain.input("x"))).named == ()
+
+
+def test_an_output_is_named_once_and_must_last_to_the_end(p: ProgramBuilder) -> None:
+    x = p.compute("norm", same, p.input("x"))
+    p.output("residual", x)
+    with pytest.raises(ProgramError, match=r"output 'residual' was declared already, as %1:norm") as raised:
+        p.output("residual", x)
+    assert find_line(1) in str(raised.value)
+    y = p.compute("mlp", same, x, overwrites=(x,))
+    with pytest.raises(ProgramError, match=r"the program's result reads %1:norm after op 'mlp'"):
+        p.build(y)
+
+
 def test_results_of_an_op_that_overwrites_live_where_the_overwritten_values_do(p: ProgramBuilder) -> None:
     x = p.input("x")
     made = p.op("make", same, x, lane="aux")

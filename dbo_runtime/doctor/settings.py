@@ -9,7 +9,7 @@ from pathlib import Path
 from dbo_runtime.config import ENABLE, PREFIX, RuntimeConfig, describe_settings, read_environment
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.cost_file import load_costs
+from dbo_runtime.planner.cost_file import find_stage_files, load_costs
 
 CALIBRATE = "`dbo calibrate MODEL --output FILE` writes one"
 
@@ -59,13 +59,15 @@ def check_costs(config: RuntimeConfig) -> Finding:
             return Finding("costs", "ok", f"calibration writes {path} at the start")
         found = f"{path} cannot be written: calibration would be done and not kept"
         return Finding("costs", "warn", found, "name a file in a writable folder")
+    files = [] if path.exists() else find_stage_files(config.costs)
     try:
-        table = load_costs(path)
+        tables = {file: load_costs(file) for file in files or [config.costs]}
     except ConfigError as error:
         return Finding("costs", "warn", f"{error} Until then `auto` goes by thresholds.", CALIBRATE)
-    origin = table.origin
-    found = f"{path}: {origin.kind}, {origin.date}, digest {table.digest}"
-    if origin.kind != "measured":
+    found = "; ".join(
+        f"{file}: {table.origin.kind}, {table.origin.date}, digest {table.digest}" for file, table in tables.items()
+    )
+    if any(table.origin.kind != "measured" for table in tables.values()):
         return Finding("costs", "warn", f"{found}; such costs are of no machine that serves", CALIBRATE)
     return Finding("costs", "ok", f"{found}; whether they are of this machine and model is compared at the start")
 

@@ -7,6 +7,7 @@ import os
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def load_costs(path: str | os.PathLike[str]) -> CostTable:
         return parse_costs(text)
     except ConfigError as error:
         raise ConfigError(f"cost file {path}: {error} {_REMEDY}") from None
+
+
+def name_stage_file(path: str, stage: str | None) -> str:
+    """Return where the costs of a pipeline's stage are, such as `costs.pp0.json`; *path* itself without a stage."""
+    file = Path(path)
+    return path if stage is None else str(file.with_name(f"{file.stem}.{stage}{file.suffix}"))
+
+
+def find_stage_files(path: str) -> list[str]:
+    """Return the cost files of a pipeline's stages that are there for *path*, in their order."""
+    file = Path(path)
+    found = file.parent.glob(f"{escape(file.stem)}.pp*{escape(file.suffix)}")
+    return [str(one) for one in sorted(found, key=lambda one: (len(one.name), one.name))]
 
 
 def format_costs(table: CostTable) -> str:

@@ -112,7 +112,8 @@ def _describe_origin(name: str, table: CostTable) -> str:
 
 def _describe_step(table: CostTable, answer: WhatIf) -> str:
     where = [table.origin.model.get("name", ""), f"{count_layers(table)} layers"]
-    where += [f"{name} parallel {ranks}" for name, ranks in table.origin.parallel.items() if name != "hosts"]
+    parallel = {name: number for name, number in table.origin.parallel.items() if name != "hosts"}
+    where += [f"{name}{'' if name == 'stage' else ' parallel'} {number}" for name, number in parallel.items()]
     parts = [f"{seconds * 1e3:.2f} {_name_lane(lane)}" for lane, seconds in answer.busy.items()]
     outside = answer.whole - sum(answer.busy.values())
     if abs(outside) > 1e-9:

@@ -44,7 +44,7 @@ class LayerRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """The ops of one micro-batch in program order. Its layers are numbered from 0.
+    """The ops of one micro-batch in program order. Its layers are numbered from 0, wherever the program's begin.
 
     Attributes:
         inputs: names of the values handed in.
@@ -64,11 +64,12 @@ class Sketch:
 
 
 def sketch_program(program: Program) -> Sketch:
-    """Return the sketch of *program*, from which `record_sketch` makes an equal one but for the functions.
+    """Return the sketch of *program*, from which `record_sketch` makes an equal one.
+
+    But for the functions, the names that outputs have, and the number of the first layer.
 
     Raises:
-        ProgramError: if it reads a value that a later write of the same name hides, or if its layers do not count up
-            from 0.
+        ProgramError: if it reads a value that a later write of the same name hides, or if its layers do not count up.
     """
     names = _Names()
     for value in program.inputs:
@@ -142,9 +143,10 @@ def _find_runs(ops: Sequence[Op], sketches: Sequence[OpSketch]) -> tuple[LayerRu
     by_layer = groupby(zip(ops, sketches, strict=True), key=lambda pair: pair[0].layer)
     layers = [(layer, tuple(sketch for _, sketch in pairs)) for layer, pairs in by_layer]
     numbers = [layer for layer, _ in layers if layer is not None]
-    if numbers != list(range(len(numbers))):
+    first = numbers[0] if numbers else 0
+    if numbers != list(range(first, first + len(numbers))):
         raise ProgramError(
-            f"the program's layers are {numbers}, in this order; a sketch needs 0, 1, 2 and so on, each in one piece."
+            f"the program's layers are {numbers}, in this order; a sketch needs them to count up, each in one piece."
         )
     alike = groupby(layers, key=lambda layer: (layer[0] is not None, layer[1]))
     return tuple(LayerRun(len(list(same)), body, layered) for (layered, body), same in alike)

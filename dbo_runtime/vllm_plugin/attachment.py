@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, name_adapter, record_program
+from dbo_runtime.adapter import InputAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig, name_policy
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import ConfigError, UnsupportedError
@@ -19,12 +19,22 @@ if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.attention import ContextSplitter
     from dbo_runtime.vllm_plugin.encoder import FoundEncoder
     from dbo_runtime.vllm_plugin.metrics import Metrics
+    from dbo_runtime.vllm_plugin.stage import Stage
 
 _ATTACHED = "_dbo_attached"
 PROVEN = ("cpu", "npu")  # where split steps of vLLM have been compared with unsplit ones; npu on a stand-in for CANN
 DEVICES = (*PROVEN, "cuda")  # named alike by vLLM and by us
 COMPARE = "with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
 WRITE_ONE = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
+
+
+class Place(NamedTuple):
+    """Where this rank stands: with whom it runs a step, and how they communicate; see `compat.find_transport`."""
+
+    groups: compat.Groups
+    stage: Stage
+    hosts: int
+    transport: str
 
 
 def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: ModelAdapter | None) -> None:
@@ -34,49 +44,61 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
         ConfigError: if the ranks were given different settings.
     """
     from dbo_runtime.vllm_plugin.collectives import ModelCollectives
+    from dbo_runtime.vllm_plugin.stage import any_stage, find_stage
 
     model, vllm_config = runner.get_model(), runner.vllm_config
     if _ATTACHED in model.__dict__:
         return  # loaded again into the same instance
-    groups = compat.find_groups(vllm_config)
-    log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells
+    groups, stage = compat.find_groups(vllm_config), find_stage(model, vllm_config)
+    log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells, of each stage
+    log = log.bind(stage=stage.name) if stage.name else log
     sizes_apart = compat.find_platform() != "cpu"
     collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch, sizes_apart)
     unproven = find_unproven(compat.find_platform(), config)
     if adapter is None and config.generic:
-        adapter = _open_generic(groups, vllm_config)
+        adapter = _open_generic(groups, vllm_config, stage)
     unproven_model = unproven or find_unproven_model(compat.find_platform(), architecture, config)
-    program = unproven_model or _record(adapter, architecture, model, vllm_config, collectives)
-    encoder = None if unproven else _find_encoder(model, vllm_config, collectives)
+    program = unproven_model or _record(adapter, architecture, model, vllm_config, collectives, stage)
+    encoder = _find_encoder(model, vllm_config, collectives) if stage.is_first and not unproven else None
     hosts = _compare_settings(groups.everyone, config, (program, encoder), _votes(vllm_config, groups))
     if isinstance(program, str):
         log.warning("every step runs whole", reason=program, model=architecture)
     if isinstance(encoder, str):
         log.warning("every forward of the vision encoder runs whole", reason=encoder, model=architecture)
-    if isinstance(program, str) and (encoder is None or isinstance(encoder, str)):
+    is_split = not isinstance(program, str) or not (encoder is None or isinstance(encoder, str))
+    if not any_stage(is_split):
         return
-    collectives.connect()
-    transport = compat.find_transport(groups, hosts)
-    device = _open_device(collectives)
-    metrics = _open_metrics(vllm_config, groups)
+    collectives.connect()  # on all stages: making a communicator takes every rank of vLLM's world
     setattr(model, _ATTACHED, True)
+    if not is_split:
+        return
+    place = Place(groups, stage, hosts, compat.find_transport(groups, hosts))
+    device = _open_device(collectives)
+    metrics = _open_metrics(vllm_config, place)
     if encoder is not None and not isinstance(encoder, str):
         encoder.attach(device, config, groups.tensor_parallel, hosts, metrics, log)
     if isinstance(program, str):
         return
     assert adapter is not None, "it has recorded a program"
-    forward = _make_forward(program, adapter, model, runner, config, groups, transport, device, log)
-    _observe(forward, config, groups, metrics, log)
-    forward.costs = _make_cost_source(runner, forward, config, groups, transport, hosts, log)
+    forward = _make_forward(program, adapter, model, runner, config, place, device, log)
+    _observe(forward, config, place, metrics, log)
+    forward.costs = _make_cost_source(runner, forward, config, place, log)
     model.forward = forward
+    _announce(architecture, name_adapter(adapter), config, place, log)
+
+
+def _announce(architecture: str, adapter: str, config: RuntimeConfig, place: Place, log: Any) -> None:
+    """Log what steps are split by."""
+    groups, layers = place.groups, place.stage.layers
     log.info(
         "dual-batch overlap is active",
         model=architecture,
-        adapter=name_adapter(adapter),
+        adapter=adapter,
+        layers=f"{layers.start} to {layers.stop - 1}" if layers else None,
         device=compat.find_platform(),
         ranks=groups.everyone.world_size,
         data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,
-        transport=transport,
+        transport=place.transport,
         mode=config.mode,
         micro_batches=config.micro_batches or "auto",
         policy=name_policy(*config.policy),
@@ -106,27 +128,37 @@ def find_unproven_model(platform: str, architecture: str, config: RuntimeConfig)
     return f"{architecture} is not proven beside vllm-ascend yet; {COMPARE}"
 
 
-def _open_generic(groups: compat.Groups, vllm_config: Any) -> ModelAdapter:
+def _open_generic(groups: compat.Groups, vllm_config: Any, stage: Stage) -> ModelAdapter:
     from dbo_runtime.vllm_plugin.generic import GenericAdapter
 
-    return GenericAdapter(groups.tensor_parallel, vllm_config)
+    return GenericAdapter(groups.tensor_parallel, vllm_config, stage)
 
 
 def _record(
-    adapter: ModelAdapter | None, architecture: str, model: Any, vllm_config: Any, collectives: Any
+    adapter: ModelAdapter | None, architecture: str, model: Any, vllm_config: Any, collectives: Any, stage: Stage
 ) -> Program | str:
     """Return the program of this model, or why it runs whole."""
     from dbo_runtime.vllm_plugin.hazards import find_config_hazard
 
     if adapter is None:
         return f"no adapter is registered for {architecture}; {WRITE_ONE}"
-    refusal = find_config_hazard(vllm_config) or adapter.decline(model)
+    refusal = find_config_hazard(vllm_config) or find_stage_hazard(adapter, stage) or adapter.decline(model)
     if refusal is not None:
         return refusal
     try:
-        return record_program(adapter, model, collectives)
+        program = record_program(adapter, model, collectives)
     except UnsupportedError as error:
         return str(error)
+    return stage.find_mismatch(program) or program
+
+
+def find_stage_hazard(adapter: ModelAdapter, stage: Stage) -> str | None:
+    """Return why an adapter need not even look at this stage of a pipeline, or None."""
+    if stage.count > 1 and not stage.layers:
+        return f"stage {stage.number} of {stage.count} has no layers"
+    if stage.count > 1 and not (isinstance(adapter, StageAdapter) and adapter.takes_stages):
+        return f"{name_adapter(adapter)} takes whole models only, no stages of a pipeline"
+    return None
 
 
 def _votes(vllm_config: Any, groups: compat.Groups) -> bool:
@@ -190,8 +222,7 @@ def _make_forward(
     model: Any,
     runner: Any,
     config: RuntimeConfig,
-    groups: compat.Groups,
-    transport: str,
+    place: Place,
     device: Device,
     log: Any,
 ) -> Any:
@@ -200,21 +231,25 @@ def _make_forward(
     from dbo_runtime.vllm_plugin.forward import SplitForward
     from dbo_runtime.vllm_plugin.step_planner import StepPlanner
 
+    groups = place.groups
     trace_builders()  # in time: builders are made after the model
     vllm_config = runner.vllm_config
     runtime = MicroBatchRuntime(program, device, config, log, groups.everyone.world_size)
     agreement = Agreement(groups.everyone, _votes(vllm_config, groups))
     rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group
-    planner = StepPlanner(runtime, open_splitter(vllm_config, runner), agreement, transport, rank)
+    planner = StepPlanner(runtime, open_splitter(vllm_config, runner), agreement, place.transport, rank)
     planner.serving = False  # until vLLM has warmed up
-    take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
-    return SplitForward(model, model.forward, runtime, planner, agreement, take_inputs)
+    add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
+    return SplitForward(model, model.forward, runtime, planner, agreement, add_inputs, place.stage)
 
 
-def _open_metrics(vllm_config: Any, groups: compat.Groups) -> Metrics | None:
-    """Return what counts on this rank: the first tensor parallel one counts for all, which do the same."""
+def _open_metrics(vllm_config: Any, place: Place) -> Metrics | None:
+    """Return what counts on this rank: the first tensor parallel one counts for all, which do the same.
+
+    Of a pipeline, that of the first stage: a step that passes several stages is one step.
+    """
     folder = find_folder()
-    if folder is None or groups.tensor_parallel.rank_in_group > 0:
+    if folder is None or place.groups.tensor_parallel.rank_in_group > 0 or not place.stage.is_first:
         return None
     from dbo_runtime.vllm_plugin.metrics import Metrics
 
@@ -222,29 +257,28 @@ def _open_metrics(vllm_config: Any, groups: compat.Groups) -> Metrics | None:
     return Metrics(folder, name, engine)
 
 
-def _observe(forward: Any, config: RuntimeConfig, groups: compat.Groups, metrics: Metrics | None, log: Any) -> None:
+def _observe(forward: Any, config: RuntimeConfig, place: Place, metrics: Metrics | None, log: Any) -> None:
     """Let a forward trace and count what it does."""
     from dbo_runtime.vllm_plugin.recording import Recording
     from dbo_runtime.vllm_plugin.traces import TraceFolder
 
     traces = None
     if config.trace:
-        traces = TraceFolder(config.trace, config.trace_steps, groups.everyone, forward.runtime.device, log)
+        group, device = place.groups.everyone, forward.runtime.device
+        traces = TraceFolder(config.trace, config.trace_steps, group, device, log, place.stage.name)
     forward.metrics, forward.recording = metrics, Recording(traces, metrics)
 
 
-def _make_cost_source(
-    runner: Any, forward: Any, config: RuntimeConfig, groups: compat.Groups, transport: str, hosts: int, log: Any
-) -> Any:
+def _make_cost_source(runner: Any, forward: Any, config: RuntimeConfig, place: Place, log: Any) -> Any:
     from dbo_runtime.vllm_plugin.cost_source import CostSource, Identity
 
     vllm_config = runner.vllm_config
     hidden = vllm_config.model_config.get_hidden_size()
     identity = Identity(
-        machine={**compat.describe_machine(), "transport": transport, "dispatch": config.dispatch},
+        machine={**compat.describe_machine(), "transport": place.transport, "dispatch": config.dispatch},
         model=compat.describe_model(vllm_config),
-        parallel=compat.describe_parallel(vllm_config, hosts),
+        parallel={**compat.describe_parallel(vllm_config, place.hosts), **place.stage.describe()},
         versions=compat.describe_packages(),
         bytes_per_token=float(hidden * vllm_config.model_config.dtype.itemsize),
     )
-    return CostSource(runner, forward, groups.everyone, identity, log)
+    return CostSource(runner, forward, place.groups.everyone, identity, log, place.stage.name)

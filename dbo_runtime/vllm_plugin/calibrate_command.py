@@ -33,22 +33,24 @@ def run(arguments: argparse.Namespace, engine_words: list[str]) -> int:
     if not os.access(output.parent, os.W_OK) or output.is_dir():
         raise ConfigError(f"cost file {output} cannot be written. Name a file in a writable folder.")
     with divert_output() if arguments.json else nullcontext():
-        fields = _calibrate(arguments, engine_words, output)
-    if fields is None:
+        reports = _calibrate(arguments, engine_words, output)
+    if not reports:
         print("error: this model is not split, so there is nothing to measure; the log says why.", file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps({"model": arguments.model, "output": str(output), **fields}, indent=2))
+        told = reports[0] if len(reports) == 1 else {"stages": reports}
+        print(json.dumps({"model": arguments.model, "output": str(output), **told}, indent=2))
         return 0
     from dbo_runtime.vllm_plugin.cost_source import Report  # late: it imports vLLM
 
-    print(Report(**fields))
+    for fields in reports:
+        print(Report(**fields))
     print(f"serve with it: {ENABLE}=1 DBO_COSTS={arguments.output} vllm serve {arguments.model} ...")
     return 0
 
 
-def _calibrate(arguments: argparse.Namespace, engine_words: list[str], output: Path) -> dict[str, Any] | None:
-    """Return the report of the first rank, field by field; None if the model is not split."""
+def _calibrate(arguments: argparse.Namespace, engine_words: list[str], output: Path) -> list[dict[str, Any]]:
+    """Return the report of the first rank, field by field, and of each stage of a pipeline; none that is not split."""
     os.environ[ENABLE] = "1"
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
@@ -59,11 +61,12 @@ def _calibrate(arguments: argparse.Namespace, engine_words: list[str], output: P
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     llm = LLM(**{**options, "worker_extension_cls": EXTENSION, "disable_log_stats": True})
     try:
-        fields: dict[str, Any] | None
-        fields = llm.collective_rpc("dbo_calibrate", args=(str(output), arguments.budget))[0]
+        said: list[dict[str, Any] | None] = llm.collective_rpc("dbo_calibrate", args=(str(output), arguments.budget))
     finally:
         llm.llm_engine.engine_core.shutdown()
-    return fields
+    reports = [fields for fields in said if fields is not None]
+    first_of_each = {fields["stage"]: fields for fields in reversed(reports)}
+    return [fields for fields in reports if fields is first_of_each[fields["stage"]]]
 
 
 @contextmanager

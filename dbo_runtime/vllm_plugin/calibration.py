@@ -178,6 +178,7 @@ class _Stand:
         """Run the forward on tokens of our own, at the same time on all ranks, and note how long it takes."""
         tokens = torch.arange(positions.shape[-1], device=positions.device) * STRIDE % self._vocabulary
         tokens = tokens.to(torch.int32)  # as vLLM's are
+        _fill(intermediate_tensors)
         if self._group.world_size > 1:
             dist.barrier(group=self._group.cpu_group)
         self._device.synchronize()
@@ -209,6 +210,12 @@ class _Stand:
             raise UnsupportedError(f"vLLM's dummy batch of {shape} cannot be split: {reasons}")
         loads = shape.measure_parts(cut)
         return _Run(way, loads, self._seconds, timeline.idle, _read_samples(timeline, loads))
+
+
+def _fill(handed: Any) -> None:
+    """Fill in what the stage before would have handed over: tokens that are alike would meet the same experts."""
+    for tensor in () if handed is None else handed.tensors.values():
+        tensor.normal_(generator=torch.Generator(tensor.device).manual_seed(STRIDE))
 
 
 def _copy_forward(served: SplitForward, device: Device, policy: str, group: Any) -> SplitForward:

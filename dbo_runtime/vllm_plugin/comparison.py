@@ -14,6 +14,8 @@ STRAYS, STRAY_TOLERANCE = 0.02, 0.5
 
 def compare_results(what: str, found: torch.Tensor, wanted: torch.Tensor, how: str, remedy: str) -> None:
     """Raise SplitError if the two [tokens, ...] are further apart than rounding explains; *how* says how they came."""
+    if found.shape != wanted.shape:
+        raise SplitError(f"{what} are {tuple(found.shape)} and {tuple(wanted.shape)} with {how}; {remedy} meanwhile.")
     apart = _measure(found - wanted)
     largest = _measure(wanted).max().item() or 1.0
     allowed = TOLERANCE.get(wanted.dtype, 1e-4)

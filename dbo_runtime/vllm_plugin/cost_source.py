@@ -14,7 +14,7 @@ from tqdm import tqdm
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.planner.contention import fit_contention
-from dbo_runtime.planner.cost_file import format_costs, load_costs, parse_costs, save_costs
+from dbo_runtime.planner.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
 from dbo_runtime.planner.costs import CostTable, HostCost, Origin
 from dbo_runtime.planner.fit import fit_costs
 from dbo_runtime.planner.planner import Planner
@@ -39,7 +39,10 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a calibration came to: seconds it took, and relative errors of its costs for ops and for whole steps."""
+    """What a calibration came to: seconds it took, and relative errors of its costs for ops and for whole steps.
+
+    *stage* is the name of the pipeline's stage whose costs these are, such as `pp0`.
+    """
 
     seconds: float
     digest: str
@@ -47,10 +50,12 @@ class Report:
     step_errors: Mapping[str, float]  # `whole` and `split`
     split_error: float  # see `costs.CostTable`
     contention: Mapping[str, float]
+    stage: str | None = None
 
     def __str__(self) -> str:
         """A table for people."""
-        rows = [f"calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
+        stage = f"{self.stage}: " if self.stage else ""
+        rows = [f"{stage}calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
         rows += [f"  {name:<20}{error:>7.1%}" for name, error in self.op_errors.items()]
         rows += [f"  {way + ' step':<20}{error:>7.1%}" for way, error in self.step_errors.items()]
         longer = f"next to whole steps, split ones take {self.split_error:.1%} longer than predicted (upper quartile)"
@@ -67,14 +72,18 @@ class CostSource:
         group: vLLM's coordinator of all ranks that communicate in a step.
         identity: what costs must hold for.
         log: of the first rank.
+        stage: the name of the pipeline's stage. Each has costs, and files, of its own: its layers are others.
     """
 
-    def __init__(self, runner: Any, forward: Any, group: Any, identity: Identity, log: Any) -> None:
+    def __init__(
+        self, runner: Any, forward: Any, group: Any, identity: Identity, log: Any, stage: str | None = None
+    ) -> None:
         self._runner = runner
         self._forward = forward
         self._group = group
         self._identity = identity
         self._log = log
+        self._stage = stage
 
     @property
     def _runtime(self) -> MicroBatchRuntime:
@@ -97,6 +106,7 @@ class CostSource:
         Raises:
             ConfigError: on all ranks, if any of them cannot use it, or theirs are not the same.
         """
+        path = name_stage_file(path, self._stage)
         table: CostTable | None = None
         try:
             table = self._read(path)
@@ -130,9 +140,10 @@ class CostSource:
         table = parse_costs(text)
         self._use(table, "calibration")
         if path and self._group.rank_in_group == 0:
-            self._save(table, path)
+            self._save(table, name_stage_file(path, self._stage))
         op_errors, contention = dict(table.errors), dict(table.contention)
-        return Report(time.perf_counter() - start, table.digest, op_errors, errors, table.split_error, contention)
+        seconds = time.perf_counter() - start
+        return Report(seconds, table.digest, op_errors, errors, table.split_error, contention, self._stage)
 
     def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
         try:

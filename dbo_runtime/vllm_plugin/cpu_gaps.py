@@ -1,6 +1,6 @@
-"""Faults of vLLM 0.30.0's CPU build that expert and data parallel run into, mended where they are found.
+"""Faults of vLLM 0.30.0's CPU build that expert, data and pipeline parallel run into, mended where they are found.
 
-Nothing here is part of overlap: the same faults stop an MoE model without us. Each gap names its symptom, and is left
+Nothing here is part of overlap: the same faults stop a model without us. Each gap names its symptom, and is left
 alone where vLLM has closed it.
 """
 
@@ -161,6 +161,33 @@ def _check_first(dim: int) -> None:
         raise NotImplementedError(f"rows are gathered and scattered along dimension 0 only, not {dim}.")
 
 
+def _lacks_stage_buffers() -> bool:
+    """Return whether only dummy runs make what a later stage receives into: an eager start on CPU has none."""
+    sync = _stage_runner_class().sync_and_gather_intermediate_tensors
+    return "make_empty_intermediate_tensors" not in sync.__code__.co_names
+
+
+def _make_stage_buffers() -> None:
+    runner = _stage_runner_class()
+    sync = runner.sync_and_gather_intermediate_tensors
+
+    @functools.wraps(sync)
+    def make_and_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return sync(self, *args, **kwargs)
+
+    runner.sync_and_gather_intermediate_tensors = make_and_sync
+
+
+def _stage_runner_class() -> Any:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    return CPUModelRunner
+
+
 GAPS = (
     Gap(
         symptom="expert parallel on CPU ends in a segmentation fault: expert_map is ignored",
@@ -179,5 +206,11 @@ GAPS = (
         version="0.30.0",
         is_open=_traces_experts,
         mend=_hide_experts,
+    ),
+    Gap(
+        symptom="an eager start of pipeline parallel on CPU ends in AssertionError: later stages have no buffers",
+        version="0.30.0",
+        is_open=_lacks_stage_buffers,
+        mend=_make_stage_buffers,
     ),
 )

@@ -83,7 +83,7 @@ class SplitEncoder:
         inputs = [(x[piece.tokens], grids[piece.requests]) for piece in plan.slices]
         embeddings = torch.cat([embedded for (embedded,) in self.runtime.run(plan, inputs)])
         if self.runtime.config.check:
-            compare_split("embeddings of images", embeddings, whole(), plan)
+            compare_split({"embeddings of images": embeddings}, {"embeddings of images": whole()}, plan)
         return embeddings
 
     def _plan(self, x: torch.Tensor, grid_thw: Any, kwargs: dict[str, Any]) -> tuple[list[Grid], Plan | Decline]:

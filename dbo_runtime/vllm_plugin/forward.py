@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ from vllm import forward_context
 from dbo_runtime.batch import Decline
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device, Stopwatch
+from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.correction import SPLIT, WHOLE
 from dbo_runtime.runtime import MicroBatchRuntime, Plan
@@ -21,6 +22,8 @@ from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.comparison import compare_results
 from dbo_runtime.vllm_plugin.metrics import Metrics
 from dbo_runtime.vllm_plugin.recording import Recording
+from dbo_runtime.vllm_plugin.stage import WHOLE as WHOLE_MODEL
+from dbo_runtime.vllm_plugin.stage import Stage, copy_tensors, name_results, take_inputs
 from dbo_runtime.vllm_plugin.step_planner import StepPlanner, find_cuts
 
 if TYPE_CHECKING:
@@ -44,7 +47,8 @@ class SplitForward:
         runtime: runs plans.
         planner: plans steps.
         agreement: of all ranks that communicate in a step.
-        take_inputs: see `InputAdapter`; what the program takes is what vLLM gives if there is none.
+        add_inputs: `take_inputs` of an `InputAdapter`; what the program takes is what vLLM gives if there is none.
+        stage: of a pipeline that the model is.
 
     Attributes:
         recording: records split steps for whoever wants to know.
@@ -60,7 +64,8 @@ class SplitForward:
         runtime: MicroBatchRuntime,
         planner: StepPlanner,
         agreement: Agreement,
-        take_inputs: Callable[[Any, torch.Tensor, bool], torch.Tensor] | None = None,
+        add_inputs: Callable[[Any, torch.Tensor, bool], torch.Tensor] | None = None,
+        stage: Stage = WHOLE_MODEL,
     ) -> None:
         self.runtime = runtime
         self.planner = planner
@@ -72,7 +77,8 @@ class SplitForward:
         self._model = model
         self._forward = forward
         self._agreement = agreement
-        self._take_inputs = take_inputs
+        self._add_inputs = add_inputs
+        self._stage = stage
 
     def copy_for(self, device: Device, config: RuntimeConfig, group: Any) -> SplitForward:
         """Return a forward of the same model with plans, counts and times of its own, and a silent log."""
@@ -92,10 +98,15 @@ class SplitForward:
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run one step: tokens [tokens], positions [tokens] -> hidden states [tokens, hidden]."""
+        """Run one step: tokens [tokens], positions [tokens] -> hidden states [tokens, hidden].
+
+        On a stage of a pipeline, from the intermediate tensors of the stage before, and to those of the next.
+        """
         watch = self._start_watch()
+        tokens = positions.shape[-1]
         whole = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
-        plan, contexts, statement = self.planner.plan(positions.shape[-1], _find_obstacle(intermediate_tensors, kwargs))
+        obstacle = _find_unknown(kwargs) or self._stage.find_obstacle(intermediate_tensors, tokens)
+        plan, contexts, statement = self.planner.plan(tokens, obstacle)
         checks = self.runtime.config.check
         if checks:
             self._agreement.compare(statement)
@@ -103,34 +114,39 @@ class SplitForward:
             self.runtime.decline(plan)
             hidden = whole()
         else:
-            if checks and inputs_embeds is not None:
-                inputs_embeds = inputs_embeds.clone()  # norms may add in place, and the unsplit run needs it, too
-            hidden = self._run(plan, contexts, input_ids, positions, inputs_embeds)
+            if checks:  # norms may add in place, and the unsplit run needs what they are given, too
+                inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
+                intermediate_tensors = copy_tensors(intermediate_tensors)
+            given = self._take(input_ids, intermediate_tensors, inputs_embeds)
+            hidden = self._run(plan, contexts, given, positions)
         self._learn(plan, watch)
         if self.metrics is not None and self.planner.serving:
             self.metrics.count_step(plan)
         if checks and isinstance(plan, Plan):
-            compare_split("hidden states", hidden, whole(), plan)
+            compare_split(name_results(hidden), name_results(whole()), plan)
         return hidden
 
-    def _run(
-        self,
-        plan: Plan,
-        contexts: list[Any],
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _take(
+        self, input_ids: torch.Tensor | None, intermediate_tensors: Any, inputs_embeds: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Return what the program is given beside positions: embedded tokens, or what the stage before hands over."""
+        if intermediate_tensors is not None:
+            return take_inputs(self.runtime.program, intermediate_tensors)
         x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
-        if self._take_inputs is not None:
-            x = self._take_inputs(self._model, x, self.runtime.config.check)
-        inputs = [(x[piece.tokens], positions[..., piece.tokens]) for piece in plan.slices]
+        return [x if self._add_inputs is None else self._add_inputs(self._model, x, self.runtime.config.check)]
+
+    def _run(self, plan: Plan, contexts: list[Any], given: list[torch.Tensor], positions: torch.Tensor) -> Any:
+        x, *more = given
+        inputs = [
+            (x[piece.tokens], positions[..., piece.tokens], *(tensor[piece.tokens] for tensor in more))
+            for piece in plan.slices
+        ]
         recorder = self.recording.begin()
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
             outputs = self.runtime.run(plan, inputs, partial(_enter, contexts), recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule)
-        return torch.cat([hidden for (hidden,) in outputs])
+        return self._stage.join(self.runtime.program, outputs)
 
     def _start_watch(self) -> Stopwatch | None:
         """Start a watch, but not before serving: vLLM may be capturing graphs, and a watch is none of their ops."""
@@ -158,18 +174,17 @@ class SplitForward:
             planner.correct(self._agreement.gather(planner.correction.propose()))
 
 
-def compare_split(what: str, split: torch.Tensor, whole: torch.Tensor, plan: Plan) -> None:
-    """Raise SplitError if *what* a plan gave split is further from what it gave whole than rounding explains."""
-    how = f"cuts at {find_cuts(plan)}, schedule {plan.digest}"
-    compare_results(f"split and unsplit {what}", split, whole, how, "DBO_MODE=off serves unsplit")
+def compare_split(split: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], plan: Plan) -> None:
+    """Raise SplitError if what a plan gave split is further from what it gave whole than rounding explains."""
+    how, remedy = f"cuts at {find_cuts(plan)}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
+    if split.keys() != whole.keys():
+        raise SplitError(f"a split step gave {sorted(split)}, an unsplit one {sorted(whole)}; {remedy} meanwhile.")
+    for what, wanted in whole.items():
+        compare_results(f"split and unsplit {what}", split[what], wanted, how, remedy)
 
 
-def _find_obstacle(intermediate_tensors: Any, kwargs: dict[str, Any]) -> Decline | None:
-    if intermediate_tensors is not None:
-        return Decline("not supported yet: pipeline parallel")
-    if kwargs:
-        return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs)))
-    return None
+def _find_unknown(kwargs: dict[str, Any]) -> Decline | None:
+    return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs))) if kwargs else None
 
 
 def _enter(contexts: list[Any], micro_batch: int) -> None:

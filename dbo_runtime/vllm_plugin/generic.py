@@ -9,7 +9,7 @@ micro-batch overwrites. DBO_CHECK=1 tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from vllm.forward_context import set_forward_context
+from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.errors import ProgramError, UnsupportedError
 from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.vllm_plugin.stage import HIDDEN, WHOLE, Stage
 
 TRIAL_TOKENS = 2  # of the run in which all-reduces are counted
 OTHERS = ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather", "broadcast", "send", "recv")
@@ -32,11 +34,15 @@ class GenericAdapter:
     Args:
         group: vLLM's coordinator of the ranks that sum.
         vllm_config: of the engine.
+        stage: of a pipeline that the model is.
     """
 
-    def __init__(self, group: Any, vllm_config: Any) -> None:
+    takes_stages = True
+
+    def __init__(self, group: Any, vllm_config: Any, stage: Stage = WHOLE) -> None:
         self._group = group
         self._vllm_config = vllm_config
+        self._stage = stage
 
     def decline(self, model: Any) -> str | None:
         """Return why this model cannot be split, or None."""
@@ -56,18 +62,31 @@ class GenericAdapter:
         """
         if not collectives.reduces:
             raise UnsupportedError("not supported yet without an adapter: tokens that travel to experts")
-        count = self._count_reduces(model)
-        each = _count_per_layer(count, self._vllm_config.model_config.hf_text_config.num_hidden_layers)
-        start = partial(_start, partial(Strand, self._group, model.forward))
+        count, stage = self._count_reduces(model), self._stage
+        layers = stage.layers or range(self._vllm_config.model_config.hf_text_config.num_hidden_layers)
+        each = _count_per_layer(count, len(layers))
+        more = [name for name in stage.handed if name != HIDDEN]
+        given = [] if stage.is_first else [p.input(name) for name in more]
+        start = partial(_start, partial(Strand, self._group, model.forward), None if stage.is_first else more)
         for number in range(count):
-            with p.layer(number // each):
+            with p.layer(layers.start + number // each):
                 name = f"part{number % each}"
                 if number == 0:
-                    x, strand = p.compute(name, start, x, positions, outputs=2, ordered=True)
+                    x, strand = p.compute(name, start, x, positions, *given, outputs=2, ordered=True)
                 else:
                     x = p.compute(name, _go_on, x, strand, ordered=True)
                 x = p.comm(f"reduce{number % each}", collectives.all_reduce, x, overwrites=(x,))
-        hidden: Value = p.compute("tail", _finish, x, strand, ordered=True)
+        return self._record_tail(p, x, strand, more)
+
+    def _record_tail(self, p: ProgramBuilder, x: Value, strand: Value, more: Sequence[str]) -> Value:
+        """Declare the end of the forward, which gives hidden states, or what goes to the next stage."""
+        if self._stage.is_last:
+            hidden: Value = p.compute("tail", _finish, x, strand, ordered=True)
+            return hidden
+        results = p.compute("tail", partial(_hand_on, more), x, strand, ordered=True, outputs=1 + len(more))
+        hidden, *rest = results if more else (results,)
+        for name, value in zip(more, rest, strict=True):
+            p.output(name, value)
         return hidden
 
     def _count_reduces(self, model: Any) -> int:
@@ -80,9 +99,10 @@ class GenericAdapter:
         if config.model_config.uses_mrope:
             positions = positions.expand(3, -1)
         context = set_forward_context(None, config, num_tokens=TRIAL_TOKENS, skip_compiled=True)
+        handed = None if self._stage.is_first else IntermediateTensors({name: x.clone() for name in self._stage.handed})
         try:
             with _stand_in(self._group) as reduces, torch.inference_mode(), context:
-                model.forward(None, positions, None, x)
+                model.forward(None, positions, handed, None if handed else x)
         except UnsupportedError:
             raise
         except Exception as error:  # nobody has read this forward; whatever it raises, it runs whole
@@ -130,9 +150,17 @@ class Strand:
         return self._greenlet.parent.switch(own)
 
 
-def _start(make_strand: Callable[[], Strand], x: Any, positions: Any) -> tuple[Any, Strand]:
+def _start(
+    make_strand: Callable[[], Strand], names: Sequence[str] | None, x: Any, positions: Any, *more: Any
+) -> tuple[Any, Strand]:
+    """Begin a forward with embedded tokens, or, with *names*, with hidden states and more of the stage before."""
     strand = make_strand()
-    return _expect(strand, strand.resume(None, positions, None, x), ended=False), strand
+    if names is None:
+        first = strand.resume(None, positions, None, x)
+    else:
+        handed = IntermediateTensors({HIDDEN: x, **dict(zip(names, more, strict=True))})
+        first = strand.resume(None, positions, handed, None)
+    return _expect(strand, first, ended=False), strand
 
 
 def _go_on(reduced: Any, strand: Strand) -> Any:
@@ -141,6 +169,11 @@ def _go_on(reduced: Any, strand: Strand) -> Any:
 
 def _finish(reduced: Any, strand: Strand) -> Any:
     return _expect(strand, strand.resume(reduced), ended=True)
+
+
+def _hand_on(names: Sequence[str], reduced: Any, strand: Strand) -> Any:
+    tensors = _finish(reduced, strand).tensors
+    return (tensors[HIDDEN], *(tensors[name] for name in names)) if names else tensors[HIDDEN]
 
 
 def _expect(strand: Strand, result: Any, ended: bool) -> Any:

@@ -20,8 +20,11 @@ def find_config_hazard(vllm_config: Any) -> str | None:
             return hazard
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
+    # A stage hands on a residual whose rows are spread over ranks then, and only compiled steps make such a one
+    # (is_residual_scattered_for_sp in vLLM's v1/worker/utils.py).
+    scattered = parallel.pipeline_parallel_size > 1 and vllm_config.compilation_config.pass_config.enable_sp
     hazards = (
-        (parallel.pipeline_parallel_size > 1, "pipeline parallel"),
+        (scattered, "pipeline parallel with sequence parallelism (enable_sp)"),
         (parallel.enable_elastic_ep, "elastic expert parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB)"),
         (parallel.use_sequence_parallel_moe, "sequence-parallel MoE"),

@@ -123,8 +123,9 @@ def _wrap_warm_up(worker: Any) -> None:
 
 
 def _mend_platform(parallel: Any, quiet: bool) -> None:
-    """Mend what of this vLLM expert and data parallel need on CPU, split or not."""
-    if compat.find_platform() != "cpu" or not (parallel.enable_expert_parallel or parallel.data_parallel_size > 1):
+    """Mend what of this vLLM expert, data and pipeline parallel need on CPU, split or not."""
+    sizes = parallel.data_parallel_size, parallel.pipeline_parallel_size
+    if compat.find_platform() != "cpu" or not (parallel.enable_expert_parallel or max(sizes) > 1):
         return
     from dbo_runtime.vllm_plugin.cpu_gaps import mend_gaps
 

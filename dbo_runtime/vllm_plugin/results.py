@@ -34,7 +34,7 @@ def find_different(
             pieces = [part[value] for part in parts]
             if not all(isinstance(piece, torch.Tensor) for piece in (whole[value], *pieces)):
                 continue
-            apart = _measure(torch.cat(pieces), whole[value])
+            apart = measure_apart(torch.cat(pieces), whole[value])
             if apart > TOLERANCE:
                 return op, apart
     return None
@@ -42,7 +42,7 @@ def find_different(
 
 def find_foreign(program: Program, whole: dict[Value, Any], own: Sequence[torch.Tensor]) -> tuple[Op, float] | None:
     """Return the op that follows the last one whose result the model has, too, unless its result is the model's."""
-    apart = max(_measure(whole[value], own[-1]) for value in program.outputs)
+    apart = max(measure_apart(whole[value], own[-1]) for value in program.outputs)
     if apart <= TOLERANCE:
         return None
     known = [any(_is_among(whole[value], own) for value in op.writes) for op in program.ops]
@@ -51,10 +51,10 @@ def find_foreign(program: Program, whole: dict[Value, Any], own: Sequence[torch.
 
 
 def _is_among(item: Any, others: Iterable[torch.Tensor]) -> bool:
-    return isinstance(item, torch.Tensor) and any(_measure(item, other) <= TOLERANCE for other in others)
+    return isinstance(item, torch.Tensor) and any(measure_apart(item, other) <= TOLERANCE for other in others)
 
 
-def _measure(one: torch.Tensor, other: torch.Tensor) -> float:
+def measure_apart(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return by how much two tensors differ, relative to the largest value; infinite if their shapes do."""
     if one.shape != other.shape:
         return math.inf

@@ -17,7 +17,7 @@ from dbo_runtime.vllm_plugin.attention import ContextSplitter
 from dbo_runtime.vllm_plugin.hazards import find_agreed_hazard
 
 NOTHING_TO_HIDE = {
-    "none": "there is one rank",
+    "none": "no layer is spread over ranks",
     "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
     "one host": "all ranks are on one host, where communication takes the cores that compute",
 }

@@ -30,14 +30,16 @@ class TraceFolder:
         group: vLLM's coordinator of the ranks that run a step together; all of them write the same steps.
         device: whose recording is measured.
         log: a structlog logger.
+        stage: the name of the pipeline's stage; each writes files of its own, because it is at other steps meanwhile.
     """
 
-    def __init__(self, path: str, steps: int, group: Any, device: Device, log: Any) -> None:
+    def __init__(self, path: str, steps: int, group: Any, device: Device, log: Any, stage: str | None = None) -> None:
         self._folder = Path(path)
         self._steps = steps
         self._group = group
         self._device = device
         self._log = log
+        self._ending = f".{stage}.json" if stage else ".json"
         self._written = 0
         self._ops = 0
         self._seconds = 0.0
@@ -69,7 +71,7 @@ class TraceFolder:
 
     def _save(self, timelines: dict[str, Timeline]) -> None:
         try:
-            save_trace(timelines, self._folder / f"step-{self._written:06}.json")
+            save_trace(timelines, self._folder / f"step-{self._written:06}{self._ending}")
         except ConfigError as error:
             self._log.error("a trace is lost", reason=str(error))
 

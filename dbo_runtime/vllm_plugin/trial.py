@@ -26,6 +26,7 @@ from dbo_runtime.vllm_plugin.attention import ContextSplitter, trace_builders
 from dbo_runtime.vllm_plugin.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.hazards import find_config_hazard
 from dbo_runtime.vllm_plugin.results import find_different, find_foreign, listen, run_ops
+from dbo_runtime.vllm_plugin.stage_trial import StageTrial, record_stages
 
 PROMPTS = (7, 5, 9)  # tokens
 STEPS = 2  # a prefill of them, and a decode
@@ -82,24 +83,29 @@ class Trial:
     Attributes:
         program: that the adapter recorded.
         cuts: how many were compared.
+        in_stages: whether it was tried as two stages of a pipeline, too.
         faults: the first of each step and cut; none if the adapter is right.
     """
 
     program: Program
     cuts: int = 0
+    in_stages: bool = False
     faults: list[Fault] = field(default_factory=list)
 
     def __str__(self) -> str:
         """A line, or one for each fault."""
         if self.faults:
             return "\n".join(map(str, self.faults))
-        return f"equal to the model's own forward: {len(self.program.ops)} ops, unsplit and cut at {self.cuts} places"
+        ways = f"unsplit{', in two stages' if self.in_stages else ''} and cut at {self.cuts} places"
+        return f"equal to the model's own forward: {len(self.program.ops)} ops, {ways}"
 
 
 def try_adapter(
     directory: str, adapter: ModelAdapter | None = None, prompts: Sequence[int] = PROMPTS, **options: Any
 ) -> Trial:
     """Run a model in vLLM, and compare its own forward with the program of its adapter, unsplit and at every cut.
+
+    Of an adapter that takes stages of a pipeline, the programs of two stages are compared, too, one after the other.
 
     Args:
         directory: with the model's `config.json`; weights are made up.
@@ -118,12 +124,15 @@ def try_adapter(
         trace_builders()
         llm = LLM(directory, **{**OPTIONS, **options})
         try:
+            if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+                raise UnsupportedError("an adapter is tried on one rank; leave out what asks for several")
             runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
             model = runner.get_model()
             adapter = adapter or find_adapter(runner.vllm_config.model_config.architecture)
-            program = record(model, runner.vllm_config, adapter)
+            program, stages = record(model, runner.vllm_config, adapter)
             take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
-            comparison = _Comparison(program, model, open_splitter(runner.vllm_config, runner), take_inputs)
+            splitter = open_splitter(runner.vllm_config, runner)
+            comparison = _Comparison(program, stages, model, splitter, take_inputs)
             model.forward = comparison
             tokens = [[3 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate(prompts)]
             sampling = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True, detokenize=False)
@@ -133,11 +142,12 @@ def try_adapter(
     return comparison.trial
 
 
-def record(model: Any, vllm_config: Any, adapter: ModelAdapter | None) -> Program:
-    """Return the program of a model that vLLM has made.
+def record(model: Any, vllm_config: Any, adapter: ModelAdapter | None) -> tuple[Program, StageTrial | None]:
+    """Return the program of a model that vLLM has made, and those of two stages of a pipeline.
 
     Raises:
         UnsupportedError: if there is no adapter, or it declines.
+        ProgramError: if it breaks its contract.
     """
     architecture = vllm_config.model_config.architecture
     if adapter is None:
@@ -146,7 +156,8 @@ def record(model: Any, vllm_config: Any, adapter: ModelAdapter | None) -> Progra
     if refusal is not None:
         raise UnsupportedError(f"{architecture} is declined: {refusal}")
     groups = compat.find_groups(vllm_config)
-    return record_program(adapter, model, ModelCollectives(groups.tensor_parallel, groups.data_parallel))
+    collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
+    return record_program(adapter, model, collectives), record_stages(adapter, model, collectives)
 
 
 def fill_weights(model: torch.nn.Module, seed: int = 0) -> None:
@@ -179,8 +190,11 @@ def _register_loader() -> None:
 class _Comparison:
     """Stands in for a model's forward: runs it, and then the program in all ways, and notes where they differ."""
 
-    def __init__(self, program: Program, model: Any, splitter: ContextSplitter, take_inputs: Any) -> None:
-        self.trial = Trial(program)
+    def __init__(
+        self, program: Program, stages: StageTrial | None, model: Any, splitter: ContextSplitter, take_inputs: Any
+    ) -> None:
+        self.trial = Trial(program, in_stages=stages is not None)
+        self._stages = stages
         self._take_inputs = take_inputs
         self._model = model
         self._forward = model.forward
@@ -213,6 +227,8 @@ class _Comparison:
         program = self.trial.program
         whole = run_ops(program, (x.clone(), positions))
         self._note(step, None, find_foreign(program, whole, own))
+        if self._stages is not None:
+            self._note(f"{step}, in two stages", None, self._stages.compare(program, whole, x, positions))
         for cut in range(1, batch.tokens):
             parts = self._run_cut(context, batch, cut, x, positions)
             if parts is not None:

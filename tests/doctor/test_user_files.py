@@ -67,6 +67,18 @@ def test_a_cost_file_that_was_measured_is_taken(tmp_path: Path) -> None:
     assert f"measured, {table.origin.date}, digest" in found.found
 
 
+def test_cost_files_of_a_pipelines_stages_are_found(tmp_path: Path) -> None:
+    table = find_case("a3-layer-4894").table
+    measured = replace(table, origin=replace(table.origin, kind="measured"))
+    for stage in range(2):
+        save_costs(measured, tmp_path / f"costs.pp{stage}.json")
+    found = check_costs(RuntimeConfig(costs=str(tmp_path / "costs.json")))
+    assert found.state == "ok"
+    assert all(f"{tmp_path / f'costs.pp{stage}.json'}: measured, " in found.found for stage in range(2))
+    save_costs(table, tmp_path / "costs.pp1.json")
+    assert check_costs(RuntimeConfig(costs=str(tmp_path / "costs.json"))).state == "warn"
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.cost_file import format_costs, load_costs, parse_costs, save_costs
+from dbo_runtime.planner.cost_file import (
+    find_stage_files,
+    format_costs,
+    load_costs,
+    name_stage_file,
+    parse_costs,
+    save_costs,
+)
 from dbo_runtime.planner.costs import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.sketch import sketch_program
 from dbo_runtime.program import Program
@@ -33,6 +40,20 @@ def test_a_table_comes_back_equal(path: Path) -> None:
     save_costs(make_table(), path)
     assert load_costs(path) == make_table()
     assert load_costs(str(path)).digest == make_table().digest
+
+
+def test_each_stage_of_a_pipeline_has_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "of.two[2]"
+    folder.mkdir()
+    path = str(folder / "costs.json")
+    assert name_stage_file(path, None) == path
+    assert name_stage_file("costs", "pp0") == "costs.pp0"
+    assert find_stage_files(path) == []
+    files = [name_stage_file(path, f"pp{stage}") for stage in (0, 2, 10)]
+    for file in (*files[::-1], path, str(folder / "other.pp1.json"), str(folder / "costs.pp1.txt")):
+        Path(file).touch()
+    assert find_stage_files(path) == files
+    assert [Path(file).name for file in files] == ["costs.pp0.json", "costs.pp2.json", "costs.pp10.json"]
 
 
 def test_a_file_from_before_split_steps_were_compared_says_nothing_of_them(path: Path) -> None:

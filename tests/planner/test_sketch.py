@@ -215,15 +215,23 @@ def test_a_read_of_a_value_whose_name_was_written_again_is_refused(record: Calla
         sketch_program(record())
 
 
-@pytest.mark.parametrize("layers", [[1, 2], [0, 2], [1, 0]])
-def test_layers_that_do_not_count_up_from_0_are_refused(layers: list[int]) -> None:
+def record_mlps(layers: list[int]) -> Program:
     p = ProgramBuilder()
     x = p.input("x")
     for index in layers:
         with p.layer(index):
             x = p.compute("mlp", do_nothing, x)
-    with pytest.raises(ProgramError, match=r"layers are \[\d, \d\], in this order; a sketch needs 0, 1, 2"):
-        sketch_program(p.build(x))
+    return p.build(x)
+
+
+def test_layers_of_a_stage_of_a_pipeline_are_numbered_from_0() -> None:
+    assert sketch_program(record_mlps([3, 4])) == sketch_program(record_mlps([0, 1]))
+
+
+@pytest.mark.parametrize("layers", [[0, 2], [1, 0], [3, 2]])
+def test_layers_that_do_not_count_up_are_refused(layers: list[int]) -> None:
+    with pytest.raises(ProgramError, match=r"layers are \[[\d, ]+\], in this order; a sketch needs them to count up"):
+        sketch_program(record_mlps(layers))
 
 
 def test_ops_recorded_from_a_sketch_refuse_to_run() -> None:

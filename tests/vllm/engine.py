@@ -141,8 +141,15 @@ class Engine:
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def close(self) -> None:
-        """End the workers."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """End the workers.
+
+        Of a pipeline, an empty step is left in vLLM's queue of batches. It holds on to a ZeroMQ context until a later
+        garbage collection, which waits for ever if it comes to the context before its sockets.
+        """
+        core = self.llm.llm_engine.engine_core
+        if core.engine_core.batch_queue:
+            core.engine_core.batch_queue.clear()
+        core.shutdown()
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:

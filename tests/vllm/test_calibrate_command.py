@@ -146,6 +146,20 @@ def test_the_report_comes_as_json_too(
     assert told == {"model": str(TINY), "output": str(tmp_path / "costs.json"), **asdict(REPORT)}
 
 
+def test_of_a_pipeline_each_stage_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks = [replace(REPORT, seconds=float(rank), stage=f"pp{rank // 2}") for rank in range(4)]
+    answers = [asdict(rank) for rank in ranks]
+    assert calibrate(monkeypatch, Host([*answers, None]), "--json") == 0  # of a stage that is not split
+    assert json.loads(capsys.readouterr().out)["stages"] == [answers[0], answers[2]]
+    assert calibrate(monkeypatch, Host(answers)) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"{ranks[0]}\n{ranks[2]}\nserve with it: ")
+    assert "pp1: calibrated in 2 s; costs " in told
+
+
 def test_a_model_that_is_not_split_cannot_be_calibrated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

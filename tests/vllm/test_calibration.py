@@ -10,12 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.batch import Decline
 from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.planner.load import Load, measure_load
 from dbo_runtime.planner.samples import Sample
 from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.vllm_plugin import calibration
 from dbo_runtime.vllm_plugin.calibration import (
     MOST_REPEATS,
     Measurements,
@@ -160,6 +162,17 @@ def record(shares_experts: bool) -> Program:
     sent = p.comm("dispatch", lambda x: x, x)
     shared = [p.compute("shared_experts", lambda x: x, x)] if shares_experts else []
     return p.build(p.compute("experts", lambda *x: x[0], sent, *shared))
+
+
+def test_a_stage_is_given_tokens_that_differ_and_the_same_ones_each_time() -> None:
+    calibration._fill(None)
+    filled = []
+    for _ in range(2):
+        handed = IntermediateTensors({name: torch.zeros(16, 4) for name in ("hidden_states", "residual")})
+        calibration._fill(handed)
+        filled.append(handed)
+    assert filled[0] == filled[1]
+    assert len(filled[0]["hidden_states"].unique(dim=0)) == 16
 
 
 def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> None:

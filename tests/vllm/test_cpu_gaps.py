@@ -17,11 +17,14 @@ from dbo_runtime.vllm_plugin.cpu_gaps import GAPS
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
+from types import SimpleNamespace
 import torch, torch.distributed as dist
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 from dbo_runtime.vllm_plugin.cpu_gaps import GAPS, mend_gaps
 
 class Bare(Experts):
@@ -43,12 +46,21 @@ first, second = (torch.full((4, 1), expert, dtype=torch.int32) for expert in (0,
 swapped, elsewhere = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([-1, 0], dtype=torch.int32)
 
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+handed = make_empty_intermediate_tensors_factory(["hidden_states", "residual"], 4)
+off = SimpleNamespace(enable_sp=False)
+config = SimpleNamespace(
+    parallel_config=SimpleNamespace(tensor_parallel_size=1), compilation_config=SimpleNamespace(pass_config=off)
+)
+stage = SimpleNamespace(
+    intermediate_tensors=None, vllm_config=config, model=SimpleNamespace(make_empty_intermediate_tensors=handed),
+    max_num_tokens=8, model_config=SimpleNamespace(dtype=torch.float32), device=torch.device("cpu"),
+)
 communicator = CpuCommunicator.__new__(CpuCommunicator)
 communicator.world_size, communicator.device_group = 1, dist.group.WORLD
 def refuses(method, *arguments, **options):
     try:
         method(*arguments, **options)
-    except NotImplementedError as error:
+    except (NotImplementedError, AssertionError) as error:
         return str(error) or True
     return False
 
@@ -59,6 +71,8 @@ assert not torch.equal(plain, other)
 assert torch.equal(run(first, swapped), plain), "vLLM reads expert_map now: remove this gap"
 assert refuses(communicator.all_gatherv, x, dim=0, sizes=[4]), "vLLM has all_gatherv now: remove this gap"
 assert refuses(communicator.reduce_scatterv, x, dim=0, sizes=[4]), "vLLM has reduce_scatterv now: remove this gap"
+
+assert refuses(Runner.sync_and_gather_intermediate_tensors, stage, 2, None, False), "vLLM makes buffers: remove this"
 
 # Mended, once.
 assert mend_gaps() == [gap.symptom for gap in GAPS]
@@ -72,6 +86,9 @@ one, two = communicator.all_gatherv([x, x + 1], dim=0, sizes=[4])
 assert torch.equal(one, x) and torch.equal(two, x + 1)
 assert torch.equal(communicator.all_gatherv(x), x)
 assert torch.equal(communicator.reduce_scatterv(x, dim=0), x)
+received = Runner.sync_and_gather_intermediate_tensors(stage, 2, None, False)
+assert received["residual"].shape == (2, 4) and received["residual"].dtype == torch.float32
+assert stage.intermediate_tensors["residual"].shape == (8, 4), "as large as any step, and made once"
 assert "along dimension 0 only" in refuses(communicator.all_gatherv, x, dim=1)
 """
 

@@ -211,7 +211,7 @@ def test_splits_and_declines_are_counted_and_each_reason_is_told_of_once(
         ("new plan", None, None),
         ("step not split, runs whole", "nowhere to cut", "1 requests, 1 tokens"),
         ("step not split, runs whole", "DBO_MODE is off", None),
-        ("step not split, runs whole", "no communication to hide", "there is one rank"),
+        ("step not split, runs whole", "no communication to hide", "no layer is spread over ranks"),
     ]
 
 

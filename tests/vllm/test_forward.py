@@ -18,6 +18,7 @@ from vllm.forward_context import (
     is_forward_context_available,
     override_forward_context,
 )
+from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.batch import Batch, BatchSlice, Decline
 from dbo_runtime.config import RuntimeConfig
@@ -128,6 +129,7 @@ def run(forward: SplitForward, **kwargs: Any) -> torch.Tensor:
 
 
 EXPECTED = Model().forward(IDS, POSITIONS)
+HANDED = IntermediateTensors({"hidden_states": torch.zeros(8, 2)})  # to a model that is whole
 
 
 def test_a_step_runs_in_micro_batches_each_in_its_own_context() -> None:
@@ -189,7 +191,7 @@ def test_cuts_can_be_chosen_from_outside() -> None:
         (Splitter(Decline("padded batch", "8 of 9")), {}, "padded batch"),
         (Splitter(contexts=Decline("a hazard")), {}, "a hazard"),
         (Splitter(Batch((1,), 0)), {}, "nowhere to cut"),
-        (Splitter(), {"intermediate_tensors": {"x": 1}}, "not supported yet: pipeline parallel"),
+        (Splitter(), {"intermediate_tensors": HANDED}, "unknown intermediate tensors"),
         (Splitter(), {"spec_step_idx": 1}, "unknown arguments of forward()"),
     ],
     ids=["batch", "contexts", "cuts", "pipeline", "arguments"],

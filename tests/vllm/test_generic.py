@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.sequence import IntermediateTensors
 
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.adapter import record_program
+from dbo_runtime.adapter import StageAdapter, record_program
 from dbo_runtime.errors import ProgramError, UnsupportedError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin import generic
 from dbo_runtime.vllm_plugin.generic import GenericAdapter, Strand
+from dbo_runtime.vllm_plugin.stage import Stage, name_results
 from tests.vllm.conftest import share_cores, start
 from tests.vllm.engine import Engine
 from tests.vllm.families import find_backend, make_family
@@ -25,6 +27,7 @@ from tests.vllm.test_equivalence import run_cut
 from tests.vllm.test_families import PREFILL_CUTS, PROMPTS, assert_split_says_what_whole_does
 
 LAYERS, RANKS = 3, 2
+PARTS = (slice(0, 2), slice(2, 5))  # of five tokens
 
 
 class Group:
@@ -101,6 +104,39 @@ def test_micro_batches_in_turns_come_to_what_the_forward_does(adapter: GenericAd
             own.update(zip(op.writes, result if len(op.writes) > 1 else (result,), strict=True))
     for own, whole in zip(values, wanted, strict=True):
         assert torch.allclose(own[program.outputs[0]], whole)
+
+
+class StageModel(Model):
+    """A stage of it, of which hidden states and what was embedded go to the next."""
+
+    def __init__(self, group: Group, stage: Stage) -> None:
+        super().__init__(group)
+        self.stage = stage
+
+    def forward(self, ids: Any, positions: torch.Tensor, handed: Any, x: Any) -> Any:
+        assert (handed is None) == (x is not None) == self.stage.is_first
+        embedded = x if handed is None else handed["embedded"]
+        x = super().forward(ids, positions, None, embedded * 2 if handed is None else handed["hidden_states"])
+        return x + embedded if self.stage.is_last else IntermediateTensors({"embedded": embedded, "hidden_states": x})
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_stage_of_a_pipeline_takes_and_hands_on_by_name(adapter: GenericAdapter, group: Group, number: int) -> None:
+    stage = Stage(number, 3, range(number * LAYERS, (number + 1) * LAYERS), ("embedded", "hidden_states"))
+    model = StageModel(group, stage)
+    adapter = GenericAdapter(group, adapter._vllm_config, stage)
+    assert isinstance(adapter, StageAdapter)
+    program = record(adapter, model)
+    assert stage.find_mismatch(program) is None
+    assert {op.layer for op in program.ops} - {None} == set(stage.layers)
+    x, positions, embedded = torch.randn(5, 4), torch.arange(5), torch.randn(5, 4)
+    handed = None if stage.is_first else IntermediateTensors({"hidden_states": x, "embedded": embedded})
+    whole = model.forward(None, positions, handed, x if stage.is_first else None)
+    inputs = [(x[part], positions[part], *(() if stage.is_first else (embedded[part],))) for part in PARTS]
+    split = stage.join(program, run_sequential([program] * 2, inputs))
+    found, wanted = name_results(split), name_results(whole)
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
 
 
 def test_the_group_is_as_it_was_between_parts(group: Group) -> None:

@@ -35,19 +35,24 @@ def make_config(**changes: Any) -> SimpleNamespace:
         model_config=SimpleNamespace(
             is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, enable_return_routed_experts=False
         ),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         kv_transfer_config=None,
         speculative_config=None,
         lora_config=None,
     )
+    parts = (config, config.parallel_config, config.model_config, config.compilation_config.pass_config)
     for name, value in changes.items():
-        owners = [owner for owner in (config, config.parallel_config, config.model_config) if hasattr(owner, name)]
+        owners = [owner for owner in parts if hasattr(owner, name)]
         assert len(owners) == 1, name
         setattr(owners[0], name, value)
     return config
 
 
 FEATURES: list[tuple[dict[str, Any], str]] = [
-    ({"pipeline_parallel_size": 2}, "pipeline parallel"),
+    (
+        {"pipeline_parallel_size": 2, "enable_sp": True},
+        "pipeline parallel with sequence parallelism (enable_sp)",
+    ),
     ({"enable_elastic_ep": True}, "elastic expert parallel"),
     ({"enable_eplb": True}, "expert load balancing (EPLB)"),
     ({"use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
@@ -64,8 +69,9 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_config_without_any_of_the_features_can_be_split() -> None:
-    assert find_config_hazard(make_config()) is None
+@pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}], ids=str)
+def test_a_config_without_any_of_the_features_can_be_split(changes: dict[str, Any]) -> None:
+    assert find_config_hazard(make_config(**changes)) is None
 
 
 @pytest.mark.parametrize(("changes", "feature"), FEATURES, ids=[next(iter(changes)) for changes, _ in FEATURES])

@@ -45,7 +45,7 @@ def test_the_registered_adapter_passes(llama: str) -> None:
     trial = try_adapter(llama)
     assert not trial.faults, str(trial)
     assert trial.cuts > 12
-    count = f"{len(trial.program.ops)} ops, unsplit and cut at {trial.cuts} places"
+    count = f"{len(trial.program.ops)} ops, unsplit, in two stages and cut at {trial.cuts} places"
     assert str(trial) == f"equal to the model's own forward: {count}"
 
 
@@ -100,5 +100,6 @@ def test_faults_read_as_lines() -> None:
     fault = Fault("L1.mlp", "adapter.py:7", 5, "prefill of 21 tokens", 0.25)
     line = "prefill of 21 tokens, cut at token 5: L1.mlp differs first, by 2.5e-01 of the largest value (adapter.py:7)"
     assert (
-        str(Trial(None, 1, [fault, fault._replace(cut=None)])) == f"{line}\n{line.replace('cut at token 5', 'unsplit')}"
+        str(Trial(None, 1, faults=[fault, fault._replace(cut=None)]))
+        == f"{line}\n{line.replace('cut at token 5', 'unsplit')}"
     )  # type: ignore[arg-type]

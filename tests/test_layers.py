@@ -1,0 +1,105 @@
+"""A decoder that adapters share, whole and in stages of a pipeline, on plain numbers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dbo_models.layers import find_layers, find_unknown_parts, record_decoder
+from dbo_models.toy import ToyCollectives
+from dbo_runtime.executor import run_sequential
+from dbo_runtime.program import Program, ProgramBuilder
+
+LAYERS = 5
+GIVEN = (3, 7)  # x and positions
+
+
+class Missing:
+    """Stands where vLLM has placeholders: whoever asks it for a part has come to a layer of another stage."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"layer {self.number} is on another stage")
+
+
+class Norm:
+    """Adds the residual, if there is one, and multiplies."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, x: int, residual: int | None = None) -> Any:
+        if residual is None:
+            return x * self.factor
+        return (x + residual) * self.factor, x + residual
+
+
+def make_layer(number: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        input_layernorm=Norm(2 + number),
+        self_attn=lambda positions, x: x + positions * number,
+        post_attention_layernorm=Norm(3 + number),
+        mlp=lambda x: x * 5 - number,
+    )
+
+
+def make_decoder(start: int = 0, end: int = LAYERS) -> SimpleNamespace:
+    """Return what vLLM makes of a decoder of which one stage has these layers."""
+    layers = [make_layer(number) if start <= number < end else Missing(number) for number in range(LAYERS)]
+    return SimpleNamespace(start_layer=start, end_layer=end, layers=layers, norm=Norm(7))
+
+
+def record(decoder: Any, features: int = 0) -> Program:
+    p = ProgramBuilder()
+    x, positions = p.input("x"), p.input("positions")
+    added = [p.compute(f"feature{number}", lambda x, n=number: x * 0 + 11 + n, x) for number in range(features)]
+    return p.build(record_decoder(p, decoder, ToyCollectives(), x, positions, added=added))
+
+
+def run(program: Program, *given: int) -> dict[str, int]:
+    """Run a program; return what it gives by the names by which stages hand it over."""
+    (outputs,) = run_sequential([program], [given])
+    return dict(zip(("hidden_states", *program.named), outputs, strict=True))
+
+
+WHOLE = run(record(make_decoder()), *GIVEN)
+
+
+@pytest.mark.parametrize("bounds", [(1,), (3,), (LAYERS - 1,), (1, 3), (2, 3, 4), (1, 2, 3, 4)])
+def test_stages_one_after_the_other_give_what_the_whole_does(bounds: tuple[int, ...]) -> None:
+    edges = (0, *bounds, LAYERS)
+    given: dict[str, int] = {"hidden_states": GIVEN[0]}
+    for start, end in pairwise(edges):
+        program = record(make_decoder(start, end))
+        names = [value.name for value in program.inputs]
+        assert names == ["x", "positions", *(["residual"] if start else [])]
+        assert program.named == (("residual",) if end < LAYERS else ())
+        assert {op.layer for op in program.ops} - {None} == set(range(start, end))
+        given = run(program, given["hidden_states"], GIVEN[1], *(given[name] for name in names[2:]))
+    assert given == WHOLE
+
+
+def test_what_is_added_to_the_first_layers_is_added_by_their_number() -> None:
+    """A first stage has them all: vLLM sees to that."""
+    assert run(record(make_decoder(), features=2), *GIVEN) != WHOLE
+    first = record(make_decoder(0, 3), features=2)
+    assert [op.layer for op in first.ops if op.name == "add_features"] == [0, 1]
+
+
+def test_a_decoder_that_knows_nothing_of_stages_is_whole() -> None:
+    layers = [make_layer(number) for number in range(LAYERS)]
+    plain = SimpleNamespace(layers=layers, norm=Norm(7))
+    assert find_layers(plain) == dict(enumerate(layers))
+    assert run(record(plain), *GIVEN) == WHOLE
+
+
+def test_only_the_layers_that_are_here_have_to_be_known() -> None:
+    decoder = make_decoder(2, 4)
+    known = {type(part).__name__ for part in (decoder, decoder.layers[2].mlp)}
+    assert find_unknown_parts(decoder, frozenset(known)) is None
+    assert find_unknown_parts(decoder, frozenset()) == "its parts are not known: SimpleNamespace, function"
