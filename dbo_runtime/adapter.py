@@ -8,11 +8,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast, runtime_checkable
 
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder, Value
+from dbo_runtime.program import COMM, COMPUTE, SIDE, Program, ProgramBuilder, Value
 
 GROUP = "dbo_runtime.adapters"
 ENCODERS = "dbo_runtime.encoders"
-LANES = (COMPUTE, COMM)
+LANES = (COMPUTE, COMM, SIDE)
 
 
 class ExpertParallel(Protocol):
@@ -54,6 +54,36 @@ class ExpertParallel(Protocol):
         """Scale *routed* in place and add what the shared experts gave, if there are any -> [tokens, hidden]."""
 
 
+class LatentAttention(Protocol):
+    """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434, section 2.1), taken apart between queries and keys.
+
+    Each method but `has_latent` is the function of one op. Only ops on `compute` may look at the forward context, so
+    where the KV cache is written to is a value.
+    """
+
+    @property
+    def has_latent(self) -> bool:
+        """Whether queries and keys begin with one projection, `project`. Otherwise each has its own, inside its op."""
+
+    def find_slots(self) -> Any:
+        """Return where in the KV cache this micro-batch's tokens are written to [tokens], or None: nowhere."""
+
+    def project(self, x: Any) -> Any:
+        """Project *x* [tokens, hidden] -> latent [tokens, ranks of queries and of keys, rotary]."""
+
+    def write_keys(self, latent: Any, positions: Any, slots: Any) -> tuple[Any, Any]:
+        """Norm and turn keys, and write them to the cache -> ([tokens, rank], [tokens, 1, rotary]). May be beside."""
+
+    def make_queries(self, latent: Any, positions: Any) -> Any:
+        """Make queries -> [tokens, heads, head]."""
+
+    def attend(self, queries: Any, keys: Any, rotary: Any) -> Any:
+        """Attend to the cache, and to what `write_keys` gave -> [tokens, heads * head]."""
+
+    def project_out(self, attended: Any) -> Any:
+        """Project back -> [tokens, hidden]. Ends in an all-reduce, as attention whole does."""
+
+
 class Collectives(Protocol):
     """How an adapter reaches a layer's communication without naming the framework that does it."""
 
@@ -67,6 +97,9 @@ class Collectives(Protocol):
         Raises:
             UnsupportedError: if tokens travel in a way that cannot be taken apart. The model then runs unsplit.
         """
+
+    def take_attention_apart(self, attention: Any) -> LatentAttention | None:
+        """Return the parts of a latent attention, or None where it is one op: of another kind, or fused."""
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* with the all-reduce at its end left out: it gives this rank's part of the sum.
@@ -136,19 +169,21 @@ class EncoderAdapter(Protocol):
         """
 
 
-def record_program(adapter: ModelAdapter | EncoderAdapter, model: Any, collectives: Collectives) -> Program:
-    """Run an adapter once and return the program it declares.
+def record_program(
+    adapter: ModelAdapter | EncoderAdapter, model: Any, collectives: Collectives, has_side: bool = False
+) -> Program:
+    """Run an adapter once and return the program it declares; with *has_side*, its ops may be on the `side` lane.
 
     Raises:
         ProgramError: if it breaks the contract, with the line where it does.
     """
-    p = ProgramBuilder()
+    p = ProgramBuilder(has_side)
     inputs = [p.input(name) for name in list(inspect.signature(adapter.record).parameters)[-2:]]
     result = adapter.record(p, model, collectives, *inputs)
     if not isinstance(result, Value):
         where = inspect.getsourcefile(type(adapter)) or type(adapter).__name__
         raise ProgramError(f"record() of {name_adapter(adapter)} must return one Value, not {result!r}. ({where})")
-    program = p.build(result)
+    program = p.build(result) if has_side else p.build(result).fold_side()
     _check_places(program)
     return program
 
@@ -219,7 +254,7 @@ def _check_places(program: Program) -> None:
     for number, op in enumerate(program.ops):
         if op.lane not in LANES:
             raise ProgramError(
-                f"op {op.label!r} is on lane {op.lane!r}; a model's lanes are {' and '.join(LANES)}. ({op.declared_at})"
+                f"op {op.label!r} is on lane {op.lane!r}; a model's lanes are {', '.join(LANES)}. ({op.declared_at})"
             )
         if op.layer is None and inside and inside[0] < number < inside[-1]:
             raise ProgramError(

@@ -22,6 +22,17 @@ def _parse_mode(text: str) -> str:
     return {"auto": "auto", "always": "always", "off": "off"}[text]
 
 
+def _parse_side(text: str) -> str:
+    return {"auto": "auto", "on": "on", "off": "off"}[text]
+
+
+def _parse_cores(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    cube, vector = map(_parse_count(1), text.split(":"))
+    return cube, vector
+
+
 def _parse_dispatch(text: str) -> str:
     return {"all_gather": "all_gather", "all_to_all": "all_to_all"}[text]
 
@@ -130,6 +141,23 @@ class RuntimeConfig:
         "and `alternate` otherwise. LEAD is by how many overlap points the first micro-batch runs ahead (1 if left "
         "out).",
     )
+    side: str = _setting(
+        "DBO_SIDE",
+        "auto",
+        _parse_side,
+        "auto, on or off",
+        "Whether ops may run on a second compute lane, beside others of their own micro-batch: `auto` where costs "
+        "predict that it pays, on devices with streams; `on` wherever the model has such ops, in steps that are not "
+        "split, too; `off` nowhere. Read at start.",
+    )
+    side_cores: tuple[int, ...] = _setting(
+        "DBO_SIDE_CORES",
+        (),
+        _parse_cores,
+        "none, or CUBE:VECTOR",
+        "How many cores of an NPU the second compute lane may use. The limit holds for kernels written in Ascend C "
+        "only, and the vendor warns that others may hang under it. Read at start.",
+    )
     dispatch: str = _setting(
         "DBO_DISPATCH",
         "all_gather",
@@ -186,7 +214,7 @@ def describe_settings() -> list[tuple[str, str, str, str]]:
 
 def _name_default(default: Any) -> str:
     if isinstance(default, tuple):
-        return str(default[0])
+        return str(default[0]) if default else "none"
     if default is None:
         return "auto"
     return str(int(default)) if isinstance(default, bool) else str(default) or "none"

@@ -1,6 +1,6 @@
 """Issue orders: pure functions from the programs of all micro-batches to the order in which the host issues their ops.
 
-A program falls into segments: some ops on the compute lane, then those on other lanes up to the next compute op. While
+A program falls into segments: some ops that compute, then those on other lanes up to the next that computes. While
 these run there is something to overlap with, so a policy may turn to another micro-batch.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.program import COMPUTE, Program
+from dbo_runtime.program import COMPUTING, Program
 from dbo_runtime.schedule import Issue
 
 Order = tuple[Issue, ...]
@@ -62,7 +62,7 @@ def find_policy(name: str, lead: int) -> Policy:
 def _split_segments(micro_batch: int, program: Program) -> list[list[Issue]]:
     segments: list[list[Issue]] = [[]]
     for position, op in enumerate(program.ops):
-        if position and op.lane == COMPUTE != program.ops[position - 1].lane:
+        if position and op.lane in COMPUTING and program.ops[position - 1].lane not in COMPUTING:
             segments.append([])
         segments[-1].append(Issue(micro_batch, position))
     return segments

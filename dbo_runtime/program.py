@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dbo_runtime.errors import ProgramError
 
 COMPUTE = "compute"
 COMM = "comm"
+SIDE = "side"
+COMPUTING = (COMPUTE, SIDE)  # lanes on which nothing communicates
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,13 @@ class Program:
         """Lanes used, `compute` first: the lane from which a schedule starts and on which it ends."""
         return tuple(dict.fromkeys([COMPUTE, *(op.lane for op in self.ops)]))
 
+    def fold_side(self, kept: str = "") -> Program:
+        """Return the program with the ops of `side` on `compute`, where they stand; but for those named *kept*."""
+        if SIDE not in self.lanes:
+            return self
+        folded = (replace(op, lane=COMPUTE) if op.lane == SIDE and op.name != kept else op for op in self.ops)
+        return replace(self, ops=tuple(folded))
+
     def find_homes(self) -> dict[Value, frozenset[str]]:
         """Return the lanes whose allocator may own a value's memory.
 
@@ -120,6 +129,10 @@ class Program:
 class ProgramBuilder:
     """Records a program. An adapter receives one as `p`.
 
+    Args:
+        has_side: whether ops may be on the `side` lane; those that ask for it are on `compute` otherwise. An adapter
+            looks at it before it takes an op apart for the sake of that lane.
+
     >>> p = ProgramBuilder()
     >>> x = p.input("x")
     >>> partial = p.compute("attention", lambda x: x * 2, x)
@@ -128,7 +141,8 @@ class ProgramBuilder:
     ['attention', 'attn_reduce']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_side: bool = False) -> None:
+        self.has_side = has_side
         self._inputs: list[Value] = []
         self._outputs: dict[str, Value] = {}
         self._ops: list[Op] = []
@@ -170,6 +184,13 @@ class ProgramBuilder:
         """Declare an op on the comm lane, and with it an overlap point; takes what `op` takes."""
         declaration.setdefault("communicator", COMM)
         return self.op(name, fn, *reads, lane=COMM, **declaration)
+
+    def side(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
+        """Declare an op on a second compute lane, beside those of its own micro-batch; takes what `op` takes.
+
+        It is no overlap point. Where that lane is not there, or is not predicted to pay, the op is on `compute`.
+        """
+        return self.op(name, fn, *reads, lane=SIDE if self.has_side else COMPUTE, **declaration)
 
     def op(
         self,

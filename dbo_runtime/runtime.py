@@ -15,11 +15,11 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.planner.planner import Choice, Planner
-from dbo_runtime.policies import Order, find_policy
-from dbo_runtime.program import Program
+from dbo_runtime.policies import find_policy
+from dbo_runtime.program import SIDE, Program
 from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.render import digest
-from dbo_runtime.schedule import lower
+from dbo_runtime.schedule import Schedule, lower
 from dbo_runtime.validate import validate
 
 
@@ -60,22 +60,29 @@ class Shared:
 
 @dataclass(slots=True)
 class Statistics:
-    """What became of the steps so far."""
+    """What became of the steps so far: *beside* are those that were not split, but had ops on `side`."""
 
     split: int = 0
+    beside: int = 0
     micro_batches: int = 0
     declined: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts as plain data."""
-        return {"split": self.split, "micro_batches": self.micro_batches, "declined": dict(self.declined)}
+        return {
+            "split": self.split,
+            "beside": self.beside,
+            "micro_batches": self.micro_batches,
+            "declined": dict(self.declined),
+        }
 
 
 class MicroBatchRuntime:
     """Plans batches and runs them in overlapped micro-batches.
 
     Args:
-        program: the ops of one micro-batch; the same for each.
+        program: the ops of one micro-batch; the same for each, but for those on `side`, which are there only where the
+            settings or costs say so.
         device: where they run.
         config: the settings; may be replaced between steps, on all ranks alike.
         log: a structlog logger; told of each new plan and of the first decline of each reason, never of a step.
@@ -91,7 +98,7 @@ class MicroBatchRuntime:
         self._ranks = ranks
         self._events = EventTable(device)
         self._planner: Planner | None = None
-        self._named: dict[tuple[str | tuple[str, int], int], str] = {}
+        self._named: dict[tuple[object, ...], str] = {}
         self._executors: dict[str, Executor] = {}
 
     @property
@@ -103,6 +110,11 @@ class MicroBatchRuntime:
     def planner(self, planner: Planner | None) -> None:
         self._planner = planner
         self._named.clear()  # by other costs, an order of the same name may be another
+
+    @property
+    def forces_side(self) -> bool:
+        """Whether ops are on `side` in every step, in those that are not split, too."""
+        return self.config.side == "on" and self.config.mode != "off" and SIDE in self.program.lanes
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens runs whole whatever is in it, so that nobody need look at what is."""
@@ -132,7 +144,7 @@ class MicroBatchRuntime:
             slices, choice = chosen.slices, chosen
         if isinstance(slices, Decline):
             return slices
-        if len(slices) < 2:
+        if len(slices) < 2 and choice is None and not self.forces_side:
             return Decline("nowhere to cut", "no cuts were given")
         name = self._find_executor(len(slices), choice)
         return Plan(slices, self._executors[name], name, None if choice is None else choice.prediction.split)
@@ -153,8 +165,11 @@ class MicroBatchRuntime:
             # Hosts pass errors on by their text alone, without notes: where it happened is told here.
             self._log.error("a split step failed", error=repr(error), where=get_context(error))
             raise
-        self.statistics.split += 1
-        self.statistics.micro_batches += len(plan.slices)
+        if len(plan.slices) > 1:
+            self.statistics.split += 1
+            self.statistics.micro_batches += len(plan.slices)
+        else:
+            self.statistics.beside += 1
         return outputs
 
     def decline(self, decline: Decline) -> None:
@@ -172,18 +187,18 @@ class MicroBatchRuntime:
     def _find_executor(self, micro_batches: int, choice: Choice | None) -> str:
         """Return the digest of the schedule, whose executor is made if it is new."""
         policy = self.config.policy
-        key = (policy if choice is None else choice.order.name), micro_batches
+        key = (policy if choice is None else choice.order.name), micro_batches, self.forces_side
         if key not in self._named:
             if choice is not None:
-                order, name = choice.order.order, choice.order.name
+                schedule, name = choice.order.schedule, choice.order.name
             else:
-                order = find_policy(*policy)((self.program,) * micro_batches)
+                programs = (self.program if self.forces_side else self.program.fold_side(),) * micro_batches
+                schedule = lower(programs, find_policy(*policy)(programs))
                 name = name_policy(*(("alternate", 0) if policy[0] == "optimal" else policy))
-            self._named[key] = self._make_executor(order, micro_batches, name)
+            self._named[key] = self._make_executor(schedule, name)
         return self._named[key]
 
-    def _make_executor(self, order: Order, micro_batches: int, policy: str) -> str:
-        schedule = lower((self.program,) * micro_batches, order)
+    def _make_executor(self, schedule: Schedule, policy: str) -> str:
         name = digest(schedule)
         if name in self._executors:
             return name
@@ -194,7 +209,7 @@ class MicroBatchRuntime:
         self._executors[name] = Executor(schedule, self.device, self._events)
         self._log.info(
             "new plan",
-            micro_batches=micro_batches,
+            micro_batches=len(schedule.programs),
             policy=policy,
             steps=len(schedule.steps),
             waits=sum(len(step.waits) for step in schedule.steps),

@@ -7,7 +7,7 @@ from functools import partial
 from operator import add
 from typing import Any
 
-from dbo_runtime.adapter import Collectives, ExpertParallel
+from dbo_runtime.adapter import Collectives, ExpertParallel, LatentAttention
 from dbo_runtime.program import ProgramBuilder, Value
 
 Attend = Callable[[Any, Any, Any], Any]
@@ -68,8 +68,7 @@ def record_layer(
     """
     norm = layer.input_layernorm if len(stream) == 2 else partial(_first_norm, layer.input_layernorm)
     x, residual = p.compute("attn_norm", norm, *stream, overwrites=stream, outputs=2)
-    attention = collectives.without_reduce(partial(attend, layer.self_attn))
-    x = p.compute("attention", attention, positions, x, ordered=True)  # a cut request reads the KV its head wrote
+    x = record_attention(p, layer.self_attn, collectives, positions, x, attend)
     x = record_reduce(p, "attn_reduce", collectives, x)
     stream = x, residual
     x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
@@ -82,6 +81,37 @@ def record_layer(
     return record_reduce(p, "mlp_reduce", collectives, x), residual
 
 
+def record_attention(
+    p: ProgramBuilder, attention: Any, collectives: Collectives, positions: Value, x: Value, attend: Attend
+) -> Value:
+    """Declare attention without its reduce [tokens, hidden] -> [tokens, hidden]: one op, or latent attention's parts.
+
+    `ordered`, because a cut request reads the KV that its head wrote.
+    """
+    latent = collectives.take_attention_apart(attention) if p.has_side else None
+    if latent is None:
+        whole = collectives.without_reduce(partial(attend, attention))
+        return p.compute("attention", whole, positions, x, ordered=True)  # type: ignore[no-any-return]  # one value
+    return record_latent_attention(p, latent, collectives, positions, x)
+
+
+def record_latent_attention(
+    p: ProgramBuilder, latent: LatentAttention, collectives: Collectives, positions: Value, x: Value
+) -> Value:
+    """Declare latent attention with its keys beside its queries, as vllm-ascend #1353 ran decodes.
+
+    Keys are issued first: they are the shorter way, and what they write must be there when attention reads it.
+    """
+    slots = p.compute("slots", latent.find_slots)
+    if latent.has_latent:
+        x = p.compute("latent", latent.project, x)
+    keys, rotary = p.side("keys", latent.write_keys, x, positions, slots, outputs=2)
+    queries = p.compute("queries", latent.make_queries, x, positions)
+    x = p.compute("attention", latent.attend, queries, keys, rotary, ordered=True)
+    out: Value = p.compute("attn_out", collectives.without_reduce(latent.project_out), x)
+    return out
+
+
 def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Value) -> Value:
     """Declare the all-reduce after a module run without it, where there is one."""
     reduced: Value = p.comm(name, collectives.all_reduce, x, overwrites=(x,)) if collectives.reduces else x
@@ -92,7 +122,8 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
     """Declare a mixture of experts whose tokens travel, [tokens, hidden] -> [tokens, hidden].
 
     A dispatch that needs sizes keeps the host waiting. The shared experts come before it then, so that the device has
-    work meanwhile; otherwise they come after it, so that the tokens leave as early as they can.
+    work meanwhile; otherwise they come after it, so that the tokens leave as early as they can. On a `side` lane they
+    need nothing but tokens, so they run beside the gate, too, and beside the experts.
     """
     routing = p.compute("gate", moe.gate, x)
     shared: list[Value] = []
@@ -112,7 +143,7 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
 
 def record_shared_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> list[Value]:
     """Declare the experts that every token passes, if there are any."""
-    return [p.compute("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
+    return [p.side("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
 
 
 def find_layers(decoder: Any) -> dict[int, Any]:

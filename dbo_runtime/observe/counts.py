@@ -14,7 +14,7 @@ SHARED = "PROMETHEUS_MULTIPROC_DIR"  # set by vLLM if it has several API servers
 
 HELP: Mapping[str, str] = MappingProxyType(
     {
-        "steps": "Steps that ran split or whole.",
+        "steps": "Steps that ran split, whole, or whole with ops of them beside each other.",
         "encoder_forwards": "Forwards of a vision encoder that ran split or whole.",
         "declines": "Steps that ran whole, by reason.",
         "micro_batches": "Micro-batches of split steps.",
@@ -72,6 +72,7 @@ def _sum_up(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     return {
         "split": count("steps", "split"),
         "whole": count("steps", "whole"),
+        "beside": count("steps", "beside"),
         "encoder_forwards": {way: count("encoder_forwards", way) for way in ("split", "whole")},
         "micro_batches": count("micro_batches"),
         "tokens": count("micro_batch_tokens_sum"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from dbo_runtime.observe.gaps import CAUSES, find_gaps, sum_causes
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.program import COMPUTE
+from dbo_runtime.program import COMPUTE, COMPUTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Summary:
     Attributes:
         duration: from the first start to the last end.
         busy: of each lane [lanes].
-        hidden: the share of the time of the lanes beside `compute` in which `compute` ran, too; None without any.
+        hidden: the share of the communication beside which something computed; None without any.
         overlap: E_overlap, see `measure_overlap`; None if nothing ran beside `compute`.
         bound: what no issue order could beat with the ops' durations of this very step; None if nobody asked.
         lost: what each lane lost to each cause [lanes][causes].
@@ -58,9 +58,7 @@ class Summary:
 def summarize(timeline: Timeline) -> Summary:
     """Sum up a timeline."""
     lanes = sorted(timeline.lanes, key=lambda lane: lane != COMPUTE)
-    beside = [lane for lane in lanes if lane != COMPUTE]
-    communication = sum(timeline.busy(lane) for lane in beside)
-    hidden = sum(timeline.overlap(COMPUTE, lane) for lane in beside)
+    communication, hidden = timeline.measure_hidden()
     return Summary(
         duration=timeline.duration,
         busy={lane: timeline.busy(lane) for lane in lanes},
@@ -72,12 +70,12 @@ def summarize(timeline: Timeline) -> Summary:
 
 
 def measure_overlap(timeline: Timeline) -> float | None:
-    """Return E_overlap = 1 - ECT / ECT_serial; None if nothing ran on a lane beside `compute`.
+    """Return E_overlap = 1 - ECT / ECT_serial; None if nothing communicated.
 
     ECT, the effective communication time, is what the step takes beyond its computation; ECT_serial is that without
-    overlap: the sum of all ops beside `compute` (Flux, arXiv:2406.06858). Here the computation is that of
+    overlap: the sum of all ops that communicate (Flux, arXiv:2406.06858). Here the computation is that of
     the very step, split; a step that is only planned is compared with the unsplit one (docs/planner.md).
     """
     compute = timeline.busy(COMPUTE)
-    serial = sum(span.end - span.start for span in timeline.spans if span.lane != COMPUTE)
+    serial = sum(span.end - span.start for span in timeline.spans if span.lane not in COMPUTING)
     return 1 - (timeline.duration - compute) / serial if serial else None

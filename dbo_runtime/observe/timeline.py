@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, SupportsFloat
 
+from dbo_runtime.program import COMPUTING
 from dbo_runtime.schedule import Step
 
 
@@ -70,6 +71,16 @@ class Timeline:
         ours, theirs = (_merge((s.start, s.end) for s in self.spans if s.lane == lane) for lane in (first, second))
         return sum(_measure_within(own, theirs) for own in ours)
 
+    def measure_hidden(self) -> tuple[float, float]:
+        """Return the seconds in which lanes communicated, and those of them beside which one computed."""
+        computed = _merge((s.start, s.end) for s in self.spans if s.lane in COMPUTING)
+        lanes = [lane for lane in self.lanes if lane not in COMPUTING]
+        communicated = [
+            piece for lane in lanes for piece in _merge((s.start, s.end) for s in self.spans if s.lane == lane)
+        ]
+        hidden = sum(_measure_within(piece, computed) for piece in communicated)
+        return sum(end - start for start, end in communicated), hidden
+
     @property
     def idle(self) -> float:
         """Seconds between the first start and the last end in which no lane ran anything."""
@@ -85,14 +96,17 @@ class Timeline:
             beside.append(min(seconds, span.end - span.start))  # rounding must not make it longer
         return beside
 
-    def share_beside(self, op: str, other: str) -> float:
+    def share_beside(self, op: str, other: str, same: bool = False) -> float:
         """Return in which part of its time *op* of one micro-batch ran beside *other* of another, in all layers.
 
+        With *same*, beside that of the same micro-batch.
         Ops go by their names without the layer, such as `dispatch`. An op that never ran gives 0.
         """
         beside = total = 0.0
         for span in self._spans_of(op):
-            others = _merge((s.start, s.end) for s in self._spans_of(other) if s.micro_batch != span.micro_batch)
+            others = _merge(
+                (s.start, s.end) for s in self._spans_of(other) if (s.micro_batch == span.micro_batch) is same
+            )
             beside += _measure_within((span.start, span.end), others)
             total += span.end - span.start
         return beside / total if total else 0.0

@@ -202,7 +202,9 @@ class CostTable:
         origin: where the costs come from.
         program: the program they belong to.
         ops: by op name without the layer: ops named alike cost alike.
-        contention: by how much a lane is slower while another one runs, by lane; 1 for lanes left out.
+        contention: by how much a lane is slower while another one runs, by lane; 1 for lanes left out. Two lanes that
+            compute share more than one that communicates does: `compute/side` is by how much `compute` is slower while
+            `side` runs, where that is known by itself.
         host: what the host adds.
         errors: relative error of the fit by op name; empty if modelled.
         split_error: by which share of their time split steps may take longer than these costs say, next to whole ones;
@@ -304,7 +306,8 @@ def _check_names(table: CostTable) -> None:
         if not isinstance(table.ops[op.name], wanted):
             names = ", ".join(map(name_field, fields(wanted)))
             raise ConfigError(f"ops.{op.name} must have {names}, because the op is on lane {op.lane}.")
-    for path, known, given in (("contention", lanes, table.contention), ("errors", table.ops, table.errors)):
+    slowed = {*lanes, *(f"{lane}/{other}" for lane in lanes for other in lanes if lane != other)}
+    for path, known, given in (("contention", slowed, table.contention), ("errors", table.ops, table.errors)):
         for name in given:
             if name not in known:
                 raise ConfigError(f"{path}.{name} is unknown; known are {', '.join(sorted(known))}.")

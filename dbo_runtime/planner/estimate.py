@@ -10,7 +10,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs import CostTable
 from dbo_runtime.planner.cuts import measure_slices
 from dbo_runtime.planner.gate import Prediction
-from dbo_runtime.planner.planner import Planner, list_parts
+from dbo_runtime.planner.planner import Planner
 from dbo_runtime.planner.sketch import record_sketch
 
 # Layers that the longest run of equal ones is cut down to: between these two, prologue and epilogue are the same, so
@@ -34,11 +34,11 @@ class Estimator:
         Where some micro-batches lose, more are not tried: they pay all fixed costs again.
         """
         best = None
-        for parts in list_parts(config):
+        for parts in self._planners[0].list_parts(config):
             option = self._estimate_parts(batch, replace(config, mode="always", micro_batches=parts))
             if option is not None and (best is None or option.split < best.split):
                 best = option
-            if option is None or option.gain <= 0:
+            if parts > 1 and (option is None or option.gain <= 0):
                 break
         return best
 

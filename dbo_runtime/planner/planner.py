@@ -1,4 +1,4 @@
-"""Whether to split a step, into how many micro-batches, where, and in which issue order: from costs."""
+"""Whether to split a step, into how many micro-batches, where, in which issue order, and on which lanes: from costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dbo_runtime.planner.predictor import (
 )
 from dbo_runtime.planner.search import find_order
 from dbo_runtime.policies import Order, alternate, find_policy, staggered
-from dbo_runtime.program import Program
+from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import Schedule, lower
 
 MOST_MICRO_BATCHES = 3  # that `auto` tries: more add little where phases match, and pay every fixed cost again
@@ -35,6 +35,7 @@ ORDER_BUCKETS = 2  # an octave of an op's share of the time: few orders are need
 LEAST_SHARE = -6.0  # the logarithm below which shares count as equal
 UNKNOWN_DOUBT = 0.2  # by which share costs may be off that do not say it of themselves
 MOST_DOUBT = 0.3  # and at most
+SEQUENTIAL = ("sequential", 0)
 REMEMBERED = 4096  # batches whose decision is kept
 
 
@@ -62,14 +63,17 @@ class Planner:
     costs, and are asked the same, decide alike.
 
     Args:
-        program: of one micro-batch.
-        table: the costs of its ops.
+        program: of one micro-batch. Its ops on `side` are there only where that is predicted to pay.
+        table: the costs of its ops. Where it does not say how lanes that compute slow each other, `auto` leaves all of
+            them on `compute`.
         most_states: what the search for an order may look at; see `search.find_order`.
     """
 
     def __init__(self, program: Program, table: CostTable, most_states: int = MOST_STATES) -> None:
         self.program = program
         self.table = table
+        self._placements = list_placements(program)
+        self._knows_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
         self.correction = Correction()
         self._predictor = Predictor(program, table)
         doubted = doubt_costs(table, find_doubt(table))
@@ -81,12 +85,19 @@ class Planner:
         self._decisions: dict[tuple[Batch | tuple[int, ...], RuntimeConfig], Choice | Decline] = {}
         self._too_small: dict[int, Decline | None] = {}
 
+    @property
+    def plain(self) -> Program:
+        """The program as models run by themselves: without a `side` lane."""
+        return self._placements[0]
+
     def decline_early(self, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens is not worth a look at what is in it, if it is not.
 
         It is not if all its communication, and what attention saves where it does not mask, is less than what the
-        compute lane pays again for every micro-batch.
+        compute lane pays again for every micro-batch; unless a `side` lane may save something without any cut.
         """
+        if self._knows_side:
+            return None
         if tokens not in self._too_small:
             self._too_small[tokens] = self._judge_size(tokens)
         return self._too_small[tokens]
@@ -110,12 +121,17 @@ class Planner:
             return self._decisions[key, config]
         load = Load(max(tokens))
         options = []
-        for parts in list_parts(config):
+        for parts in self.list_parts(config):
             sizes = share_together(tokens, parts)
             if not isinstance(sizes, Decline):
                 loads = [Load(max(part)) for part in sizes]
                 options.append(self._make_choice(load, loads, config, sizes=sizes))
         return self._remember(key, config, self._decide(options, load, config))
+
+    def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
+        """Return the numbers of micro-batches to choose from; one, too, where ops of it may be on a lane beside."""
+        parts = list_parts(config)
+        return (1, *parts) if any(SIDE in program.lanes for program in self._find_placements(config)) else parts
 
     def predict_whole(self, load: Load) -> float:
         """Return the seconds of a step that is not split."""
@@ -165,13 +181,16 @@ class Planner:
 
     def _choose(self, batch: Batch, config: RuntimeConfig) -> Choice | Decline:
         (load,) = measure_slices(batch, slice_batch(batch, ()))
+        parts: Sequence[int] = self.list_parts(config)
         if not batch.prefill_tokens and config.mode == "auto":
             hopeless = self._decline_decode(load, config)
             if hopeless is not None:
-                return hopeless
+                if 1 not in parts:
+                    return hopeless
+                parts = (1,)
         options = [
             self._make_choice(load, measure_slices(batch, slices), config, slices=slices)
-            for slices in self._find_options(batch, config)
+            for slices in self._find_options(batch, parts)
         ]
         return self._decide(options, load, config)
 
@@ -184,14 +203,14 @@ class Planner:
         prediction = self._predict(self._find_order(even, config), load, even)
         return None if prediction.gain > 0 else _decline(prediction, config)
 
-    def _find_options(self, batch: Batch, config: RuntimeConfig) -> list[tuple[BatchSlice, ...]]:
+    def _find_options(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
         """Return the ways to cut that are worth a prediction: even by tokens, and even by cost."""
         cuts = dict.fromkeys(
             find_cuts(batch, targets)
-            for parts in list_parts(config)
-            for targets in (share_evenly(batch, parts), balance_targets(batch, parts, self._density))
+            for count in parts
+            for targets in (share_evenly(batch, count), balance_targets(batch, count, self._density))
         )
-        return [slice_batch(batch, cut) for cut in cuts if cut]
+        return [slice_batch(batch, cut) for cut in cuts if cut or 1 in parts]
 
     def _make_choice(self, load: Load, loads: Sequence[Load], config: RuntimeConfig, **where: Any) -> Choice:
         ordered = self._find_order(loads, config)
@@ -209,40 +228,79 @@ class Planner:
         return Prediction(whole, split, len(loads), doubtful)
 
     def _decide(self, options: Sequence[Choice], load: Load, config: RuntimeConfig) -> Choice | Decline:
-        if not options:
+        ranked = sorted(filter(_changes, options), key=lambda choice: choice.prediction.split)
+        if not ranked:
             return Decline("nowhere to cut", f"{load.tokens} tokens")
-        ranked = sorted(options, key=lambda choice: choice.prediction.split)
         if config.mode == "always":
-            return ranked[0]
+            return next((choice for choice in ranked if choice.prediction.micro_batches > 1), ranked[0])
         bucket = find_bucket(load, FINE)
         for choice in ranked:  # what would be fastest may be unsafe where something slower is not
             if self._gate.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
                 return choice
         return _decline(ranked[0].prediction, config)
 
+    def _find_placements(self, config: RuntimeConfig) -> Sequence[Program]:
+        """Return the program with its ops on such lanes as the settings allow, and costs say something of."""
+        if config.side == "on":
+            return self._placements[-1:]
+        return self._placements if config.side == "auto" and self._knows_side else self._placements[:1]
+
     def _find_order(self, loads: Sequence[Load], config: RuntimeConfig) -> NamedOrder:
         """Return the order for loads like these: what the settings name, or the best for such shares of time."""
         policy = config.policy
+        placements = self._find_placements(config)
+        searches = policy[0] == "optimal" and len(loads) > 1  # one micro-batch has one order
         each = Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
-        shares = self._predictor.measure_shares(each, ORDER_BUCKETS, LEAST_SHARE) if policy[0] == "optimal" else ()
-        key = len(loads), policy, shares
+        judges = searches or len(placements) > 1
+        shares = self._predictor.measure_shares(each, ORDER_BUCKETS, LEAST_SHARE) if judges else ()
+        key = len(loads), policy, config.side, shares
         if key not in self._orders:
-            programs = (self.program,) * len(loads)
-            order = self._search(programs, shares) if shares else find_policy(*policy)(programs)
-            name = "-".join([*policy[:1], *map(str, (policy[1], len(loads), *map(abs, shares)))])
+            order, programs = self._find_best(placements, len(loads), policy if len(loads) > 1 else SEQUENTIAL, shares)
+            lanes = self._name_placement(programs[0])
+            name = "-".join([*policy[:1], *lanes, *map(str, (policy[1], len(loads), *map(abs, shares)))])
             self._orders[key] = NamedOrder(name, order, lower(programs, order))
         return self._orders[key]
 
-    def _search(self, programs: Sequence[Program], shares: Sequence[int]) -> Order:
-        """Return the best of the order that is optimal without contention, and of what everyone else uses."""
-        times = [self._predictor.restore_times(shares, ORDER_BUCKETS)] * len(programs)
+    def _find_best(
+        self, placements: Sequence[Program], count: int, policy: tuple[str, int], shares: tuple[int, ...]
+    ) -> tuple[Order, tuple[Program, ...]]:
+        """Return the best order, and the programs whose it is.
+
+        Orders are searched for where ops are best placed in the order that everyone else uses. What is optimal without
+        contention is compared with such orders, with it.
+        """
+        follow = find_policy(*policy)
+        if not shares:
+            return follow((placements[0],) * count), (placements[0],) * count
+        times = [self._predictor.restore_times(shares, ORDER_BUCKETS)] * count
+        host = HostCost(computes=self.table.host.computes)
+
+        def judge(programs: Sequence[Program], order: Order) -> float:
+            return find_end(self._predictor.simulate_times(lower(programs, order), times, host))
+
+        places = [(program,) * count for program in placements]
+        programs = min(places, key=lambda programs: judge(programs, follow(programs))) if len(places) > 1 else places[0]
+        if policy[0] != "optimal":
+            return follow(programs), programs
         found = find_order(make_jobs(programs, times), self._most_states)
         candidates = (found.order, alternate(programs), staggered(programs, 1))
-        host = HostCost(computes=self.table.host.computes)
-        return min(
-            candidates,
-            key=lambda order: find_end(self._predictor.simulate_times(lower(programs, order), times, host)),
-        )
+        return min(candidates, key=lambda order: judge(programs, order)), programs
+
+    def _name_placement(self, program: Program) -> list[str]:
+        """Return what tells a placement from the usual one: nothing, or the ops that are on `side`."""
+        return sorted({op.name for op in program.ops if op.lane == SIDE})
+
+
+def list_placements(program: Program) -> tuple[Program, ...]:
+    """Return *program* with its `side` ops on `compute`, with each kind of them alone where it is, and with all."""
+    kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
+    alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
+    return (program.fold_side(), *alone, program) if kinds else (program,)
+
+
+def _changes(choice: Choice) -> bool:
+    """Whether a choice is not just the whole step, with all ops on the lanes on which a model runs them."""
+    return choice.prediction.micro_batches > 1 or SIDE in choice.order.schedule.lanes
 
 
 def _decline(prediction: Prediction, config: RuntimeConfig) -> Decline:

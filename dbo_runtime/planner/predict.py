@@ -34,7 +34,8 @@ def predict_timeline(
     *cost* is what an op takes on a lane that has rested. It takes up to *credit* seconds more on one that has not: for
     each second that the lane has rested, one less. None stands for no credit.
 
-    While another lane runs, too, a lane is slower by its factor of *contention* (1 if not given). The host takes
+    While another lane runs, too, a lane is slower by its factor of *contention* (1 if not given); see `CostTable`. The
+    host takes
     `host.issue` seconds for each step; if it `computes`, it issues nothing while an op is on the compute lane, or waits
     to be. It does not go on either before a `host_sync` step has begun. An op that waits for others begins
     `host.handover` seconds after the last of them at the earliest.
@@ -107,8 +108,7 @@ class _Prediction:
 
     def _go_on(self) -> None:
         """Let time pass until an op ends or a step is issued."""
-        contended = len(self.running) > 1
-        slowness = {lane: self.contention.get(lane, 1.0) if contended else 1.0 for lane in self.running}
+        slowness = {lane: self._find_slowness(lane) for lane in self.running}
         ends = {lane: self.now + op.left * slowness[lane] for lane, op in self.running.items()}
         steps = self.schedule.steps
         idle = (steps[queue[0]] for lane, queue in self.queues.items() if queue and lane not in self.running)
@@ -123,6 +123,13 @@ class _Prediction:
             else:
                 op.left -= (until - self.now) / slowness[lane]
         self.now = until
+
+    def _find_slowness(self, lane: str) -> float:
+        """Return the factor by which *lane* is slower for what runs beside it: the greatest counts."""
+        usual = self.contention.get(lane, 1.0)
+        return max(
+            (self.contention.get(f"{lane}/{other}", usual) for other in self.running if other != lane), default=1.0
+        )
 
     def _end(self, lane: str, op: _Running, time: float) -> None:
         step = self.schedule.steps[op.number]

@@ -13,7 +13,7 @@ from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, Ho
 from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.predict import predict_timeline
 from dbo_runtime.policies import Order
-from dbo_runtime.program import Program
+from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import Schedule, Step
 
 FINE = 8  # buckets an octave of loads that one simulation serves
@@ -110,10 +110,16 @@ def doubt_costs(table: CostTable, share: float) -> tuple[CostTable, ...]:
     is a sum of such numbers, and what it takes split a longest path, which is convex in them. So what splitting gains
     is concave, and least in a corner of all that is possible: where the parts that micro-batches share are small, for
     they are what overlap hides, and the parts that each pays again are large on the lane that is busy all the time,
-    and small on the other. Which lane that is differs, and may change on the way: hence three corners.
+    and small on the other. Which lane that is differs, and may change on the way: hence three corners. Lanes that both
+    compute gain what they do not slow each other by, so these factors are off, too.
     """
+    contention = {lane: _doubt_factor(lane, factor, share) for lane, factor in table.contention.items()}
     return tuple(
-        replace(table, ops={name: _doubt(cost, share, isinstance(cost, dear)) for name, cost in table.ops.items()})
+        replace(
+            table,
+            ops={name: _doubt(cost, share, isinstance(cost, dear)) for name, cost in table.ops.items()},
+            contention=contention,
+        )
         for dear in (ComputeCost, CommCost, (ComputeCost, CommCost))
     )
 
@@ -142,6 +148,10 @@ def _doubt(cost: Cost, share: float, is_dear: bool) -> Cost:
     return replace(
         cost, **{name: getattr(cost, name) * (again if name in AGAIN else 1 / (1 + share)) for name in times}
     )
+
+
+def _doubt_factor(lane: str, factor: float, share: float) -> float:
+    return factor / (1 - share) if SIDE in lane.split("/") else factor
 
 
 def _look_up(times: Sequence[Sequence[float]], step: Step) -> float:

@@ -16,10 +16,10 @@ from dbo_runtime.planner.cuts import measure_slices
 from dbo_runtime.planner.estimate import Estimator, resize_batch
 from dbo_runtime.planner.jobs import make_jobs
 from dbo_runtime.planner.load import Load
-from dbo_runtime.planner.planner import Choice, Planner, list_parts
+from dbo_runtime.planner.planner import Choice, Planner
 from dbo_runtime.planner.search import ROUNDING, find_order
 from dbo_runtime.planner.sketch import record_sketch
-from dbo_runtime.program import COMPUTE
+from dbo_runtime.program import COMPUTE, Program
 
 MOST_STATES = 500_000  # of the search that proves the order of two micro-batches best: seconds
 
@@ -114,7 +114,7 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
     """
     planner = Planner(record_sketch(table.program), table)
     (load,) = measure_slices(batch, slice_batch(batch, ()))
-    always = [replace(config, mode="always", micro_batches=parts) for parts in list_parts(config)]
+    always = [replace(config, mode="always", micro_batches=parts) for parts in planner.list_parts(config)]
     choices = [choice for choice in (planner.choose(batch, each) for each in always) if isinstance(choice, Choice)]
     by_parts = {len(choice.slices): choice for choice in reversed(choices)}  # some batches cannot be cut that often
     return WhatIf(
@@ -155,30 +155,26 @@ def _measure(planner: Planner, batch: Batch, choice: Choice) -> Split:
     host = planner.table.host
     outside = host.split + host.split_per_token * sum(load.tokens for load in loads)
     seconds = max(max(span.end for span in timeline.spans) + outside, 0.0)
-    bound = max(_find_bound(planner, loads) + outside, 0.0)
+    bound = max(_find_bound(planner, choice.order.schedule.programs, loads) + outside, 0.0)
     return Split(tuple(load.tokens for load in loads), choice.order.name, seconds, min(bound, seconds), timeline)
 
 
-def _find_bound(planner: Planner, loads: Sequence[Load]) -> float:
+def _find_bound(planner: Planner, programs: Sequence[Program], loads: Sequence[Load]) -> float:
     """Return what no order beats: of two micro-batches the proven optimum where it is found in time."""
-    jobs = make_jobs((planner.program,) * len(loads), _list_times(planner, loads))
-    return find_order(jobs, MOST_STATES).bound if len(jobs) == 2 else find_bound(jobs)
-
-
-def _list_times(planner: Planner, loads: Sequence[Load]) -> list[list[float]]:
-    return [planner.table.times(planner.program, load) for load in loads]
+    jobs = make_jobs(programs, [planner.table.times(planner.program, load) for load in loads])
+    return find_order(jobs, MOST_STATES).bound if len(jobs) <= 2 else find_bound(jobs)
 
 
 def _draw_whole(planner: Planner, load: Load) -> Timeline:
     """Draw the unsplit step: its ops one after the other, as a model runs that nobody split."""
-    times = planner.table.times(planner.program, load)
+    times = planner.table.times(planner.plain, load)
     ends = list(accumulate(times))
-    spans = zip(planner.program.ops, times, ends, strict=True)
+    spans = zip(planner.plain.ops, times, ends, strict=True)
     return Timeline(tuple(Span(op.lane, op.label, 0, end - seconds, end) for op, seconds, end in spans))
 
 
 def _sum_lanes(planner: Planner, load: Load) -> dict[str, float]:
     busy = {COMPUTE: 0.0}
-    for op, seconds in zip(planner.program.ops, planner.table.times(planner.program, load), strict=True):
+    for op, seconds in zip(planner.plain.ops, planner.table.times(planner.plain, load), strict=True):
         busy[op.lane] = busy.get(op.lane, 0.0) + seconds
     return busy

@@ -11,7 +11,7 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import ConfigError, UnsupportedError
 from dbo_runtime.observe.counts import find_folder
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.program import Program
+from dbo_runtime.program import SIDE, Program
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import ascend, compat
 
@@ -58,7 +58,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     if adapter is None and config.generic:
         adapter = _open_generic(groups, vllm_config, stage)
     unproven_model = unproven or find_unproven_model(compat.find_platform(), architecture, config)
-    program = unproven_model or _record(adapter, architecture, model, vllm_config, collectives, stage)
+    has_side = find_side(compat.find_platform(), config)
+    program = unproven_model or _record(adapter, architecture, model, vllm_config, collectives, stage, has_side)
     encoder = _find_encoder(model, vllm_config, collectives) if stage.is_first and not unproven else None
     hosts = _compare_settings(groups.everyone, config, (program, encoder), _votes(vllm_config, groups))
     if isinstance(program, str):
@@ -73,7 +74,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     if not is_split:
         return
     place = Place(groups, stage, hosts, compat.find_transport(groups, hosts))
-    device = _open_device(collectives)
+    device = _open_device(collectives, config, log)
     metrics = _open_metrics(vllm_config, place)
     if encoder is not None and not isinstance(encoder, str):
         encoder.attach(device, config, groups.tensor_parallel, hosts, metrics, log)
@@ -84,6 +85,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     _observe(forward, config, place, metrics, log)
     forward.costs = _make_cost_source(runner, forward, config, place, log)
     model.forward = forward
+    if collectives.whole_attention is not None:
+        log.info("attention stays one op, with nothing beside it", reason=collectives.whole_attention)
     _announce(architecture, name_adapter(adapter), config, place, log)
 
 
@@ -103,6 +106,7 @@ def _announce(architecture: str, adapter: str, config: RuntimeConfig, place: Pla
         micro_batches=config.micro_batches or "auto",
         policy=name_policy(*config.policy),
         dispatch=config.dispatch,
+        side=config.side,
         min_tokens=config.min_tokens,
         min_prefill_tokens=config.min_prefill_tokens,
         check=int(config.check),
@@ -128,6 +132,14 @@ def find_unproven_model(platform: str, architecture: str, config: RuntimeConfig)
     return f"{architecture} is not proven beside vllm-ascend yet; {COMPARE}"
 
 
+def find_side(platform: str, config: RuntimeConfig) -> bool:
+    """Return whether a model's ops may be on a second compute lane.
+
+    On the CPU such a lane would take the cores of the first, so it is there only for those who ask.
+    """
+    return config.side == "on" or (config.side == "auto" and platform != "cpu")
+
+
 def _open_generic(groups: compat.Groups, vllm_config: Any, stage: Stage) -> ModelAdapter:
     from dbo_runtime.vllm_plugin.generic import GenericAdapter
 
@@ -135,7 +147,13 @@ def _open_generic(groups: compat.Groups, vllm_config: Any, stage: Stage) -> Mode
 
 
 def _record(
-    adapter: ModelAdapter | None, architecture: str, model: Any, vllm_config: Any, collectives: Any, stage: Stage
+    adapter: ModelAdapter | None,
+    architecture: str,
+    model: Any,
+    vllm_config: Any,
+    collectives: Any,
+    stage: Stage,
+    has_side: bool,
 ) -> Program | str:
     """Return the program of this model, or why it runs whole."""
     from dbo_runtime.vllm_plugin.hazards import find_config_hazard
@@ -146,7 +164,7 @@ def _record(
     if refusal is not None:
         return refusal
     try:
-        program = record_program(adapter, model, collectives)
+        program = record_program(adapter, model, collectives, has_side)
     except UnsupportedError as error:
         return str(error)
     return stage.find_mismatch(program) or program
@@ -192,16 +210,22 @@ def _compare_settings(group: Any, config: RuntimeConfig, found: Sequence[Any], v
     return len({host for _, host in said})
 
 
-def _open_device(collectives: Any) -> Device:
+def _open_device(collectives: Any, config: RuntimeConfig, log: Any) -> Device:
     """Open the device that vLLM serves on, whatever else the machine has."""
     from dbo_runtime.vllm_plugin.thread_state import capture_thread_state
 
     platform = compat.find_platform()
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "cpu": {"capture_state": capture_thread_state},
         "cuda": {},
         "npu": {"groups": collectives.process_groups},
     }
+    if config.side_cores and platform == "npu":
+        from dbo_runtime.devices.npu import CoreLimit
+
+        options["npu"]["core_limits"] = {SIDE: CoreLimit(*config.side_cores)}
+    elif config.side_cores:
+        log.warning("DBO_SIDE_CORES has no effect: only an NPU can keep a lane to some of its cores", device=platform)
     return open_device(platform, **options[platform])
 
 

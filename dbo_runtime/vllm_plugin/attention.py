@@ -130,8 +130,13 @@ class ContextSplitter:
     ) -> list[Any] | Decline:
         """Return a forward context for each slice; the one given stays as it is.
 
-        *sizes* are the tokens of every data parallel rank in each micro-batch [micro-batches][ranks].
+        *sizes* are the tokens of every data parallel rank in each micro-batch [micro-batches][ranks]. A single slice is
+        the step itself, with all that vLLM has told of it.
         """
+        if len(slices) == 1:
+            own = copy.copy(context)
+            own.skip_compiled = True
+            return [own]
         rebuilt: dict[int, list[Any]] = {}
         metadata_of = context.attn_metadata or {}
         for metadata in metadata_of.values():

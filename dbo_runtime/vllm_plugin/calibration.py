@@ -32,7 +32,7 @@ from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.samples import Sample
-from dbo_runtime.program import COMPUTE, Program
+from dbo_runtime.program import COMM, COMPUTE, Program
 from dbo_runtime.vllm_plugin import compat
 from dbo_runtime.vllm_plugin.agreement import gather
 from dbo_runtime.vllm_plugin.forward import SplitForward
@@ -127,7 +127,7 @@ def merge_ranks(samples: Sequence[Sample]) -> Sample:
     A compute op takes the mean. Who comes early to a collective waits for the others, so of a communication op the
     shortest counts.
     """
-    if samples[0].lane != COMPUTE:
+    if samples[0].lane == COMM:
         return min(samples, key=lambda sample: sample.seconds)
     return samples[0]._replace(seconds=fmean(s.seconds for s in samples), beside=fmean(s.beside for s in samples))
 
@@ -220,7 +220,8 @@ def _fill(handed: Any) -> None:
 
 def _copy_forward(served: SplitForward, device: Device, policy: str, group: Any) -> SplitForward:
     """Return a forward of the same model that splits by a policy, whatever the settings are."""
-    own = served.copy_for(device, RuntimeConfig(enabled=True, mode="always", policy=(policy, 0)), group)
+    config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # where the program has it
+    own = served.copy_for(device, config, group)
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 

@@ -14,6 +14,7 @@ from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher
 from dbo_runtime.errors import ProgramError, UnsupportedError
 from dbo_runtime.vllm_plugin import ascend
 from dbo_runtime.vllm_plugin.experts import SplitExperts, find_expert_hazard, travels
+from dbo_runtime.vllm_plugin.latent_attention import SplitLatentAttention, find_attention_hazard, find_latent_module
 
 
 class ModelCollectives:
@@ -28,6 +29,9 @@ class ModelCollectives:
         dispatch: how they travel, `all_gather` or `all_to_all`.
         sizes_apart: whether `all_to_all` exchanges sizes in an op of its own. On a device with streams the host has
             something to issue meanwhile; on the CPU the lane itself waits, and the tokens leave earlier without.
+
+    Attributes:
+        whole_attention: why latent attention was left whole; None if it was not, or nobody asked.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class ModelCollectives:
         self._data_parallel = data_parallel
         self._dispatch = dispatch
         self._sizes_apart = sizes_apart
+        self.whole_attention: str | None = None
         self._process_group: dist.ProcessGroup | None = None
         self._own_groups: list[dist.ProcessGroup] = []
         self._dispatcher: Dispatcher | None = None
@@ -95,6 +100,14 @@ class ModelCollectives:
             return parts(experts, self._find_dispatcher, exchanges_sizes=False)
         self._note_placement(experts)
         return parts(experts, self._find_dispatcher, exchanges_sizes=self._sizes_apart)
+
+    def take_attention_apart(self, attention: Any) -> SplitLatentAttention | None:
+        """Return latent attention in parts, or None where it is one op; `whole_attention` says why, if it is latent."""
+        module = find_latent_module(attention)
+        if module is None:
+            return None
+        self.whole_attention = find_attention_hazard(module)
+        return SplitLatentAttention(module) if self.whole_attention is None else None
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* without the all-reduce at its end.

@@ -41,12 +41,20 @@ def find_config_hazard(vllm_config: Any) -> str | None:
     return next((f"not supported yet: {what}" for found, what in hazards if found), None)
 
 
-def find_context_hazard(context: Any, tokens: int) -> Decline | None:
-    """Return why a step with this forward context runs whole, or None."""
+def find_mode_hazard(context: Any) -> Decline | None:
+    """Return why a step with this forward context runs as vLLM would run it, even if nothing is cut, or None."""
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
     if context.cudagraph_runtime_mode.name == "FULL":
         return Decline("full-graph step")
+    return None
+
+
+def find_context_hazard(context: Any, tokens: int) -> Decline | None:
+    """Return why a step with this forward context runs whole, or None."""
+    hazard = find_mode_hazard(context)
+    if hazard is not None:
+        return hazard
     if context.is_padding is not None and context.is_padding.shape[0] != tokens:
         return Decline("padded batch")
     return ascend.find_step_hazard(context)

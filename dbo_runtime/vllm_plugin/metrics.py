@@ -21,7 +21,6 @@ from typing import Any
 from dbo_runtime.batch import Decline
 from dbo_runtime.observe.counts import FOLDER, HELP, PREFIX, SHARED
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.program import COMPUTE
 from dbo_runtime.runtime import Plan
 
 # Of tokens in a micro-batch: those of vLLM's `iteration_tokens_total`.
@@ -83,16 +82,19 @@ class Metrics:
         }
         weakref.finalize(self, _close, tuple(self._files.values()))
         self._keys: dict[tuple[Any, ...], str] = {}
-        for way in ("split", "whole"):
+        for way in ("split", "whole", "beside"):
             self._add("steps", 0, way=way)
         for bound in (*map(float, BUCKETS), float("inf")):
             self._put("histogram", "micro_batch_tokens", "_bucket", 0, {"le": str(bound)})
 
     def count_step(self, plan: Plan | Decline) -> None:
-        """Count a step that ran split, or whole for a reason."""
+        """Count a step that ran split, whole for a reason, or whole with ops of it beside each other."""
         if isinstance(plan, Decline):
             self._add("steps", 1, way="whole")
             self._add("declines", 1, reason=plan.reason)
+            return
+        if len(plan.slices) == 1:
+            self._add("steps", 1, way="beside")
             return
         self._add("steps", 1, way="split")
         self._add("micro_batches", len(plan.slices))
@@ -112,10 +114,10 @@ class Metrics:
 
     def add_sample(self, timeline: Timeline) -> None:
         """Add a split step that was recorded op by op."""
-        lanes = [lane for lane in timeline.lanes if lane != COMPUTE]
+        communication, hidden = timeline.measure_hidden()
         self._add("sampled_steps", 1)
-        self._add("communication_seconds", sum(timeline.busy(lane) for lane in lanes))
-        self._add("hidden_seconds", sum(timeline.overlap(COMPUTE, lane) for lane in lanes))
+        self._add("communication_seconds", communication)
+        self._add("hidden_seconds", hidden)
 
     def _add(self, name: str, amount: float, **labels: str) -> None:
         self._put("counter", name, "_total", amount, labels)

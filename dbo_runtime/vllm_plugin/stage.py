@@ -77,7 +77,7 @@ class Stage:
 
     def join(self, program: Program, outputs: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | IntermediateTensors:
         """Return what the forward gives, from that of the micro-batches [micro-batches][outputs]."""
-        joined = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+        joined = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)]
         if self.is_last:
             return joined[0]
         return IntermediateTensors(dict(zip((HIDDEN, *program.named), joined, strict=True)))

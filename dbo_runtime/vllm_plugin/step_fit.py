@@ -90,7 +90,7 @@ def fit_rest(predicted: list[_Predicted]) -> tuple[float, float]:
 
 def _predict(planner: Planner, steps: list[StepSample]) -> tuple[list[_Predicted], list[_Predicted]]:
     """Return the whole steps, and those split in turns, with what is predicted of them."""
-    config = RuntimeConfig(policy=("alternate", 0))
+    config = RuntimeConfig(policy=("alternate", 0), side="on")  # as they were measured
     whole = [(step, planner.predict_whole(step.loads[0])) for step in steps if step.way == "whole"]
     return whole, [(step, planner.predict_split(step.loads, config)) for step in steps if step.way == "alternate"]
 

@@ -14,7 +14,7 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.runtime import MicroBatchRuntime, Plan, Shared
 from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.attention import ContextSplitter
-from dbo_runtime.vllm_plugin.hazards import find_agreed_hazard
+from dbo_runtime.vllm_plugin.hazards import find_agreed_hazard, find_mode_hazard
 
 NOTHING_TO_HIDE = {
     "none": "no layer is spread over ranks",
@@ -84,8 +84,12 @@ class StepPlanner:
         if not self.serving:
             return _whole(Decline("starting up"))
         if self.rank is None:
-            return self._plan_alone(context, tokens, obstacle)
-        return self._plan_together(context, tokens, obstacle, self.rank)
+            planned = self._plan_alone(context, tokens, obstacle)
+        else:
+            planned = self._plan_together(context, tokens, obstacle, self.rank)
+        if isinstance(planned.plan, Decline) and obstacle is None and self._runtime.forces_side:
+            return self._plan_beside(context, tokens, planned.plan)
+        return planned
 
     def _plan_profile(self, context: Any, tokens: int) -> StepPlan:
         """Plan a dummy batch, which has no attention metadata, in equal parts."""
@@ -134,6 +138,22 @@ class StepPlanner:
             plan, contexts = contexts, []
         key = len(shared.sizes), self._runtime.config.policy, shared.name
         return self._settle(plan, contexts, key, f"tokens of all ranks {shared.sizes}")
+
+    def _plan_beside(self, context: Any, tokens: int, decline: Decline) -> StepPlan:
+        """Plan a step that is not split, with ops of it on a lane beside.
+
+        All ranks come here together: what speaks against splitting is the same on them, or was agreed on.
+        """
+        if self.rank is not None:
+            hazard = find_agreed_hazard(context)
+        else:
+            hazard = find_mode_hazard(context) if context.attn_metadata else decline
+        plan = hazard or self._runtime.plan(Batch((tokens,), 0), ())
+        contexts = [] if isinstance(plan, Decline) else self._splitter.split(context, plan.slices)
+        if isinstance(plan, Decline) or isinstance(contexts, Decline):
+            return _whole(decline)
+        self._runtime.decline(decline)
+        return StepPlan(plan, contexts, f"schedule {plan.digest}, not cut: {decline.reason}")
 
     def _decide_together(self, context: Any) -> Shared | Decline:
         tokens = context.dp_metadata.num_tokens_across_dp_cpu.tolist()

@@ -1,0 +1,113 @@
+"""Latent attention (MLA) between its queries and its keys, past vLLM's module that runs both in one go.
+
+Follows vllm/model_executor/layers/mla.py and .../attention/mla_attention.py of vLLM 0.30.0. There, the cache is written
+by an op that looks at the one current forward context; here, where to write is a value of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention.attention import get_attention_context
+
+KNOWN_MODULES = ("MultiHeadLatentAttentionWrapper",)
+SINGLE, PAIRED = "RotaryEmbedding", "DeepseekScalingRotaryEmbedding"  # turns queries alone, too, and only with keys
+
+
+def find_latent_module(attention: Any) -> Any | None:
+    """Return the module of latent attention that a decoder's attention holds, or None if it is of another kind."""
+    module = getattr(attention, "mla_attn", None)
+    return module if hasattr(module, "mla_attn") or hasattr(module, "kv_lora_rank") else None
+
+
+def find_attention_hazard(module: Any) -> str | None:
+    """Return why latent attention stays one op, or None if it can be taken apart."""
+    name = type(module).__name__
+    if name not in KNOWN_MODULES:
+        return f"{name} runs it as one op"
+    rotary = type(module.rotary_emb).__name__
+    if rotary not in (SINGLE, PAIRED):
+        return f"the rotary embedding {rotary} is not known to turn queries and keys apart"
+    layer = module.mla_attn
+    hazards = (
+        (getattr(module.rotary_emb, "use_flashinfer", False), "one kernel turns queries and keys"),
+        (module.fuse_qkv_rmsnorm, "one kernel norms queries and keys"),
+        (module.is_sparse or module.indexer is not None, "it is sparse"),
+        (module.g_proj is not None, "its output is gated"),
+        (module.dcp_q_replicate or layer.use_pcp, "it is context parallel"),
+        (layer.hisparse_cache is not None, "its cache is a hierarchy"),
+    )
+    return next((what for found, what in hazards if found), None)
+
+
+class SplitLatentAttention:
+    """One layer's latent attention in parts; see `dbo_runtime.adapter.LatentAttention`."""
+
+    def __init__(self, module: Any) -> None:
+        self.has_latent = module.q_lora_rank is not None
+        self._module = module
+        self._layer = module.mla_attn
+
+    def find_slots(self) -> torch.Tensor | None:
+        """Return the slots of the cache that this micro-batch's tokens take [tokens]; None in a profiling run."""
+        slots: torch.Tensor | None = get_attention_context(self._layer.layer_name)[3]
+        return slots
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Project *x* [tokens, hidden] -> [tokens, q_lora_rank + kv_lora_rank + rotary]."""
+        latent: torch.Tensor = self._module.fused_qkv_a_proj(x)[0]
+        return latent
+
+    def write_keys(
+        self, latent: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm and turn keys, and write them to the cache -> [tokens, kv_lora_rank], [tokens, 1, rotary].
+
+        A kernel that turns in place writes to columns of *latent* that nobody else reads.
+        """
+        module, layer = self._module, self._layer
+        own = latent[:, module.q_lora_rank :] if self.has_latent else module.kv_a_proj_with_mqa(latent)[0]
+        keys, rotary = own.split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
+        keys = module.kv_a_layernorm(keys)
+        rotary = self._turn(positions, rotary.unsqueeze(1))
+        layer.update_kv_cache(keys, rotary, layer.kv_cache, slots, None, layer.kv_cache_dtype, layer._k_scale)
+        return keys, rotary
+
+    def make_queries(self, latent: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Make queries -> [tokens, heads, head]."""
+        module = self._module
+        if self.has_latent:
+            queries = module.q_b_proj(module.q_a_layernorm(latent[:, : module.q_lora_rank]))[0]
+        else:
+            queries = module.q_proj(latent)[0]
+        queries = queries.view(-1, module.num_heads, module.qk_head_dim)
+        turned = queries[..., module.qk_nope_head_dim :]
+        queries[..., module.qk_nope_head_dim :] = self._turn(positions, turned)
+        result: torch.Tensor = queries
+        return result
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        """Attend to the cache, and to the new keys where it is a prefill -> [tokens, heads * head]."""
+        module, layer = self._module, self._layer
+        metadata, _, cache, _ = get_attention_context(layer.layer_name)
+        attended = torch.empty(
+            (queries.shape[0], module.num_heads * module.v_head_dim), dtype=queries.dtype, device=queries.device
+        )
+        layer.forward_impl(queries, keys, rotary, cache, metadata, output=attended)
+        return attended
+
+    def project_out(self, attended: torch.Tensor) -> torch.Tensor:
+        """Project back [tokens, heads * head] -> [tokens, hidden]."""
+        out: torch.Tensor = self._module.o_proj(attended)[0]
+        return out
+
+    def _turn(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Turn *x* [tokens, heads, rotary] by its positions.
+
+        The scaled embedding asks for keys, too, wherever it runs in plain torch: it is given keys without heads.
+        """
+        rotary = self._module.rotary_emb
+        is_paired = type(rotary).__name__ == PAIRED and rotary._forward_method.__name__ != "forward_cpu"
+        turned: torch.Tensor = rotary(positions, x, x[:, :0] if is_paired else None)[0]
+        return turned
