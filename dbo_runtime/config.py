@@ -27,7 +27,7 @@ def _parse_side(text: str) -> str:
 
 
 def _parse_cores(text: str) -> tuple[int, ...]:
-    if text == "none":
+    if not text:
         return ()
     cube, vector = map(_parse_count(1), text.split(":"))
     return cube, vector
@@ -154,7 +154,7 @@ class RuntimeConfig:
         "DBO_SIDE_CORES",
         (),
         _parse_cores,
-        "none, or CUBE:VECTOR",
+        "CUBE:VECTOR, such as 8:16",
         "How many cores of an NPU the second compute lane may use. The limit holds for kernels written in Ascend C "
         "only, and the vendor warns that others may hang under it. Read at start.",
     )

@@ -108,12 +108,12 @@ def test_the_first_decline_of_each_reason_is_logged_and_all_are_counted(runtime:
         {"event": "step not split, runs whole", "reason": "nowhere to cut", "detail": None},
     ]
     declined = {"fewer tokens than DBO_MIN_TOKENS": 3, "nowhere to cut": 1}
-    assert runtime.statistics.as_dict() == {"split": 0, "micro_batches": 0, "declined": declined}
+    assert runtime.statistics.as_dict() == {"split": 0, "beside": 0, "micro_batches": 0, "declined": declined}
 
 
 def test_planning_a_decline_counts_nothing(runtime: MicroBatchRuntime, log: Log) -> None:
     runtime.plan(Batch((1,), prefill_tokens=0))
-    assert runtime.statistics.as_dict() == {"split": 0, "micro_batches": 0, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 0, "beside": 0, "micro_batches": 0, "declined": {}}
     assert log.lines == []
 
 
@@ -121,7 +121,7 @@ def test_running_computes_what_the_sequential_loop_does_and_counts(runtime: Micr
     inputs = [(1, 0), (2, 1)]
     assert runtime.run(plan(runtime), inputs) == run_sequential([record_toy()] * 2, inputs)
     runtime.run(plan(runtime, cuts=[100, 200]), [(1, 0), (2, 1), (3, 2)])
-    assert runtime.statistics.as_dict() == {"split": 2, "micro_batches": 5, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 2, "beside": 0, "micro_batches": 5, "declined": {}}
 
 
 def test_a_run_that_fails_is_not_counted_and_the_log_says_where(runtime: MicroBatchRuntime, log: Log) -> None:
@@ -198,9 +198,9 @@ def test_plans_that_several_ranks_share_must_fit_together(log: Log) -> None:
     """Collectives on two lanes may run in another order on another rank: one rank may, several may not."""
     p = ProgramBuilder()
     x = p.comm("reduce", lambda x: x, p.input("x"))
-    program = p.build(p.op("gather", lambda x: x, x, lane="side", communicator="other"))
+    program = p.build(p.op("gather", lambda x: x, x, lane="aux", communicator="other"))
     assert isinstance(MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log).plan(BATCH), Plan)
-    with pytest.raises(ScheduleError, match=r"rule 9, step 1: gather/0 is a collective on lane 'side'"):
+    with pytest.raises(ScheduleError, match=r"rule 9, step 1: gather/0 is a collective on lane 'aux'"):
         MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log, ranks=16).plan(BATCH)
 
 

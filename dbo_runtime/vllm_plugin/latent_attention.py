@@ -105,9 +105,8 @@ class SplitLatentAttention:
     def _turn(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Turn *x* [tokens, heads, rotary] by its positions.
 
-        The scaled embedding asks for keys, too, wherever it runs in plain torch: it is given keys without heads.
+        The scaled embedding asks for keys, too: it is given keys without heads.
         """
         rotary = self._module.rotary_emb
-        is_paired = type(rotary).__name__ == PAIRED and rotary._forward_method.__name__ != "forward_cpu"
-        turned: torch.Tensor = rotary(positions, x, x[:, :0] if is_paired else None)[0]
+        turned: torch.Tensor = rotary(positions, x, x[:, :0] if type(rotary).__name__ == PAIRED else None)[0]
         return turned

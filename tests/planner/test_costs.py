@@ -196,7 +196,10 @@ def test_all_that_differs_is_listed_with_the_remedy() -> None:
         ({"host": HostCost(whole=INF)}, r"host\.whole_us is inf; it must be a finite number\."),
         ({"host": HostCost(split=NAN)}, r"host\.split_us is nan; it must be a finite number\."),
         ({"contention": {"comm": 0.9}}, r"contention\.comm is 0.9; it must be a finite number of at least 1\."),
-        ({"contention": {"com": 1.0}}, r"contention\.com is unknown; known are comm, compute\."),
+        (
+            {"contention": {"com": 1.0}},
+            r"contention\.com is unknown; known are comm, comm/compute, compute, compute/comm\.",
+        ),
         ({"errors": {"mlp": -0.1}}, r"errors\.mlp is -0.1;"),
         ({"errors": {"mpl": 0.1}}, r"errors\.mpl is unknown; known are attention,"),
         ({"split_error": -0.1}, r"split_error is -0.1; it must be a finite number of at least 0\."),

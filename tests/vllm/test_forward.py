@@ -136,7 +136,7 @@ def test_a_step_runs_in_micro_batches_each_in_its_own_context() -> None:
     model, splitter = Model(), Splitter()
     forward = make_forward(model, splitter)
     assert torch.equal(run(forward), EXPECTED)
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "micro_batches": 2, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": 2, "declined": {}}
     assert [id(context) for context in model.seen] == [id(context) for context in splitter.contexts]
     assert model.whole == []
 
@@ -205,7 +205,12 @@ def test_a_declined_step_runs_whole_with_the_arguments_as_they_are(
     intermediate = kwargs.pop("intermediate_tensors", None)
     assert model.whole == [(IDS, POSITIONS, intermediate, None, kwargs)]
     assert model.seen == []
-    assert forward.runtime.statistics.as_dict() == {"split": 0, "micro_batches": 0, "declined": {reason: 1}}
+    assert forward.runtime.statistics.as_dict() == {
+        "split": 0,
+        "beside": 0,
+        "micro_batches": 0,
+        "declined": {reason: 1},
+    }
 
 
 def test_without_a_forward_context_a_step_runs_whole() -> None:
@@ -448,7 +453,12 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
     assert after.prediction.split == pytest.approx(before.prediction.split * math.exp(LARGEST_STEP))
     assert (after.slices, after.order, after.prediction.whole) == (before.slices, before.order, before.prediction.whole)
     assert forward.runtime.config == config
-    assert forward.runtime.statistics.as_dict() == {"split": PERIOD, "micro_batches": 2 * PERIOD, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {
+        "split": PERIOD,
+        "beside": 0,
+        "micro_batches": 2 * PERIOD,
+        "declined": {},
+    }
 
 
 def make_extension(forward: Any) -> WorkerExtension:

@@ -52,7 +52,7 @@ def test_vllms_profile_runs_split_without_attention_metadata_and_is_not_counted(
     own = copy_for_profile(served, GROUP)
     before = served.runtime.statistics.as_dict()
     run_both(one_rank.runner, own, one_rank.runner.profile_run)
-    assert own.runtime.statistics.as_dict() == {"split": 1, "micro_batches": 2, "declined": {}}
+    assert own.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": 2, "declined": {}}
     after = served.runtime.statistics.as_dict()
     assert after["split"] == before["split"]
     assert one_rank.runner.get_model().forward is served

@@ -122,7 +122,7 @@ def test_steps_are_split_as_often_as_pays_most(
     forward.runtime.planner = make_planner(forward.runtime.program, fixed)
     forward.runtime.statistics = Statistics()
     assert_close(whole, one_rank.generate(PAIR))
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "micro_batches": parts, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": parts, "declined": {}}
 
 
 def test_on_one_rank_auto_has_nothing_to_hide_whatever_costs_say(
@@ -133,6 +133,7 @@ def test_on_one_rank_auto_has_nothing_to_hide_whatever_costs_say(
     one_rank.generate(PAIR, 3)
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
+        "beside": 0,
         "micro_batches": 0,
         "declined": {"no communication to hide": 3},
     }
@@ -157,6 +158,7 @@ def test_auto_leaves_whole_what_costs_say_does_not_pay_and_tells_the_figures_onc
         one_rank.generate(PAIR)
     assert networked.runtime.statistics.as_dict() == {
         "split": 0,
+        "beside": 0,
         "micro_batches": 0,
         "declined": {"no gain predicted": 3},
     }
@@ -199,6 +201,7 @@ def test_always_splits_what_costs_say_does_not_pay_and_off_splits_nothing(
     one_rank.generate(PAIR)
     assert forward.runtime.statistics.as_dict() == {
         "split": 1,
+        "beside": 0,
         "micro_batches": 3,
         "declined": {"DBO_MODE is off": 1},
     }

@@ -98,7 +98,7 @@ def test_a_stage_gives_split_what_it_gives_whole(stage: Stage, check: bool) -> N
     assert isinstance(found, torch.Tensor if stage.is_last else IntermediateTensors)
     assert name(found).keys() == wanted.keys()
     assert all(torch.equal(name(found)[key], wanted[key]) for key in wanted)
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "micro_batches": 2, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": 2, "declined": {}}
 
 
 def test_embeddings_that_are_given_to_the_first_stage_are_taken() -> None:
