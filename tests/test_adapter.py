@@ -144,6 +144,12 @@ def test_an_op_in_the_wrong_place_is_refused_by_file_and_line(adapter: Misplacin
     assert f"({__file__}:" in str(raised.value)
 
 
+@pytest.mark.parametrize(("has_side", "lane"), [(True, "side"), (False, "compute")])
+def test_ops_are_on_the_side_lane_only_where_it_may_be_used(has_side: bool, lane: str) -> None:
+    program = record_program(Misplacing("side"), None, ToyCollectives(), has_side)
+    assert {op.lane for op in program.ops} == {lane}
+
+
 def test_ops_before_and_after_all_layers_are_in_none() -> None:
     program = record_program(Misplacing(layers=(None, 0, 1, None)), None, ToyCollectives())
     assert [op.label for op in program.ops] == ["op0", "L0.op1", "L1.op2", "op3"]

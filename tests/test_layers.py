@@ -10,8 +10,13 @@ import pytest
 
 from dbo_models.layers import find_layers, find_unknown_parts, record_decoder
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.executor import run_sequential
+from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.events import EventTable
+from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.schedule import Issue, lower
+from dbo_runtime.validate import validate
 
 LAYERS = 5
 GIVEN = (3, 7)  # x and positions
@@ -103,3 +108,89 @@ def test_only_the_layers_that_are_here_have_to_be_known() -> None:
     known = {type(part).__name__ for part in (decoder, decoder.layers[2].mlp)}
     assert find_unknown_parts(decoder, frozenset(known)) is None
     assert find_unknown_parts(decoder, frozenset()) == "its parts are not known: SimpleNamespace, function"
+
+
+class LatentParts:
+    """Latent attention on plain numbers, with a cache that attention reads back."""
+
+    def __init__(self, has_latent: bool) -> None:
+        self.has_latent = has_latent
+        self.cache: list[int] = []
+
+    def find_slots(self) -> int:
+        return 1000
+
+    def project(self, x: int) -> int:
+        return x * 3
+
+    def write_keys(self, latent: int, positions: int, slots: int) -> tuple[int, int]:
+        self.cache.append(latent + slots)
+        return latent * 2, latent + positions
+
+    def make_queries(self, latent: int, positions: int) -> int:
+        return latent * 5 + positions
+
+    def attend(self, queries: int, keys: int, rotary: int) -> int:
+        return queries + keys * rotary + sum(self.cache)
+
+    def project_out(self, attended: int) -> int:
+        return attended * 7
+
+    def __call__(self, positions: int, x: int) -> int:
+        """Attend in one go."""
+        latent = self.project(x) if self.has_latent else x
+        keys = self.write_keys(latent, positions, self.find_slots())
+        return self.project_out(self.attend(self.make_queries(latent, positions), *keys))
+
+
+class TakesLatentApart(ToyCollectives):
+    def take_attention_apart(self, attention: Any) -> Any:
+        return attention if isinstance(attention, LatentParts) else None
+
+
+def make_latent_decoder(has_latent: bool) -> SimpleNamespace:
+    decoder = make_decoder()
+    for layer in decoder.layers:
+        layer.self_attn = LatentParts(has_latent)
+    return decoder
+
+
+def record_beside(decoder: Any, has_side: bool) -> Program:
+    p = ProgramBuilder(has_side)
+    x, positions = p.input("x"), p.input("positions")
+    return p.build(record_decoder(p, decoder, TakesLatentApart(), x, positions))
+
+
+@pytest.mark.parametrize("has_latent", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_latent_attention_with_keys_beside_queries_gives_what_it_gives_whole(has_latent: bool, count: int) -> None:
+    """Any pieces of a batch see what the pieces before them wrote, whichever lane writes it."""
+    inputs = [(3 + number, 7 + number) for number in range(count)]
+    whole = record_beside(make_latent_decoder(has_latent), has_side=False)
+    expected = run_sequential([whole] * count, inputs)
+    device = CpuDevice()
+    for policy in (sequential, alternate):
+        program = record_beside(make_latent_decoder(has_latent), has_side=True)
+        schedule = lower([program] * count, policy([program] * count))
+        validate(schedule)
+        assert Executor(schedule, device, EventTable(device)).run(inputs) == expected
+    device.close()
+
+
+def test_keys_are_beside_queries_and_attention_waits_for_them() -> None:
+    program = record_beside(make_latent_decoder(has_latent=True), has_side=True)
+    first = [op for op in program.ops if op.layer == 0]
+    names = ["attn_norm", "slots", "latent", "keys", "queries", "attention", "attn_out", "attn_reduce"]
+    assert [op.name for op in first][: len(names)] == names
+    assert {op.name for op in first if op.lane == "side"} == {"keys"}
+    assert {op.name for op in first if op.ordered} == {"attention"}
+    steps = {step.label: step for step in lower([program], sequential([program])).steps}
+    assert steps["L0.keys/0"].waits == (Issue(0, names.index("latent")),)
+    assert not steps["L0.queries/0"].waits
+    assert steps["L0.attention/0"].waits == (Issue(0, names.index("keys")),)
+
+
+def test_attention_of_another_kind_stays_one_op_where_there_is_a_side_lane() -> None:
+    program = record_beside(make_decoder(), has_side=True)
+    assert program.lanes == ("compute", "comm")
+    assert [op.name for op in program.ops][:3] == ["attn_norm", "attention", "attn_reduce"]

@@ -16,11 +16,11 @@ from tests.strategies import programs
 
 
 def record(shape: str) -> Program:
-    """Return a program with an op for each letter: `c` on the compute lane, `m` on comm, `a` on a third lane."""
+    """Return a program with an op for each letter: `c` on compute, `m` on comm, `s` on side, `a` on another lane."""
     p = ProgramBuilder()
     x = p.input("x")
     for number, letter in enumerate(shape):
-        x = p.op(f"op{number}", lambda x: x, x, lane={"c": "compute", "m": "comm", "a": "aux"}[letter])
+        x = p.op(f"op{number}", lambda x: x, x, lane={"c": "compute", "m": "comm", "s": "side", "a": "aux"}[letter])
     return p.build(x)
 
 
@@ -38,7 +38,16 @@ def test_alternate_takes_turns_after_each_overlap_point() -> None:
     assert show(alternate(two)) == "0.0 0.1 0.2 1.0 1.1 1.2 0.3 0.4 1.3 1.4 0.5 1.5"
 
 
-def test_any_lane_but_compute_makes_an_overlap_point() -> None:
+@pytest.mark.parametrize("shape", ["cscm", "csmc", "cmsmc", "mscsm", "sms", "cmscmsc"])
+def test_the_side_lane_makes_no_overlap_point(shape: str) -> None:
+    """Its ops compute, too: turns are taken as if they were on the compute lane."""
+    beside, folded = [record(shape)] * 2, [record(shape.replace("s", "c"))] * 2
+    assert [program.fold_side().lanes for program in beside] == [program.lanes for program in folded]
+    for policy in (sequential, alternate, find_policy("staggered", 1)):
+        assert policy(beside) == policy(folded)
+
+
+def test_any_lane_that_does_not_compute_makes_an_overlap_point() -> None:
     assert show(alternate([record("cac")] * 2)) == "0.0 0.1 1.0 1.1 0.2 1.2"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.program import COMM, COMPUTE, ProgramBuilder, Value
+from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder, Value
 
 
 def find_line(up: int) -> str:
@@ -260,3 +260,26 @@ def test_values_can_be_copied_and_compared(p: ProgramBuilder) -> None:
     assert copy.deepcopy(x) == x == pickle.loads(pickle.dumps(x))
     assert x != y
     assert len({x, y}) == 2
+
+
+def record_beside(has_side: bool) -> Program:
+    p = ProgramBuilder(has_side)
+    x = p.input("x")
+    first, second = p.side("first", same, x), p.side("second", same, x)
+    return p.build(p.compute("last", lambda a, b: a + b, first, second))
+
+
+def test_ops_for_the_side_lane_are_on_compute_where_there_is_none() -> None:
+    assert [op.lane for op in record_beside(has_side=True).ops] == ["side", "side", "compute"]
+    assert [op.lane for op in record_beside(has_side=False).ops] == ["compute"] * 3
+    assert not ProgramBuilder().has_side
+
+
+def test_folding_puts_the_side_lane_on_compute_but_for_the_ops_that_are_kept() -> None:
+    program = record_beside(has_side=True)
+    folded, kept = program.fold_side(), program.fold_side("second")
+    assert folded.lanes == ("compute",)
+    assert [op.lane for op in kept.ops] == ["compute", "side", "compute"]
+    assert [op.fn for op in folded.ops] == [op.fn for op in program.ops]
+    assert folded.fold_side() is folded
+    assert (folded.inputs, folded.outputs) == (program.inputs, program.outputs)

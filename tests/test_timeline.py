@@ -45,6 +45,28 @@ def test_lanes_that_only_touch_do_not_overlap() -> None:
     assert make_timeline(("a", "x", 0, 0, 1), ("b", "y", 0, 1, 2)).overlap("a", "b") == 0
 
 
+def test_communication_is_hidden_by_any_lane_that_computes() -> None:
+    timeline = make_timeline(
+        ("compute", "a", 0, 0.0, 2.0),
+        ("comm", "b", 0, 1.0, 5.0),
+        ("side", "c", 0, 1.5, 3.0),
+        ("aux", "d", 1, 2.5, 4.0),
+    )
+    assert timeline.measure_hidden() == (4.0 + 1.5, 2.0 + 0.5)  # c hides what a does not, and is no communication
+    assert OVERLAPPING.measure_hidden() == (4, 2)
+    assert Timeline(()).measure_hidden() == (0, 0)
+
+
+def test_the_share_beside_another_op_is_of_the_same_micro_batch_or_of_others() -> None:
+    timeline = make_timeline(
+        ("side", "L0.keys", 0, 0.0, 4.0),
+        ("compute", "L0.queries", 0, 1.0, 3.0),
+        ("compute", "L0.queries", 1, 3.0, 4.0),
+    )
+    assert timeline.share_beside("keys", "queries", same=True) == 0.5
+    assert timeline.share_beside("keys", "queries") == 0.25
+
+
 def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
     timeline = make_timeline(
         ("compute", "a", 0, 10.0, 20.0),

@@ -67,13 +67,16 @@ class Planner:
         table: the costs of its ops. Where it does not say how lanes that compute slow each other, `auto` leaves all of
             them on `compute`.
         most_states: what the search for an order may look at; see `search.find_order`.
+
+    Attributes:
+        knows_side: whether there are ops for `side`, and costs that say how lanes that compute slow each other.
     """
 
     def __init__(self, program: Program, table: CostTable, most_states: int = MOST_STATES) -> None:
         self.program = program
         self.table = table
         self._placements = list_placements(program)
-        self._knows_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
+        self.knows_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
         self.correction = Correction()
         self._predictor = Predictor(program, table)
         doubted = doubt_costs(table, find_doubt(table))
@@ -96,7 +99,7 @@ class Planner:
         It is not if all its communication, and what attention saves where it does not mask, is less than what the
         compute lane pays again for every micro-batch; unless a `side` lane may save something without any cut.
         """
-        if self._knows_side:
+        if self.knows_side:
             return None
         if tokens not in self._too_small:
             self._too_small[tokens] = self._judge_size(tokens)
@@ -243,7 +246,7 @@ class Planner:
         """Return the program with its ops on such lanes as the settings allow, and costs say something of."""
         if config.side == "on":
             return self._placements[-1:]
-        return self._placements if config.side == "auto" and self._knows_side else self._placements[:1]
+        return self._placements if config.side == "auto" and self.knows_side else self._placements[:1]
 
     def _find_order(self, loads: Sequence[Load], config: RuntimeConfig) -> NamedOrder:
         """Return the order for loads like these: what the settings name, or the best for such shares of time."""

@@ -178,10 +178,14 @@ class StepPlanner:
         return _whole(settled) if isinstance(settled, Decline) else StepPlan(settled, contexts, statement)
 
     def _find_nothing_to_hide(self) -> Decline | None:
-        """Return why no prediction is needed. On one host communication may be worth hiding if it was measured."""
+        """Return why no prediction is needed.
+
+        On one host communication may be worth hiding if it was measured; and lanes that compute have no need of any.
+        """
         if self._runtime.config.mode != "auto" or self._transport not in NOTHING_TO_HIDE:
             return None
-        if self._transport == "one host" and self._runtime.planner is not None:
+        planner = self._runtime.planner
+        if planner is not None and (self._transport == "one host" or planner.knows_side):
             return None
         return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport])
 

@@ -124,6 +124,20 @@ def test_a_lane_is_slower_while_any_other_runs() -> None:
     assert find_ends(timeline) == [8, 2, 4]  # half of 4 done while the others run, 4 left
 
 
+def test_a_lane_may_be_slower_beside_one_lane_than_beside_another() -> None:
+    schedule = lower_lanes(LANES)
+    seconds = (6.0, 2.0, 4.0)
+    for factors, ends in (
+        ({"compute/comm": 2.0}, [7, 2, 4]),  # 1 of 6 done beside comm by 2
+        ({"compute": 2.0, "compute/comm": 1.0}, [8, 2, 4]),  # the other lane counts until 4
+        ({"compute": 2.0, "compute/comm": 1.0, "compute/aux": 1.0}, [6, 2, 4]),
+        ({"compute/comm": 4.0, "compute/aux": 2.0}, [8.5, 2, 4]),  # the greatest counts: 2 / 4 by 2, 2 / 2 by 4
+        ({"aux/comm": 2.0}, [6, 2, 5]),
+    ):
+        timeline = predict_timeline(schedule, lambda step: seconds[step.issue.position], factors)
+        assert find_ends(timeline) == pytest.approx(ends)
+
+
 def test_only_what_is_beside_another_op_is_slower() -> None:
     p = ProgramBuilder()
     x = p.input("x")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import (
     ForwardContext,
     get_forward_context,
@@ -272,6 +273,91 @@ def test_with_costs_auto_may_split_where_other_processes_of_the_host_carry_token
     assert (statistics.split, dict(statistics.declined)) == (
         (1, {}) if transport == "one host" else (0, {"no communication to hide": 1})
     )
+
+
+def make_forward_beside(model: Model, splitter: Any, **settings: Any) -> SplitForward:
+    """Return a forward whose program has an op on a lane beside."""
+    forward = make_forward(model, splitter)
+    p = ProgramBuilder(has_side=True)
+    x, positions = p.input("x"), p.input("positions")
+    p.side("beside", lambda positions: positions + 1, positions)
+    program = p.build(p.compute("compute", model.compute, x, positions))
+    config = replace(forward.runtime.config, **settings)
+    runtime = MicroBatchRuntime(program, forward.runtime.device, config, Lines())
+    forward.runtime = runtime
+    forward.planner = StepPlanner(runtime, splitter, Agreement(ONE_RANK), "none")
+    return forward
+
+
+def run_beside(forward: SplitForward, context: ForwardContext, **kwargs: Any) -> torch.Tensor:
+    with override_forward_context(context):
+        hidden: torch.Tensor = forward(**{"input_ids": IDS, "positions": POSITIONS, **kwargs})
+    return hidden
+
+
+def make_served_context(**changes: Any) -> ForwardContext:
+    return replace(make_context(), attn_metadata={"layer": object()}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("splitter", "mode", "reason"),
+    [
+        (Splitter(), "auto", "no communication to hide"),
+        (Splitter(Decline("padded batch", "8 of 9")), "always", "padded batch"),
+        (Splitter(Batch((1,), 0)), "always", "nowhere to cut"),
+    ],
+)
+def test_a_step_that_is_not_split_may_have_ops_beside_each_other_and_says_both(
+    splitter: Splitter, mode: str, reason: str
+) -> None:
+    model = Model()
+    forward = make_forward_beside(model, splitter, side="on", mode=mode)
+    assert torch.equal(run_beside(forward, make_served_context()), EXPECTED)
+    assert model.whole == []
+    assert forward.runtime.statistics.as_dict() == {
+        "split": 0,
+        "beside": 1,
+        "micro_batches": 0,
+        "declined": {reason: 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("context", "kwargs", "settings"),
+    [
+        (make_context(), {}, {}),
+        (make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL), {}, {}),
+        (replace(make_context(), attn_metadata=[{}]), {}, {}),
+        (make_served_context(), {"spec_step_idx": 1}, {}),
+        (make_served_context(), {}, {"side": "off"}),
+        (make_served_context(), {}, {"side": "auto"}),
+        (make_served_context(), {}, {"mode": "off"}),
+    ],
+    ids=["profiling", "graph", "split already", "arguments", "off", "no costs", "all off"],
+)
+def test_some_steps_run_as_vllm_would_run_them(
+    context: ForwardContext, kwargs: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    model = Model()
+    splitter = Splitter(Decline("nothing to cut"))
+    forward = make_forward_beside(model, splitter, **{"side": "on", "mode": "always", **settings})
+    assert torch.equal(run_beside(forward, context, **kwargs), EXPECTED)
+    assert len(model.whole) == 1
+    assert forward.runtime.statistics.beside == 0
+
+
+def test_costs_may_put_ops_beside_each_other_where_there_is_no_communication() -> None:
+    """Several lanes that compute gain something on a single device, too."""
+    model = Model()
+    forward = make_forward_beside(model, Splitter(), side="auto", mode="auto")
+    ops: dict[str, Cost] = {"beside": ComputeCost(1e-3), "compute": ComputeCost(1e-3)}
+    table = make_table(forward.runtime.program, ops)
+    forward.runtime.planner = Planner(forward.runtime.program, table)
+    run_beside(forward, make_served_context())
+    assert forward.runtime.statistics.declined == {"no communication to hide": 1}
+    forward.runtime.planner = Planner(forward.runtime.program, replace(table, contention={"side": 1.1}))
+    assert torch.equal(run_beside(forward, make_served_context()), EXPECTED)
+    assert forward.runtime.statistics.beside == 1
 
 
 def test_auto_splits_where_ranks_talk_over_a_network() -> None:

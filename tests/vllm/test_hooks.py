@@ -50,3 +50,19 @@ def test_where_ranks_have_links_of_their_own_there_is_communication_to_hide_on_o
     group = SimpleNamespace(world_size=2)
     monkeypatch.setattr(compat, "find_platform", lambda: "npu")
     assert compat.find_transport(compat.Groups(group, group, group), hosts=1) == "device"
+
+
+@pytest.mark.parametrize(
+    ("platform", "side", "found"),
+    [
+        ("cpu", "on", True),
+        ("cpu", "auto", False),
+        ("cpu", "off", False),
+        ("npu", "on", True),
+        ("npu", "auto", True),
+        ("npu", "off", False),
+        ("cuda", "auto", True),
+    ],
+)
+def test_the_cpu_has_a_second_compute_lane_only_for_those_who_ask(platform: str, side: str, found: bool) -> None:
+    assert attachment.find_side(platform, RuntimeConfig(enabled=True, side=side)) is found

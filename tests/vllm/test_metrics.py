@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.programs import record_toy
 NOTHING = {
     "split": 0,
     "whole": 0,
+    "beside": 0,
     "encoder_forwards": {"split": 0, "whole": 0},
     "micro_batches": 0,
     "tokens": 0,
@@ -73,9 +75,11 @@ def test_steps_are_counted_by_way_and_reason(folder: Path) -> None:
     metrics.count_step(make_plan(4, 4, 20000))
     metrics.count_step(Decline("padded batch", "7 tokens"))
     metrics.count_step(Decline("padded batch", "8 tokens"))
+    whole = make_plan(32, 32)
+    metrics.count_step(replace(whole, slices=whole.slices[:1]))
     found = scrape(folder)
     steps = found["vllm:dbo_steps_total"]
-    assert steps == {("tiny", "0", "split"): 2, ("tiny", "0", "whole"): 2}
+    assert steps == {("tiny", "0", "split"): 2, ("tiny", "0", "whole"): 2, ("tiny", "0", "beside"): 1}
     assert list(found["vllm:dbo_declines_total"].values()) == [2]
     assert list(found["vllm:dbo_micro_batches_total"].values()) == [5]
     buckets = {float(labels[-1]): value for labels, value in found["vllm:dbo_micro_batch_tokens_bucket"].items()}
@@ -103,6 +107,7 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
     assert dbo_runtime.statistics() == {
         "split": 2,
         "whole": 2,
+        "beside": 0,
         "encoder_forwards": {"split": 2, "whole": 0},
         "micro_batches": 4,
         "tokens": 256,
@@ -113,7 +118,7 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         "communication_seconds": 10.0,
         "hidden_seconds": 3.0,
     }
-    assert len(scrape(folder)["vllm:dbo_steps_total"]) == 4  # an engine each, split and whole
+    assert len(scrape(folder)["vllm:dbo_steps_total"]) == 6  # an engine each, split, whole and beside
 
 
 def test_where_nobody_counts_everything_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
