@@ -77,7 +77,7 @@ class NpuDevice(StreamDevice):
         limit = self._core_limits[lane]
         try:
             self.backend.set_stream_limit(stream, *limit)
-        except (AttributeError, RuntimeError) as error:  # a torch_npu without limits; a device that refuses this one
+        except (AttributeError, RuntimeError, ArithmeticError, TypeError, ValueError) as error:  # or no limits
             with suppress(AttributeError, RuntimeError):  # where only the second of the two was refused
                 self.backend.reset_stream_limit(stream)
             del self._core_limits[lane]

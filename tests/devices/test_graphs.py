@@ -110,7 +110,7 @@ def record_layers(layers: int = 2) -> Program:
         with p.layer(index):
             x = p.compute("attention", lambda x: x * 3 + 1, x)
             shared = p.op("shared", lambda x: x - 5, x, lane="side")
-            x = p.comm("reduce", lambda x: x.mul_(2), x, overwrites=(x,)) if index else p.comm("reduce", torch.neg, x)
+            x = p.comm("reduce", lambda x: x.mul_(-3), x, overwrites=(x,))
             x = p.compute("merge", torch.add, x, shared)
     return p.build(x)
 

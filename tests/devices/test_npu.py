@@ -83,7 +83,7 @@ def test_a_core_limit_does_not_stay_with_a_stream_that_others_draw_next() -> Non
     assert device.backend.get_stream_limit(comm.stream) == device.backend.get_device_limit(0)
 
 
-@pytest.mark.parametrize("limit", [CoreLimit(cube=10_000, vector=8), CoreLimit(cube=4, vector=10_000), CoreLimit(0, 0)])
+@pytest.mark.parametrize("limit", [CoreLimit(10_000, 8), CoreLimit(4, 10_000), CoreLimit(0, 0), CoreLimit(4, -8)])
 def test_a_lane_whose_core_limit_is_refused_runs_without_and_it_is_logged_once(
     limit: CoreLimit, capfd: pytest.CaptureFixture[str]
 ) -> None:
