@@ -60,7 +60,8 @@ demo-sweep: setup ## auto against off and always over link rates and prompt leng
 bench: setup ## run the benchmarks that need one host; those of docs/benchmarks.md tell how to write it
 	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' -q -s \
 		--ignore tests/benchmarks/bench_two_hosts.py --ignore tests/benchmarks/bench_serving.py
-	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m pytest tests/benchmarks/bench_streams.py -q -s; fi
+	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m pytest tests/benchmarks/bench_streams.py \
+		tests/benchmarks/bench_graphs.py -q -s; fi
 
 bench-two-hosts: setup ## measure overlap between two hosts, and serving over them; two hours (root); writes docs/benchmarks.md
 	$(BIN)/python -m tests.benchmarks.bench_two_hosts --write-page

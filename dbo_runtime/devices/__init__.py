@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol, SupportsFloat, TypeVar
 
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
 
+Result = TypeVar("Result")
 Values = list[Any]
 Note = Callable[[float, SupportsFloat, SupportsFloat], None]  # is told when a task was issued, started and ended
 
@@ -75,6 +76,16 @@ class Stopwatch(Protocol):
         """Return the seconds between start and stop; None as long as that has not come. Never waits."""
 
 
+class Graph(Protocol):
+    """A run that was captured: what all its lanes were given to do, and the memory that this reads and writes."""
+
+    def replay(self) -> None:
+        """Run it once more where the current stream has come to, on what is in that memory then."""
+
+    def reset(self) -> None:
+        """Give the memory back. It cannot be replayed any more, and no replay may still run."""
+
+
 class Device(Protocol):
     """Something that runs lanes side by side."""
 
@@ -85,6 +96,10 @@ class Device(Protocol):
     @property
     def is_capturing(self) -> bool:
         """Whether what is launched now becomes part of a graph, to be replayed later."""
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether runs can be captured into graphs here."""
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
         """Return the lanes of these names, `compute` first, making those that are new.
@@ -110,6 +125,23 @@ class Device(Protocol):
 
     def abort(self) -> None:
         """End a run that failed: return when no task runs any more, ready for `begin`."""
+
+    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
+        """Call *run* twice: as it is, so that what is made at first use is there, and to capture what it launches.
+
+        Args:
+            run: begins, issues and ends a run.
+            beside: a graph that is never replayed at the same time: the two share memory. What a replay has left in
+                its results holds until either is replayed.
+
+        Returns:
+            the graph, and what *run* returned while it was captured: each replay writes that memory anew.
+
+        Raises:
+            DeviceError: if the device cannot capture, or does so already.
+            Whatever *run* or the device raises. The current stream is then what it was, and runs go on as before; but
+            some releases of torch (before 2.13) have lost the memory that was shared: capture beside no older graph.
+        """
 
     def synchronize(self) -> None:
         """Return when all that was launched is done."""
@@ -157,6 +189,11 @@ def _open_first() -> Device:
             return device
     open_log().info("device chosen", device=_CHOICES[-1], reason=" ".join(missing))
     return open_device(_CHOICES[-1])
+
+
+def make_refusal(name: str) -> DeviceError:
+    """Return what a device without graphs raises where it is asked to capture."""
+    return DeviceError(f"device {name!r} cannot capture graphs: run the schedule eagerly there.")
 
 
 def check_recorded(recorded: int, run: int, waiter: str) -> None:

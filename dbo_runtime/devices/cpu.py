@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
-from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
+from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
 from dbo_runtime.errors import DeviceError
 
 ThreadState = Callable[[], AbstractContextManager[Any]]
@@ -168,6 +168,7 @@ class CpuDevice:
 
     name = "cpu"
     is_capturing = False
+    can_capture = False
 
     def __init__(self, capture_state: Callable[[], ThreadState] | None = None) -> None:
         self.run = 0
@@ -216,6 +217,10 @@ class CpuDevice:
         self.fail(DeviceError("the run was aborted."))
         self.synchronize()
         self._failure = None
+
+    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
+        """Refuse: what threads run is in no graph."""
+        raise make_refusal(self.name)
 
     def synchronize(self) -> None:
         """Wait until the workers are idle."""

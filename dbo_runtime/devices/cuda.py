@@ -22,4 +22,4 @@ class CudaDevice(StreamDevice):
         if not torch.cuda.is_available():
             reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
             raise DeviceError(f"{reason}; install a CUDA build of torch and its driver, or use device 'cpu'.")
-        super().__init__("cuda", torch.cuda)
+        super().__init__("cuda", torch.cuda, torch.cuda.CUDAGraph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from dbo_runtime.devices import Lane
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.errors import DeviceError
+from dbo_runtime.observe.logs import open_log
 
 REMEDY = "install CANN and source its set_env.sh, install the torch_npu of torch's version, or use device 'cpu'"
 
@@ -33,14 +35,16 @@ class NpuDevice(StreamDevice):
     Args:
         groups: process groups whose collectives run beside the lanes.
         core_limits: by lane. Off by default: the limit holds for kernels written in Ascend C only, and the vendor warns
-            that others may hang under it (`torch_npu.npu.set_stream_limit`).
+            that others may hang under it (`torch_npu.npu.set_stream_limit`). A lane whose limit is refused runs without
+            it, and the log says so.
 
     Raises:
         DeviceError: if torch_npu cannot be imported, or finds no NPU, with the reason.
     """
 
     def __init__(self, groups: Sequence[Any] = (), core_limits: Mapping[str, CoreLimit] | None = None) -> None:
-        super().__init__("npu", import_npu())
+        npu = import_npu()
+        super().__init__("npu", npu, npu.NPUGraph)
         self._groups = tuple(groups)
         self._core_limits = dict(core_limits or {})
 
@@ -61,13 +65,24 @@ class NpuDevice(StreamDevice):
         """Return a stream that neither another lane nor HCCL has, with the lane's core limit."""
         stream = super().draw_stream(lane)
         if lane in self._core_limits:
-            self.backend.set_stream_limit(stream, *self._core_limits[lane])
+            self._limit(lane, stream)
         return stream
 
     def return_stream(self, stream: Any) -> None:
         """Take the core limit away, which would go on to whoever draws the stream next."""
         if self._core_limits:
             self.backend.reset_stream_limit(stream)
+
+    def _limit(self, lane: str, stream: Any) -> None:
+        limit = self._core_limits[lane]
+        try:
+            self.backend.set_stream_limit(stream, *limit)
+        except (AttributeError, RuntimeError, ArithmeticError, TypeError, ValueError) as error:  # or no limits
+            with suppress(AttributeError, RuntimeError):  # where only the second of the two was refused
+                self.backend.reset_stream_limit(stream)
+            del self._core_limits[lane]
+            reason = str(error).partition("\n")[0]
+            open_log().warning("core limit refused, the lane runs without", lane=lane, **limit._asdict(), reason=reason)
 
     def find_taken(self) -> set[int]:
         """Return the ids of HCCL's streams."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dbo_runtime.devices import Device, Event, Lane, Stopwatch
+from dbo_runtime.devices import Device, Event, Graph, Lane, Result, Stopwatch, make_refusal
 
 
 class SerialDevice:
     """The first lane of another device, under every name."""
+
+    can_capture = False
 
     def __init__(self, device: Device) -> None:
         self.name = device.name
@@ -47,6 +49,10 @@ class SerialDevice:
     def abort(self) -> None:
         """Abort a run of the other device."""
         self._device.abort()
+
+    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
+        """Refuse: ops are measured one by one here, which no graph allows."""
+        raise make_refusal(self.name)
 
     def synchronize(self) -> None:
         """Wait for the other device."""

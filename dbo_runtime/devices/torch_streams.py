@@ -7,13 +7,15 @@ and whoever reads a clock.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
-from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
+from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded
 from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamWatch
 from dbo_runtime.errors import DeviceError
 
@@ -72,15 +74,20 @@ class StreamDevice:
     Args:
         name: what `open_device` calls it; torch's name of the device type.
         backend: `torch.npu` or `torch.cuda`.
+        make_graph: makes one of the backend's graphs.
 
     Attributes:
         run: how many runs were begun.
         switches: how often the current stream was changed: a lane's ops in a row share one change.
     """
 
-    def __init__(self, name: str, backend: Any) -> None:
+    can_capture = True
+
+    def __init__(self, name: str, backend: Any, make_graph: Callable[[], Any]) -> None:
         self.name = name
         self.backend = backend
+        self._make_graph = make_graph
+        self._capture_stream: Any = None
         self.run = 0
         self.switches = 0
         self._lanes: dict[str, StreamLane] = {}
@@ -181,6 +188,28 @@ class StreamDevice:
             elif lane is not first and self._is_captured(lane):
                 first.stream.wait_stream(lane.stream)
 
+    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
+        """Capture on a stream of its own; see `Device.capture`.
+
+        All captures have one stream, for within a pool memory is a stream's. What other threads do meanwhile is not
+        looked at (`thread_local`): a watchdog that asks for an event must not break a capture, nor be broken by it.
+        """
+        if self.is_capturing:
+            raise DeviceError("a capture goes on already: end it first, or leave out the one within.")
+        stream, before = self._find_capture_stream(), self.backend.current_stream()
+        pool = self.backend.graph_pool_handle() if beside is None else cast(Any, beside).pool()
+        graph = self._make_graph()
+        with _without_collection():
+            try:
+                stream.wait_stream(before)
+                with self.backend.stream(stream):
+                    run()
+                with self.backend.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    result = run()
+            finally:
+                self.backend.set_stream(before)  # both backends leave theirs where the end of a capture is refused
+        return graph, result
+
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
         self.backend.synchronize()
@@ -212,7 +241,7 @@ class StreamDevice:
             if position:
                 self.return_stream(lane.stream)
         self._lanes.clear()
-        self._current = None
+        self._current = self._capture_stream = None
 
     def find_taken(self) -> set[int]:
         """Return the ids of streams that are no lane's and must not become one."""
@@ -225,6 +254,8 @@ class StreamDevice:
             DeviceError: if the backend has no such stream.
         """
         taken = self.find_taken() | {other.stream.stream_id for other in self._lanes.values()}
+        if self._capture_stream is not None:
+            taken.add(self._capture_stream.stream_id)
         for _ in range(POOL):
             stream = self.backend.Stream()
             if stream.stream_id not in taken:
@@ -258,9 +289,26 @@ class StreamDevice:
     def _find_first(self) -> StreamLane | None:
         return next(iter(self._lanes.values()), None)
 
+    def _find_capture_stream(self) -> Any:
+        if self._capture_stream is None or self._capture_stream.stream_id in self.find_taken():
+            self._capture_stream = self.draw_stream("capture")
+        return self._capture_stream
+
     def _is_captured(self, lane: StreamLane) -> bool:
         with self.backend.stream(lane.stream):
             return self.is_capturing
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep the garbage collector off: it could end a graph or tensors, and with that break a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _find_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

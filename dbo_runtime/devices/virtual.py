@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
+from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.schedule import Schedule, Step
 
@@ -71,6 +71,7 @@ class VirtualDevice:
 
     name = "virtual"
     is_capturing = False
+    can_capture = False
 
     def __init__(self, cost: Callable[[Task], float] = lambda task: 1.0) -> None:
         self.cost = cost
@@ -108,6 +109,10 @@ class VirtualDevice:
 
     def abort(self) -> None:
         """Nothing to undo."""
+
+    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
+        """Refuse: nothing is run there but on the host."""
+        raise make_refusal(self.name)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -38,7 +38,7 @@ from dbo_runtime.validate import validate
 from tests.benchmarks.bench_core import LAYERS, record_decoder
 from tests.devices import rigs
 
-SUITES = ("tests/devices/test_contract.py", "tests/devices/test_streams.py", "tests/devices/test_races.py")
+SUITES = tuple(f"tests/devices/test_{name}.py" for name in ("contract", "streams", "races", "graphs"))
 GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}
 SHOWN = 5  # tests that failed
 WIDTH = 36  # of the first column

@@ -83,6 +83,21 @@ def test_a_core_limit_does_not_stay_with_a_stream_that_others_draw_next() -> Non
     assert device.backend.get_stream_limit(comm.stream) == device.backend.get_device_limit(0)
 
 
+@pytest.mark.parametrize("limit", [CoreLimit(10_000, 8), CoreLimit(4, 10_000), CoreLimit(0, 0), CoreLimit(4, -8)])
+def test_a_lane_whose_core_limit_is_refused_runs_without_and_it_is_logged_once(
+    limit: CoreLimit, capfd: pytest.CaptureFixture[str]
+) -> None:
+    device = open_device("npu", core_limits={"comm": limit})
+    for _ in range(2):
+        _, comm = device.open_lanes(LANES)
+        assert device.backend.get_stream_limit(comm.stream) == device.backend.get_device_limit(0)
+        device.begin()
+        device.finish()
+        device.close()
+    said = capfd.readouterr().err
+    assert said.count(f"core limit refused, the lane runs without  lane=comm  cube={limit.cube}") == 1
+
+
 def test_the_compute_lane_may_not() -> None:
     with pytest.raises(DeviceError, match=r"lane 'compute' cannot have a core limit.*Limit other lanes"):
         open_device("npu", core_limits={"compute": CoreLimit(4, 8)}).open_lanes(LANES)
