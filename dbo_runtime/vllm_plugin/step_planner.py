@@ -82,7 +82,7 @@ class StepPlanner:
         if self.profiling:
             return self._plan_profile(context, tokens) if obstacle is None else _whole(obstacle)
         if not self.serving:
-            return _whole(Decline("starting up"))
+            return self._plan_start(context, tokens, obstacle)
         if self.rank is None:
             planned = self._plan_alone(context, tokens, obstacle)
         else:
@@ -90,6 +90,20 @@ class StepPlanner:
         if isinstance(planned.plan, Decline) and obstacle is None and self._runtime.forces_side:
             return self._plan_beside(context, tokens, planned.plan)
         return planned
+
+    def _plan_start(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
+        """Plan a step before vLLM serves: its own, but that graphs of whole steps may hold ops beside each other.
+
+        vLLM runs a step with attention, as it is, right before it captures one: communicators are made then.
+        """
+        starting = _whole(Decline("starting up"))
+        if obstacle is not None or not self._runtime.forces_side or not context.attn_metadata:
+            return starting
+        plan = self._runtime.plan(Batch((tokens,), 0), ())
+        contexts = [] if isinstance(plan, Decline) else self._splitter.split(context, plan.slices)
+        if isinstance(plan, Decline) or isinstance(contexts, Decline):
+            return starting
+        return StepPlan(plan, contexts, f"schedule {plan.digest}, for a graph")
 
     def _plan_profile(self, context: Any, tokens: int) -> StepPlan:
         """Plan a dummy batch, which has no attention metadata, in equal parts."""

@@ -346,6 +346,20 @@ def test_some_steps_run_as_vllm_would_run_them(
     assert forward.runtime.statistics.beside == 0
 
 
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])
+def test_before_vllm_serves_its_graphs_of_whole_steps_get_ops_beside_each_other(mode: CUDAGraphMode) -> None:
+    model = Model()
+    forward = make_forward_beside(model, Splitter(), side="on")
+    forward.planner.serving = False
+    assert torch.equal(run_beside(forward, make_served_context(cudagraph_runtime_mode=mode)), EXPECTED)
+    assert (forward.runtime.statistics.beside, model.whole) == (1, [])
+    run_beside(forward, make_context())  # profiling, without attention
+    assert forward.runtime.statistics.declined == {"starting up": 1}
+    forward.runtime.config = replace(forward.runtime.config, side="off")
+    run_beside(forward, make_served_context(cudagraph_runtime_mode=mode))
+    assert forward.runtime.statistics.declined == {"starting up": 2}
+
+
 def test_costs_may_put_ops_beside_each_other_where_there_is_no_communication() -> None:
     """Several lanes that compute gain something on a single device, too."""
     model = Model()
