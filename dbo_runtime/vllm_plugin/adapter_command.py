@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP=MS,...",
         help="draw when that schedule's ops would run, if in a whole step ops of these names took so many ms",
     )
+    parser.add_argument("--side", action="store_true", help="try what it declares where there is a side lane")
     parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
 
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
     with divert_output():
         from dbo_runtime.vllm_plugin.trial import try_adapter  # late: it imports vLLM
 
-        trial = try_adapter(arguments.model)
+        trial = try_adapter(arguments.model, has_side=arguments.side)
     programs = (trial.program,) * config.parts
     policy = ("alternate", 0) if config.policy[0] == "optimal" else config.policy  # there are no costs to search by
     schedule = lower(programs, find_policy(*policy)(programs))

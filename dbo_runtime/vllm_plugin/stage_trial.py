@@ -39,7 +39,7 @@ class StageTrial(NamedTuple):
         return (self.second.ops[-1], apart) if apart > TOLERANCE else None
 
 
-def record_stages(adapter: ModelAdapter, model: Any, collectives: Any) -> StageTrial | None:
+def record_stages(adapter: ModelAdapter, model: Any, collectives: Any, has_side: bool = False) -> StageTrial | None:
     """Return the programs of two stages; None if the adapter takes none, or the model is not made of layers.
 
     Raises:
@@ -54,7 +54,7 @@ def record_stages(adapter: ModelAdapter, model: Any, collectives: Any) -> StageT
     programs = []
     for number, layers in enumerate((range((count + 1) // 2), range((count + 1) // 2, count))):
         with _as_stage(decoder, layers):
-            programs.append(record_program(adapter, model, collectives))
+            programs.append(record_program(adapter, model, collectives, has_side))
         mismatch = Stage(number, 2, layers, tuple(empty.tensors)).find_mismatch(programs[-1])
         if mismatch is not None:
             raise ProgramError(f"{name_adapter(adapter)}: {mismatch}")

@@ -101,7 +101,11 @@ class Trial:
 
 
 def try_adapter(
-    directory: str, adapter: ModelAdapter | None = None, prompts: Sequence[int] = PROMPTS, **options: Any
+    directory: str,
+    adapter: ModelAdapter | None = None,
+    prompts: Sequence[int] = PROMPTS,
+    has_side: bool = False,
+    **options: Any,
 ) -> Trial:
     """Run a model in vLLM, and compare its own forward with the program of its adapter, unsplit and at every cut.
 
@@ -111,6 +115,7 @@ def try_adapter(
         directory: with the model's `config.json`; weights are made up.
         adapter: the one that is registered if not given.
         prompts: tokens of each.
+        has_side: whether to try what the adapter declares where there is a `side` lane.
         options: of `vllm.LLM`, on top of `OPTIONS`.
 
     Raises:
@@ -129,7 +134,7 @@ def try_adapter(
             runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
             model = runner.get_model()
             adapter = adapter or find_adapter(runner.vllm_config.model_config.architecture)
-            program, stages = record(model, runner.vllm_config, adapter)
+            program, stages = record(model, runner.vllm_config, adapter, has_side)
             take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
             splitter = open_splitter(runner.vllm_config, runner)
             comparison = _Comparison(program, stages, model, splitter, take_inputs)
@@ -142,7 +147,9 @@ def try_adapter(
     return comparison.trial
 
 
-def record(model: Any, vllm_config: Any, adapter: ModelAdapter | None) -> tuple[Program, StageTrial | None]:
+def record(
+    model: Any, vllm_config: Any, adapter: ModelAdapter | None, has_side: bool = False
+) -> tuple[Program, StageTrial | None]:
     """Return the program of a model that vLLM has made, and those of two stages of a pipeline.
 
     Raises:
@@ -157,7 +164,8 @@ def record(model: Any, vllm_config: Any, adapter: ModelAdapter | None) -> tuple[
         raise UnsupportedError(f"{architecture} is declined: {refusal}")
     groups = compat.find_groups(vllm_config)
     collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
-    return record_program(adapter, model, collectives), record_stages(adapter, model, collectives)
+    program = record_program(adapter, model, collectives, has_side)
+    return program, record_stages(adapter, model, collectives, has_side)
 
 
 def fill_weights(model: torch.nn.Module, seed: int = 0) -> None:

@@ -13,6 +13,7 @@ from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin import hooks
 from dbo_runtime.vllm_plugin.trial import Fault, Trial, try_adapter
+from tests.vllm.conftest import TINY
 from tests.vllm.families import make_family
 from tests.vllm.vision_families import QWEN3, make_vision_family
 
@@ -47,6 +48,15 @@ def test_the_registered_adapter_passes(llama: str) -> None:
     assert trial.cuts > 12
     count = f"{len(trial.program.ops)} ops, unsplit, in two stages and cut at {trial.cuts} places"
     assert str(trial) == f"equal to the model's own forward: {count}"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_latent_attention_taken_apart_passes_at_every_cut() -> None:
+    trial = try_adapter(str(TINY), has_side=True, attention_backend="CPU_MLA")
+    assert not trial.faults, str(trial)
+    assert {op.name for op in trial.program.ops if op.lane == "side"} == {"keys"}
+    assert trial.in_stages
 
 
 @pytest.mark.vllm
