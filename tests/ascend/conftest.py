@@ -41,6 +41,8 @@ OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": False,  # prompts are repeated, and a hit is another computation
     "additional_config": {"enable_mlapo": False},  # one of the operators that are not here
 }
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+FOUR = {"NPU_STANDIN_DEVICES": "4"}
 
 
 def find_obstacle() -> str | None:
@@ -97,6 +99,24 @@ def two_npus() -> Iterator[Ranks]:
 def expert_npus() -> Iterator[Ranks]:
     """Return two data parallel engines that share out the experts."""
     yield from start(2)
+
+
+@pytest.fixture(scope="module")
+def two_stages() -> Iterator[Ranks]:
+    """Return an engine whose model is a pipeline of two stages, on one device each."""
+    yield from start(1, **PIPELINE)
+
+
+@pytest.fixture(scope="module")
+def stages_of_two() -> Iterator[Ranks]:
+    """Return the same with two tensor parallel workers on each stage, which share out its experts."""
+    yield from start(1, environment=FOUR, tensor_parallel_size=2, enable_expert_parallel=True, **PIPELINE)
+
+
+@pytest.fixture(scope="module")
+def expert_stages() -> Iterator[Ranks]:
+    """Return two data parallel pipelines; those on a stage share out its experts."""
+    yield from start(2, environment=FOUR, **PIPELINE)
 
 
 def start(ranks: int, model: Path = TINY, environment: dict[str, str] | None = None, **options: Any) -> Iterator[Ranks]:

@@ -28,9 +28,10 @@ from tests.vllm.ranks import Ranks
 LENGTHS = (5, 40, 130, 3, 64)
 PROMPTS = make_prompts(*LENGTHS)
 BOUNDARIES = list(accumulate(LENGTHS))[:-1]
+ENGINES = ["one_npu", "two_npus", "two_stages", pytest.param("stages_of_two", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("engine", ["one_npu", "two_npus"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_prefill_cut_at_any_request_boundary_is_equal_to_the_bit(engine: str, request: pytest.FixtureRequest) -> None:
     npus: Ranks = request.getfixturevalue(engine)
     ((whole, _),) = npus.run(answer, [PROMPTS])
@@ -40,7 +41,7 @@ def test_a_prefill_cut_at_any_request_boundary_is_equal_to_the_bit(engine: str, 
         assert find_difference(whole, split) == 0.0, f"cut at {cuts}"
 
 
-@pytest.mark.parametrize("engine", ["one_npu", "two_npus"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("length", "size"), [(20, 15), (20, 3), (130, 128), (130, 77), (400, 201), (400, 100), (400, 83)]
 )
@@ -55,7 +56,7 @@ def test_a_request_cut_inside_is_equal_to_one_prefilled_in_chunks(
     assert find_difference(chunked, split) == 0.0
 
 
-@pytest.mark.parametrize("engine", ["one_npu", "two_npus"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_steps_of_decodes_chunks_and_prefills_are_equal_to_the_bit(engine: str, request: pytest.FixtureRequest) -> None:
     """Prompts arrive while others decode, and do not all fit into one step: each step is cut between requests."""
     npus: Ranks = request.getfixturevalue(engine)
@@ -88,14 +89,18 @@ def test_in_float32_steps_cut_between_requests_are_close() -> None:
             assert find_difference(whole, split) <= 1e-4
 
 
+@pytest.mark.parametrize("engine", ["expert_npus", pytest.param("expert_stages", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cut", [40, 70, 95])
-def test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit(expert_npus: Ranks, cut: int) -> None:
+def test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit(
+    engine: str, cut: int, request: pytest.FixtureRequest
+) -> None:
     """vllm-ascend pads the shorter batch: it is cut between requests, in its padding, and into padding alone."""
+    npus: Ranks = request.getfixturevalue(engine)
     prompts = [make_prompts(40, 30, 25, 5), make_prompts(40)]
-    wholes = expert_npus.run(answer, prompts, 1)
-    splits = expert_npus.run(answer, prompts, 1, [[cut], [cut]])
+    wholes = npus.run(answer, prompts, 1)
+    splits = npus.run(answer, prompts, 1, [[cut], [cut]])
     for (whole, _), (split, counts) in zip(wholes, splits, strict=True):
-        assert counts[0]["split"] == 1, counts
+        assert [count["split"] for count in counts] == [1] * len(counts), counts
         assert find_difference(whole, split) == 0.0
 
 
