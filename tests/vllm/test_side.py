@@ -96,7 +96,7 @@ def test_two_thousand_decoded_tokens_are_the_same_on_every_lane(beside: Engine, 
     prompts = [make_prompt(5 + seed % 40, seed) for seed in range(size)]
     tokens = -(-GENERATED // size)
     whole = decode(beside, prompts, tokens, {"DBO_MODE": "off"})
-    for way in WAYS:
+    for way in WAYS if size > 1 else WAYS[:1]:  # one request is never cut when it decodes
         assert decode(beside, prompts, tokens, {"DBO_MODE": "always", **way}) == whole
 
 
