@@ -5,15 +5,19 @@
 Two engines of the same model in this process, one rank each: one compiles, as vLLM does by default, and one was told
 `enforce_eager`. Each takes one real step, whose forward context is kept; then the forwards of both run again and again
 on it, in all ways. Each round runs every way once, in random order. Times are CPU time of this process, one thread;
-figures are medians over rounds, and ratios are medians of the ratios within a round. **compiled** is vLLM's own
-forward; **eager** the same one without what was compiled (`skip_compiled`); **program** what a split step runs, the
-adapter's ops one by one, as one micro-batch and without a device, so that nothing is in it but the ops. Embedding is
-in all of them, sampling in none.
+figures are medians over rounds, and ratios are medians of the ratios within a round.
+
+- **compiled** is vLLM's own forward, and **again** the same once more, which tells how far ratios can be trusted;
+- **eager** is the same one without what was compiled (`skip_compiled`);
+- **program** is what a split step runs, the adapter's ops one by one, as one micro-batch and without a device, so that
+  nothing is in it but the ops; **ops compiled** is this with `DBO_COMPILE=1`;
+- **told eager** and **program, told eager** are vLLM's forward and the program in the engine that compiles nothing.
+
+Embedding is in all of them, sampling in none.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,23 +29,26 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dbo_runtime.executor import run_sequential
-from tests.benchmarks.page import Publish, find_command, make_table
-
 pytest.importorskip("vllm", reason="needs vLLM, which compiles")
 
 import torch
 from vllm import LLM, SamplingParams
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from dbo_runtime.adapter import find_adapter
-from dbo_runtime.vllm_plugin.trial import record
+from dbo_runtime.adapter import find_adapter, record_program
+from dbo_runtime.executor import run_sequential
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin import compat
+from dbo_runtime.vllm_plugin.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.compilation import OpCompiler
+from tests.benchmarks.page import Publish, find_command, make_table
 from tests.vllm.families import FAMILIES, SIZES, TINY, find_backend
 
-MOST_LOSS = 0.03  # of a compiled step's time; above it, ops would be compiled
-SECONDS = 12.0  # of measuring each step, about
+SECONDS = 8.0  # of measuring each step, about
 ROUNDS = 5, 60  # at least, at most
 LENGTH = 64  # tokens of the prompts that are decoded after: a short context, so that the rest counts more
+WAYS = "again", "eager", "program", "ops compiled", "told eager", "program, told eager"
 STEPS = {
     "decode of 1": (LENGTH,),
     "decode of 8": (LENGTH,) * 8,
@@ -101,7 +108,7 @@ class Served:
             enforce_eager=eager,
             attention_backend=find_backend(subject.architecture),
             kv_cache_memory_bytes=1 << 28,
-            max_model_len=2048 + 16 if subject.sizes else 1024,
+            max_model_len=2048 + LENGTH if subject.sizes else 1024,
             max_num_batched_tokens=4096,
             max_num_seqs=64,
             enable_prefix_caching=False,
@@ -110,8 +117,17 @@ class Served:
         )
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
+        config = self._runner.vllm_config
+        groups = compat.find_groups(config)
+        collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
         adapter = find_adapter(subject.architecture)
-        self._program, _ = record(self._model, self._runner.vllm_config, adapter)
+        assert adapter is not None
+        self.program = record_program(adapter, self._model, collectives)
+        self.compiled = self.program
+        if not eager:
+            compiler = OpCompiler(config, collectives, open_log())
+            self.compiled = compiler.wrap(self.program)
+            self.functions = compiler.compile(self.compiled)
 
     @property
     def compilation(self) -> Any:
@@ -153,11 +169,11 @@ class Served:
             hidden: torch.Tensor = self._model.forward(**step.kwargs)
         return hidden
 
-    def run_program(self, step: Step) -> torch.Tensor:
-        """Run the ops of the adapter's program, one after the other."""
+    def run_program(self, step: Step, program: Program) -> torch.Tensor:
+        """Run the ops of a program of this model, one after the other."""
         with override_forward_context(step.context):
             x = self._model.embed_input_ids(step.kwargs["input_ids"])
-            hidden: torch.Tensor = run_sequential([self._program], [(x, step.kwargs["positions"])])[0][0]
+            hidden: torch.Tensor = run_sequential([program], [(x, step.kwargs["positions"])])[0][0]
         return hidden
 
     def close(self) -> None:
@@ -214,30 +230,43 @@ def write_config(subject: Subject, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_what_a_split_step_loses(name: str, tmp_path: Path) -> None:
+def take_step(compiling: Served, eager: Served, title: str) -> tuple[list[str], list[float]]:
+    """Measure one kind of step; return a row of the table, and the ratios of the program, eager and compiled."""
+    step, other = (engine.keep_step(STEPS[title], title.startswith("decode")) for engine in (compiling, eager))
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "compiled": partial(compiling.run_own, step),
+        "again": partial(compiling.run_own, step),
+        "eager": partial(compiling.run_own, step, skip_compiled=True),
+        "program": partial(compiling.run_program, step, compiling.program),
+        "ops compiled": partial(compiling.run_program, step, compiling.compiled),
+        "told eager": partial(eager.run_own, other),
+        "program, told eager": partial(eager.run_program, other, eager.program),
+    }
+    whole = ways["compiled"]()
+    split = ways["ops compiled"]()
+    apart = float((split - whole).abs().max() / whole.abs().max())
+    seconds = measure(ways)
+    ratios = {name: find_ratio(seconds[name], seconds["compiled"]) for name in WAYS}
+    row = [title, str(len(seconds["compiled"])), f"{median(seconds['compiled']) * 1e3:.2f}"]
+    print(title, {name: round(ratio, 3) for name, ratio in ratios.items()}, f"{apart:.0e}", flush=True)
+    return [*row, *(f"{ratio:.3f}" for ratio in ratios.values())], [ratios["program"], ratios["ops compiled"]]
+
+
+def test_what_a_split_step_loses(publish: Publish, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows = []
-    with torch.inference_mode(), serve(SUBJECTS[name], tmp_path) as (compiling, eager):
-        print(f"\n{name}: {compiling.compilation.mode!r} by {compiling.compilation.backend}")
-        for title, prompts in STEPS.items():
-            if max(prompts) > compiling.longest:
-                continue
-            decodes = title.startswith("decode")
-            step, other = (engine.keep_step(prompts, decodes) for engine in (compiling, eager))
-            ways: dict[str, Callable[[], object]] = {
-                "compiled": partial(compiling.run_own, step),
-                "eager": partial(compiling.run_own, step, skip_compiled=True),
-                "program": partial(compiling.run_program, step),
-                "told eager": partial(eager.run_own, other),
-                "program, told eager": partial(eager.run_program, other),
-            }
-            whole = ways["compiled"]()
-            apart = max(float((way() - whole).abs().max() / whole.abs().max()) for way in ways.values())
-            seconds = measure(ways)
-            ratios = [find_ratio(seconds[way], seconds["compiled"]) for way in list(ways)[1:]]
-            own = find_ratio(seconds["program"], seconds["eager"])
-            rows.append([title, len(seconds["compiled"]), f"{median(seconds['compiled']) * 1e3:.2f}",
-                         *(f"{r:.3f}" for r in ratios), f"{own:.3f}", f"{apart:.1e}"])
-            print(rows[-1], flush=True)
-    print("\n".join(make_table(["step", "rounds", "compiled ms", "eager", "program", "told eager", "prog told eager", "program/eager", "apart"], rows)))
+    lines = []
+    try:
+        for number, (name, subject) in enumerate(SUBJECTS.items()):
+            with torch.inference_mode(), serve(subject, tmp_path / str(number)) as (compiling, eager):
+                print(f"\n{name}", flush=True)
+                steps = [title for title, prompts in STEPS.items() if max(prompts) <= compiling.longest - LENGTH]
+                rows, losses = zip(*(take_step(compiling, eager, title) for title in steps), strict=True)
+                header = ["step", "rounds", "compiled, ms CPU", *(f"{way} / compiled" for way in WAYS)]
+                worst = [max(each) - 1 for each in zip(*losses, strict=True)]
+                lines += [f"**{name}** ({compiling.compilation.mode.name} by {compiling.compilation.backend}):", ""]
+                lines += [*make_table(header, rows), ""]
+                lines += [f"- A split step loses at most {worst[0]:.1%}, with its ops compiled {worst[1]:.1%}.", ""]
+    finally:
+        torch.set_num_threads(threads)
+    publish("compile", find_command(__file__), lines[:-1])
