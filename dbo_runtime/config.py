@@ -174,6 +174,14 @@ class RuntimeConfig:
         "Experimental: split a model that has no adapter, too, by stopping its own forward at each all-reduce. Read at "
         "start.",
     )
+    compile: bool = _setting(
+        "DBO_COMPILE",
+        False,
+        _parse_switch,
+        "0 or 1",
+        "Where vLLM compiles, compile the ops of split steps, too, one by one; CPU only. Takes seconds a layer at "
+        "start. Read at start.",
+    )
     trace: str = _setting(
         "DBO_TRACE",
         "",

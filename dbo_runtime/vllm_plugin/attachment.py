@@ -17,6 +17,7 @@ from dbo_runtime.vllm_plugin import ascend, compat
 
 if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.attention import ContextSplitter
+    from dbo_runtime.vllm_plugin.compilation import OpCompiler
     from dbo_runtime.vllm_plugin.encoder import FoundEncoder
     from dbo_runtime.vllm_plugin.metrics import Metrics
     from dbo_runtime.vllm_plugin.stage import Stage
@@ -81,8 +82,11 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     if isinstance(program, str):
         return
     assert adapter is not None, "it has recorded a program"
+    compiler = _make_compiler(vllm_config, collectives, config, log)
+    program = program if compiler is None else compiler.wrap(program)
     forward = _make_forward(program, adapter, model, runner, config, place, device, log)
     _observe(forward, config, place, metrics, log)
+    forward.compiler = compiler
     forward.costs = _make_cost_source(runner, forward, config, place, log)
     model.forward = forward
     if collectives.whole_attention is not None:
@@ -265,6 +269,14 @@ def _make_forward(
     planner.serving = False  # until vLLM has warmed up
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     return SplitForward(model, model.forward, runtime, planner, agreement, add_inputs, place.stage)
+
+
+def _make_compiler(vllm_config: Any, collectives: Any, config: RuntimeConfig, log: Any) -> OpCompiler | None:
+    if not config.compile:
+        return None
+    from dbo_runtime.vllm_plugin.compilation import OpCompiler
+
+    return OpCompiler(vllm_config, collectives, log)
 
 
 def _open_metrics(vllm_config: Any, place: Place) -> Metrics | None:

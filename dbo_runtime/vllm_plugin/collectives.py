@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,6 +121,20 @@ class ModelCollectives:
             return module
         return functools.partial(self._run_without_reduce, module, _copies_result(module))
 
+    def find_reducing(self, fn: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return the module of which `without_reduce` made *fn*; None if it leaves nothing out."""
+        is_mine = isinstance(fn, functools.partial) and fn.func == self._run_without_reduce
+        return fn.args[0] if is_mine else None  # type: ignore[attr-defined]  # of a partial
+
+    @contextmanager
+    def without_reduces(self) -> Iterator[None]:
+        """Leave out every reduce of the group meanwhile: for tracing what `without_reduce` runs."""
+        self._tensor_parallel.all_reduce = _keep  # shadows the method on this object
+        try:
+            yield
+        finally:
+            del self._tensor_parallel.all_reduce
+
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum *partial* [tokens, hidden] over the ranks, in place where it is contiguous."""
         if self._process_group is None:
@@ -172,6 +187,10 @@ class ModelCollectives:
                 "reduce, or let the adapter decline this model."
             )
         return result
+
+
+def _keep(partial: torch.Tensor) -> torch.Tensor:
+    return partial
 
 
 def _copies_result(module: Callable[..., Any]) -> bool:

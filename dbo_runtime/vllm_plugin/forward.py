@@ -27,6 +27,7 @@ from dbo_runtime.vllm_plugin.stage import Stage, copy_tensors, name_results, tak
 from dbo_runtime.vllm_plugin.step_planner import StepPlanner, find_cuts
 
 if TYPE_CHECKING:
+    from dbo_runtime.vllm_plugin.compilation import OpCompiler
     from dbo_runtime.vllm_plugin.cost_source import CostSource  # which calibrates with forwards
 
 
@@ -55,6 +56,7 @@ class SplitForward:
         metrics: counts steps; None where another rank does.
         last_step: what the last step was, what it was predicted to take, and what it took.
         costs: what gives the runtime its costs; None where nobody did.
+        compiler: what compiles the program's ops before serving; None where none are to be.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class SplitForward:
         self.metrics: Metrics | None = None
         self.last_step: StepTime | None = None
         self.costs: CostSource | None = None
+        self.compiler: OpCompiler | None = None
         self._watches: deque[tuple[str, float | None, Stopwatch]] = deque()
         self._model = model
         self._forward = forward

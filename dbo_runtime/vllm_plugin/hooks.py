@@ -111,6 +111,8 @@ def _wrap_warm_up(worker: Any) -> None:
         result = warm_up(*args, **kwargs)
         forward = worker.model_runner.get_model().forward
         if isinstance(forward, SplitForward):
+            if forward.compiler is not None:  # before costs, which are those of what is served
+                forward.compiler.compile(forward.runtime.program)
             if forward.costs is not None:
                 forward.costs.settle(forward.runtime.config)
             forward.planner.serving = True
