@@ -118,7 +118,8 @@ def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: py
 
 def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
     output = run_plan(capsys, "--list")
-    assert output.count("(modelled; ") == 5
+    assert output.count("(modelled; ") == 7
+    assert "r1-decode-910c (modelled; 96 decodes)" in output
     assert "a3-layer-4894 (modelled; 4096 tokens in 4 prompts)" in output
     for number in (4894, 5591, 941):
         assert f"vllm-project/vllm-ascend#{number}" in output
@@ -126,10 +127,14 @@ def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[s
 
 def test_a_sweep_of_one_axis_has_all_figures(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in run_plan(capsys, "--costs", costs, "--sweep", "tokens").splitlines()]
-    assert rows[0] == ["tokens", "unsplit", "ms", "split", "ms", "speed-up", "n"]
-    assert [row[0] for row in rows[1:]] == ["256", "512", "1024", "2048", "4096", "8192", "16384", "32768"]
-    assert rows[1][-1] == "-"  # too small to pay
-    assert rows[-1][-1] in "23"
+    assert rows[0] == ["tokens", "unsplit", "ms", "best", "ms", "gain", "in", "auto"]
+    assert [row[0] for row in rows[1:9]] == ["256", "512", "1024", "2048", "4096", "8192", "16384", "32768"]
+    assert rows[1][-1] == "whole"  # too small to pay
+    assert rows[8][-1] in "23"
+    assert [" ".join(row[:-2]) for row in rows[10:]] == [
+        "auto leaves steps whole: below",
+        "auto does not split them: below",
+    ]
 
 
 def test_a_sweep_of_two_axes_is_a_table_up_to_a_thousand_chips(costs: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,7 +249,9 @@ class Planner:
     def _find_order(self, loads: Sequence[Load], config: RuntimeConfig) -> NamedOrder:
         """Return the order for loads like these, on the lanes on which that is predicted to end soonest."""
         orders = self._find_orders(loads, config)
-        return min(orders, key=lambda ordered: self._predictor.predict_split(ordered, loads)) if orders[1:] else orders[0]
+        return (
+            min(orders, key=lambda ordered: self._predictor.predict_split(ordered, loads)) if orders[1:] else orders[0]
+        )
 
     def _find_orders(self, loads: Sequence[Load], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
         """Return the order for loads like these: what the settings name, or the best for such shares of time.
