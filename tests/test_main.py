@@ -96,6 +96,20 @@ def test_decodes_are_a_step_too(costs: str, capsys: pytest.CaptureFixture[str]) 
     output = run_plan(capsys, "--costs", costs, "--query-lens", "1,1,1,1", "--context", "512")
     assert "step: 4 tokens, 4 decodes after 512 in the KV cache;" in output
     assert "leave whole" in output
+    assert run_plan(capsys, "--costs", costs, "--decodes", "4", "--context", "512") == output
+
+
+def test_a_step_that_is_not_cut_says_what_is_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "decodes.json"
+    save_costs(set_layers(find_case("r1-decode-910c").table, (1, 3)), path)
+    words = ("--costs", str(path), "--decodes", "8", "--context", "4096", "--margin", "0.001", "--micro-batches", "2")
+    output = run_plan(capsys, *words)
+    assert "1, keys beside *" in output
+    assert "decision:   1 micro-batch, keys beside: gains " in output
+    assert "the first 3 of 4 layers of micro-batch 0" in output
+    left = run_plan(capsys, *words, "--side", "off")
+    assert "beside" not in left.partition("step:")[2]
+    assert "leave whole" in left
 
 
 def test_a_step_that_cannot_be_cut_is_told_so(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +192,10 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
         ("--costs COSTS --requests 9 --tokens 8", "--requests is 9, but there are 8 tokens"),
         ("--costs COSTS --query-lens 5,,5", "--query-lens has ''"),
         ("--costs COSTS --query-lens 5 --tokens 5", "--query-lens says all about the requests"),
+        ("--costs COSTS --decodes 5 --tokens 5", "--decodes says all about the requests"),
+        ("--costs COSTS --query-lens 5 --decodes 5", "leave out --decodes"),
+        ("--costs COSTS --decodes 0", "--decodes has '0'"),
+        ("--costs COSTS --side left", "DBO_SIDE"),
         ("--costs COSTS --context -1", "--context has '-1'"),
         ("--costs COSTS --tp 12", "tp is 12; it must be a power of two"),
         ("--costs COSTS --tp 0", "--tp has '0'"),
