@@ -70,11 +70,21 @@ def test_the_errors_of_devices_are_those_in_the_code() -> None:
     assert not [part for part in parts if part not in code]
 
 
-@pytest.mark.parametrize("words", ["--costs a3-layer-4894", "--costs r1-tp16-941 --sweep tokens,tp"])
+SWEEPS = [
+    f"--costs r1-decode-{chip} --sweep tokens --side {side}" for chip in ("910c", "910b") for side in ("off", "auto")
+]
+PRINTED = [
+    "--costs a3-layer-4894",
+    "--costs r1-tp16-941 --sweep tokens,tp",
+    *(pytest.param(words, marks=pytest.mark.slow) for words in SWEEPS),
+]
+
+
+@pytest.mark.parametrize("words", PRINTED)
 def test_what_the_planner_is_said_to_print_it_prints(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/planner.md").read_text()
     quoted = re.search(
-        rf"dbo_runtime plan {words}\b.*?^```\n((?:costs|speed-up).*?)^```$", text, re.DOTALL | re.MULTILINE
+        rf"dbo_runtime plan {words}\b.*?^```\n((?:costs|speed-up|decodes).*?)^```$", text, re.DOTALL | re.MULTILINE
     )
     assert quoted is not None
     assert program.main(["plan", *words.split()]) == 0

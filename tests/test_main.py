@@ -96,6 +96,20 @@ def test_decodes_are_a_step_too(costs: str, capsys: pytest.CaptureFixture[str]) 
     output = run_plan(capsys, "--costs", costs, "--query-lens", "1,1,1,1", "--context", "512")
     assert "step: 4 tokens, 4 decodes after 512 in the KV cache;" in output
     assert "leave whole" in output
+    assert run_plan(capsys, "--costs", costs, "--decodes", "4", "--context", "512") == output
+
+
+def test_a_step_that_is_not_cut_says_what_is_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "decodes.json"
+    save_costs(set_layers(find_case("r1-decode-910c").table, (1, 3)), path)
+    words = ("--costs", str(path), "--decodes", "8", "--context", "4096", "--margin", "0.001", "--micro-batches", "2")
+    output = run_plan(capsys, *words)
+    assert "1, keys beside *" in output
+    assert "decision:   1 micro-batch, keys beside: gains " in output
+    assert "the first 3 of 4 layers of micro-batch 0" in output
+    left = run_plan(capsys, *words, "--side", "off")
+    assert "beside" not in left.partition("step:")[2]
+    assert "leave whole" in left
 
 
 def test_a_step_that_cannot_be_cut_is_told_so(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +132,8 @@ def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: py
 
 def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
     output = run_plan(capsys, "--list")
-    assert output.count("(modelled; ") == 5
+    assert output.count("(modelled; ") == 7
+    assert "r1-decode-910c (modelled; 96 decodes)" in output
     assert "a3-layer-4894 (modelled; 4096 tokens in 4 prompts)" in output
     for number in (4894, 5591, 941):
         assert f"vllm-project/vllm-ascend#{number}" in output
@@ -126,10 +141,14 @@ def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[s
 
 def test_a_sweep_of_one_axis_has_all_figures(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in run_plan(capsys, "--costs", costs, "--sweep", "tokens").splitlines()]
-    assert rows[0] == ["tokens", "unsplit", "ms", "split", "ms", "speed-up", "n"]
-    assert [row[0] for row in rows[1:]] == ["256", "512", "1024", "2048", "4096", "8192", "16384", "32768"]
-    assert rows[1][-1] == "-"  # too small to pay
-    assert rows[-1][-1] in "23"
+    assert rows[0] == ["tokens", "unsplit", "ms", "best", "ms", "gain", "in", "auto"]
+    assert [row[0] for row in rows[1:9]] == ["256", "512", "1024", "2048", "4096", "8192", "16384", "32768"]
+    assert rows[1][-1] == "whole"  # too small to pay
+    assert rows[8][-1] in "23"
+    assert [" ".join(row[:-2]) for row in rows[10:]] == [
+        "auto leaves steps whole: below",
+        "auto does not split them: below",
+    ]
 
 
 def test_a_sweep_of_two_axes_is_a_table_up_to_a_thousand_chips(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +192,10 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
         ("--costs COSTS --requests 9 --tokens 8", "--requests is 9, but there are 8 tokens"),
         ("--costs COSTS --query-lens 5,,5", "--query-lens has ''"),
         ("--costs COSTS --query-lens 5 --tokens 5", "--query-lens says all about the requests"),
+        ("--costs COSTS --decodes 5 --tokens 5", "--decodes says all about the requests"),
+        ("--costs COSTS --query-lens 5 --decodes 5", "leave out --decodes"),
+        ("--costs COSTS --decodes 0", "--decodes has '0'"),
+        ("--costs COSTS --side left", "DBO_SIDE"),
         ("--costs COSTS --context -1", "--context has '-1'"),
         ("--costs COSTS --tp 12", "tp is 12; it must be a power of two"),
         ("--costs COSTS --tp 0", "--tp has '0'"),

@@ -1,8 +1,9 @@
-"""Predictions of many steps, fast: from programs of few layers, because every further layer adds the same."""
+"""Predictions of many steps, fast: of prompts from programs of few layers, as every further layer adds the same."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from dbo_runtime.batch import Batch, Decline, slice_batch
@@ -20,41 +21,63 @@ MOST_STATES = 4_000  # of each search: enough for two micro-batches, and within 
 
 
 class Estimator:
-    """Predicts steps of one table, whole and in their best split."""
+    """Predicts steps of one table, whole and in their best split.
+
+    Steps of decodes gain or lose a few percent, which is less than a straight line through few layers may miss: they
+    are predicted with all layers.
+    """
 
     def __init__(self, table: CostTable) -> None:
-        longest = max((run.repeat for run in table.program.runs), default=0)
-        depths = (longest,) if longest <= MORE else (MORE, FEW)
-        self._planners = [_open_planner(table, longest, depth) for depth in depths]
-        self._further = (longest - MORE) / (MORE - FEW) if len(depths) == 2 else 0.0
+        self._table = table
+        self._longest = max((run.repeat for run in table.program.runs), default=0)
+        self._known: dict[tuple[Batch, RuntimeConfig], tuple[Prediction, ...]] = {}
 
     def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
-        """Return the prediction for the best number of micro-batches; None if there is nowhere to cut.
+        """Return the prediction for the best number of micro-batches; None if there is nowhere to cut."""
+        return next(iter(self.list_options(batch, config)), None)
+
+    def list_options(self, batch: Batch, config: RuntimeConfig) -> tuple[Prediction, ...]:
+        """Return a prediction for each number of micro-batches, the fastest first; none if there is nowhere to cut.
 
         Where some micro-batches lose, more are not tried: they pay all fixed costs again.
         """
-        best = None
-        for parts in self._planners[0].list_parts(config):
-            option = self._estimate_parts(batch, replace(config, mode="always", micro_batches=parts))
-            if option is not None and (best is None or option.split < best.split):
-                best = option
-            if parts > 1 and (option is None or option.gain <= 0):
-                break
-        return best
+        if (batch, config) not in self._known:
+            options: dict[int, Prediction] = {}
+            for parts in self._find_planners(batch)[0].list_parts(config):
+                option = self._estimate_parts(batch, replace(config, mode="always", micro_batches=parts))
+                if option is not None:
+                    options[option.micro_batches] = option  # some batches cannot be cut that often
+                if parts > 1 and (option is None or option.gain <= 0):
+                    break
+            self._known[batch, config] = tuple(sorted(options.values(), key=lambda option: option.split))
+        return self._known[batch, config]
 
     def _estimate_parts(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
-        choice = self._planners[0].choose(batch, config)
+        planners = self._find_planners(batch)
+        choice = planners[0].choose(batch, config)
         if isinstance(choice, Decline):
             return None
         (load,) = measure_slices(batch, slice_batch(batch, ()))
         loads = measure_slices(batch, choice.slices)
-        whole = self._extend([planner.predict_whole(load) for planner in self._planners])
-        split = self._extend([planner.predict_split(loads, config) for planner in self._planners])
-        return Prediction(whole, split, len(loads), choice.prediction.doubtful)  # a ratio: layers change it little
+        whole = self._extend([planner.predict_whole(load) for planner in planners])
+        split = self._extend([planner.predict_split(loads, config) for planner in planners])
+        return choice.prediction._replace(whole=whole, split=split)  # layers change the doubtful gain, a ratio, little
 
     def _extend(self, seconds: list[float]) -> float:
-        """Return the seconds with all layers from those with MORE and FEW."""
-        return seconds[0] + self._further * (seconds[0] - seconds[-1])
+        """Return the seconds with all layers, from those with all, or with MORE and FEW."""
+        further = (self._longest - MORE) / (MORE - FEW) if len(seconds) == 2 else 0.0
+        return seconds[0] + further * (seconds[0] - seconds[-1])
+
+    def _find_planners(self, batch: Batch) -> list[Planner]:
+        return self._few if batch.prefill_tokens and self._longest > MORE else self._all
+
+    @cached_property
+    def _all(self) -> list[Planner]:
+        return [_open_planner(self._table, self._longest, self._longest)]
+
+    @cached_property
+    def _few(self) -> list[Planner]:
+        return [_open_planner(self._table, self._longest, depth) for depth in (MORE, FEW)]
 
 
 def resize_batch(batch: Batch, tokens: int) -> Batch:

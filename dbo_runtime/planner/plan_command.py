@@ -25,13 +25,13 @@ from dbo_runtime.planner.plan_report import (
 )
 from dbo_runtime.planner.published_cases import list_cases, open_costs
 from dbo_runtime.planner.scale import MODELS, parse_bandwidth, scale_bandwidth, scale_tensor, set_model
-from dbo_runtime.planner.sweep import GRIDS, Point, parse_axes, sweep
+from dbo_runtime.planner.sweep import GRIDS, Point, has_sizes, parse_axes, sweep
 from dbo_runtime.planner.whatif import WhatIf, find_break_even, predict_step
 
 TOKENS = 8192
 MOST_TOKENS = 1 << 22  # in a step; beyond that somebody has slipped
 FURTHEST = 32_768  # tokens up to which a break-even is looked for, or as many as were asked about
-MOST_DECODES = 4_096  # the same for steps of decodes, which have one token each
+MOST_DECODES = 1_024  # the same for steps of decodes, which have one token each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--tokens", help=f"tokens in the step (default: those of the published case, or {TOKENS})")
     step.add_argument("--requests", help="prompts that share them evenly (default: those of the case, or 1)")
     step.add_argument("--query-lens", metavar="N,N,...", help="instead: the tokens of each request; 1 is a decode")
-    step.add_argument("--context", help="tokens that each request has in the KV cache already (default: 0)")
+    step.add_argument("--decodes", help="instead: so many decodes")
+    step.add_argument(
+        "--context", help="tokens that each request has in the KV cache already (default: 0, or the case's)"
+    )
     machine = parser.add_argument_group("the machine and the model")
     machine.add_argument("--model", help=f"take this model's number of layers: {', '.join(MODELS)}")
     machine.add_argument("--tp", help="scale to so many tensor parallel ranks, a power of two")
     machine.add_argument("--bandwidth", help="scale the network: a factor such as 0.5x, or a rate such as 100GB/s")
-    settings = parser.add_argument_group("the settings, as DBO_MICRO_BATCHES, DBO_MARGIN and DBO_POLICY take them")
+    settings = parser.add_argument_group("the settings, as DBO_MICRO_BATCHES, DBO_MARGIN, DBO_POLICY and DBO_SIDE are")
     settings.add_argument("--micro-batches", default="auto")
     settings.add_argument("--margin", default="0.02")
     settings.add_argument("--policy", default="optimal")
+    settings.add_argument("--side", default="auto")
     output = parser.add_argument_group("the output")
     output.add_argument("--sweep", metavar="AXES", help=f"print a table instead, over some of {','.join(GRIDS)}")
     output.add_argument("--trace", metavar="FILE", help="write the split step's timeline for ui.perfetto.dev, as JSON")
@@ -68,8 +72,8 @@ def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
         return _print(describe_cases(list_cases()))
     if arguments.costs is None:
         raise ConfigError("--costs is missing: name a cost file, or a published case (--list shows them).")
-    table, prompts = open_costs(arguments.costs)
-    table, batch, config = _scale(table, arguments), _make_batch(arguments, prompts), _read_settings(arguments)
+    table, usual = open_costs(arguments.costs)
+    table, batch, config = _scale(table, arguments), _make_batch(arguments, usual), _read_settings(arguments)
     if arguments.sweep is not None:
         return _print_sweep(arguments, table, batch, config)
     return _print_answer(arguments, table, batch, config)
@@ -78,10 +82,13 @@ def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
 def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
     if arguments.trace or arguments.figure:
         raise ConfigError("--trace and --figure show one step; leave out --sweep.")
-    cells = sweep(table, batch, config, parse_axes(arguments.sweep), _show_progress)
+    axes, estimator = parse_axes(arguments.sweep), Estimator(table)
+    cells = sweep(table, batch, config, axes, _show_progress, estimator)
     if arguments.json:
         return _print(json.dumps(list_cells(cells, config.margin), indent=2))
-    return _print(describe_sweep(cells, config.margin))
+    most = int(max(cells[-1].values.values()))
+    evens = [find_break_even(estimator, batch, config, most, parts) for parts in (1, 2)] if has_sizes(axes) else []
+    return _print(describe_sweep(cells, config.margin, evens))
 
 
 def _show_progress(points: Sequence[Point]) -> Iterable[Point]:
@@ -137,17 +144,29 @@ def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
             "DBO_MICRO_BATCHES": arguments.micro_batches,
             "DBO_MARGIN": arguments.margin,
             "DBO_POLICY": arguments.policy,
+            "DBO_SIDE": arguments.side,
         }
     )
 
 
-def _make_batch(arguments: argparse.Namespace, prompts: Sequence[int] | None) -> Batch:
-    context = _parse_count("--context", arguments.context, least=0) if arguments.context is not None else 0
+def _make_batch(arguments: argparse.Namespace, usual: Batch | None) -> Batch:
+    usual = usual or Batch((TOKENS,), TOKENS)
+    given = arguments.context
+    context = max(usual.contexts) if given is None else _parse_count("--context", given, least=0)
+    for name in ("query_lens", "decodes"):
+        if getattr(arguments, name) is not None and (arguments.tokens is not None or arguments.requests is not None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} says all about the requests; leave out --tokens and --requests."
+            )
     if arguments.query_lens is not None:
-        if arguments.tokens is not None or arguments.requests is not None:
-            raise ConfigError("--query-lens says all about the requests; leave out --tokens and --requests.")
+        if arguments.decodes is not None:
+            raise ConfigError("--query-lens says all about the requests; leave out --decodes.")
         return _fill_batch([_parse_count("--query-lens", word) for word in arguments.query_lens.split(",")], context)
-    lengths = list(prompts or [TOKENS])
+    if arguments.decodes is not None:
+        return _fill_batch([1] * _parse_count("--decodes", arguments.decodes), context)
+    lengths = list(usual.query_lens)
+    if not usual.prefill_tokens and arguments.requests is None:
+        return _fill_batch([1] * _parse_count("--tokens", arguments.tokens or str(len(lengths))), context)
     tokens = sum(lengths) if arguments.tokens is None else _parse_count("--tokens", arguments.tokens)
     if arguments.requests is not None:
         lengths = [1] * _parse_count("--requests", arguments.requests)

@@ -28,9 +28,10 @@ def describe_cases(cases: Sequence[PublishedCase]) -> str:
     """Return the published cases, each with its kind and source."""
     blocks = []
     for case in cases:
-        prompts = f"{sum(case.prompts)} tokens in {len(case.prompts)} prompts"
+        count = len(case.step.query_lens)
+        step = f"{case.step.tokens} tokens in {count} prompts" if case.step.prefill_tokens else f"{count} decodes"
         source = textwrap.fill(case.table.origin.source, WIDTH, initial_indent="    ", subsequent_indent="    ")
-        blocks.append(f"{case.name} ({case.table.origin.kind}; {prompts})\n{source}")
+        blocks.append(f"{case.name} ({case.table.origin.kind}; {step})\n{source}")
     return "\n".join(blocks)
 
 
@@ -70,13 +71,16 @@ def list_figures(name: str, table: CostTable, answer: WhatIf, even: BreakEven, m
     }
 
 
-def describe_sweep(cells: Sequence[Cell], margin: float) -> str:
-    """Return a grid as tables: of one axis with all figures, of more with speed-up and number of micro-batches."""
+def describe_sweep(cells: Sequence[Cell], margin: float, evens: Sequence[BreakEven] = ()) -> str:
+    """Return a grid as tables: of one axis with all figures, of more with speed-up and number of micro-batches.
+
+    *evens* say from which size on the runtime takes steps in 1 micro-batch or more, and in 2 or more, if that is known.
+    """
     axes = list(cells[0].values)
     if len(axes) == 1:
-        return _align(
-            [(axes[0], "unsplit ms", "split ms", "speed-up", "n"), *(_list_row(cell, margin) for cell in cells)]
-        )
+        head = axes[0], "unsplit ms", "best ms", "gain", "in", "auto"
+        table = _align([head, *(_list_row(cell, margin) for cell in cells)])
+        return "\n\n".join([table, *([_describe_thresholds(cells, margin, *evens)] if evens else [])])
     pays = f"by {margin:.1%}, and if costs are off"
     note = f"speed-up/micro-batches of the best split; {DECLINED} where it does not pay ({pays})"
     if len(axes) == 2:
@@ -95,9 +99,12 @@ def list_cells(cells: Sequence[Cell], margin: float) -> list[dict[str, Any]]:
             "unsplit_ms": cell.prediction and _to_ms(cell.prediction.whole),
             "split_ms": cell.prediction and _to_ms(cell.prediction.split),
             "micro_batches": cell.prediction and cell.prediction.micro_batches,
-            "split": cell.pays(margin),
+            "beside": list(cell.prediction.beside) if cell.prediction else None,
+            "split": chosen is not None,
+            "auto": {"micro_batches": chosen.micro_batches, "beside": list(chosen.beside)} if chosen else None,
         }
         for cell in cells
+        for chosen in [cell.choose(margin)]
     ]
 
 
@@ -148,7 +155,7 @@ def _tabulate_splits(answer: WhatIf) -> list[str]:
         hidden = answer.measure_overlap(split)
         rows.append(
             (
-                f"{len(split.sizes)}{' *' if split is answer.best else '  '}",
+                f"{_name_way(len(split.sizes), split.beside)}{' *' if split is answer.best else '  '}",
                 f"{split.seconds * 1e3:.2f}",
                 f"{answer.speed_up(split.seconds):.3f}x",
                 f"{split.bound * 1e3:.2f}",
@@ -159,6 +166,11 @@ def _tabulate_splits(answer: WhatIf) -> list[str]:
             )
         )
     return _align(rows).split("\n")
+
+
+def _name_way(micro_batches: int, beside: Sequence[str]) -> str:
+    """Return the number of micro-batches, and what is on `side`: such as `1, keys beside`."""
+    return f"{micro_batches}, {' and '.join(beside)} beside" if beside else f"{micro_batches}"
 
 
 def _describe_gap(split: Split) -> str:
@@ -179,9 +191,11 @@ def _list_findings(answer: WhatIf, even: BreakEven, margin: float) -> list[tuple
 def _describe_decision(answer: WhatIf, margin: float) -> str:
     if isinstance(answer.decision, Decline):
         return f"leave whole: {answer.decision}"
-    parts = answer.decision.prediction.micro_batches
-    (chosen,) = (split for split in answer.splits if len(split.sizes) == parts)
-    return f"split in {parts}: gains {1 - chosen.seconds / answer.whole:.1%}, more than the margin of {margin:.1%}"
+    found = answer.decision.prediction
+    way = f"split in {found.micro_batches}" if found.micro_batches > 1 and not found.beside else found.way
+    same = ((len(split.sizes), split.beside) == (found.micro_batches, found.beside) for split in answer.splits)
+    exact = (1 - split.seconds / answer.whole for split, is_same in zip(answer.splits, same, strict=True) if is_same)
+    return f"{way}: gains {next(exact, found.gain):.1%}, more than the margin of {margin:.1%}"
 
 
 def _describe_break_even(even: BreakEven, margin: float) -> str:
@@ -193,19 +207,36 @@ def _describe_break_even(even: BreakEven, margin: float) -> str:
     return f"{text} (looked up to {even.most})"
 
 
+def _describe_thresholds(cells: Sequence[Cell], margin: float, changes: BreakEven, splits: BreakEven) -> str:
+    """Return where the runtime leaves steps alone."""
+    ((noun, _),) = cells[0].values.items()
+    chosen = [(int(cell.values[noun]), cell.choose(margin)) for cell in cells]
+
+    def describe(even: BreakEven, parts: int) -> str:
+        if even.tokens is None:
+            return f"up to {even.most} {noun}"
+        seen = {size for size, found in chosen if size > even.tokens and (not found or found.micro_batches < parts)}
+        below = [f"below {even.tokens} {noun}"] if even.tokens > 1 else []
+        at = [f"at {', '.join(map(str, sorted(seen.union(even.exceptions))))}"] if seen or even.exceptions else []
+        return " and ".join([*below, *at]) or "nowhere"
+
+    return f"auto leaves steps whole: {describe(changes, 1)}\nauto does not split them: {describe(splits, 2)}"
+
+
 def _draw_start(split: Split, layers: int) -> str:
     """Draw the first layers: of all of them, nothing could be seen."""
     spans = split.timeline.spans
-    until = max(span.end for span in spans if span.micro_batch == 0 and _find_layer(span.op) < LAYERS_DRAWN)
+    first = [span.end for span in spans if span.micro_batch == 0 and _find_layer(span.op) in range(LAYERS_DRAWN)]
+    until = max(first or [span.end for span in spans])
     timeline = Timeline(tuple(span._replace(end=min(span.end, until)) for span in spans if span.start < until))
     shown = "all layers" if layers <= LAYERS_DRAWN else f"the first {LAYERS_DRAWN} of {layers} layers of micro-batch 0"
     return f"{shown}, {until * 1e3:.2f} ms; digits are micro-batches, dots idle\n{timeline.draw()}"
 
 
-def _find_layer(label: str) -> int:
-    """Return the layer of an op by its label, such as `L12.attention`; 0 outside layers, and before them."""
+def _find_layer(label: str) -> int | None:
+    """Return the layer of an op by its label, such as `L12.attention`; None outside layers."""
     layer = label.partition(".")[0]
-    return int(layer[1:]) if layer[:1] == "L" and layer[1:].isdecimal() else 0
+    return int(layer[1:]) if layer[:1] == "L" and layer[1:].isdecimal() else None
 
 
 def _list_split(answer: WhatIf, split: Split) -> dict[str, Any]:
@@ -225,11 +256,12 @@ def _list_split(answer: WhatIf, split: Split) -> dict[str, Any]:
 
 def _list_row(cell: Cell, margin: float) -> tuple[str, ...]:
     ((axis, value),) = cell.values.items()
-    found = cell.prediction
+    found, chosen = cell.prediction, cell.choose(margin)
     if found is None:
-        return _name(axis, value), *(DECLINED,) * 4
-    figures = f"{found.whole * 1e3:.2f}", f"{found.split * 1e3:.2f}", f"{_speed_up(found):.2f}x"
-    return _name(axis, value), *figures, f"{found.micro_batches}" if cell.pays(margin) else DECLINED
+        return _name(axis, value), *(DECLINED,) * 5
+    figures = f"{found.whole * 1e3:.2f}", f"{found.split * 1e3:.2f}", f"{found.gain:.1%}"
+    ways = (_name_way(way.micro_batches, way.beside) if way else "whole" for way in (found, chosen))
+    return _name(axis, value), *figures, *ways
 
 
 def _tabulate(cells: Sequence[Cell], margin: float) -> str:
@@ -243,8 +275,8 @@ def _tabulate(cells: Sequence[Cell], margin: float) -> str:
 
 
 def _describe_cell(cell: Cell, margin: float) -> str:
-    found = cell.prediction
-    return f"{_speed_up(found):.2f}/{found.micro_batches}" if found and cell.pays(margin) else DECLINED
+    chosen = cell.choose(margin)
+    return f"{_speed_up(chosen):.2f}/{chosen.micro_batches}" if chosen else DECLINED
 
 
 def _speed_up(prediction: Prediction) -> float:

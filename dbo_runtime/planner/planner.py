@@ -84,7 +84,7 @@ class Planner:
         self._gate = Gate()
         self._most_states = most_states
         self._density = find_density(table, program)
-        self._orders: dict[tuple[object, ...], NamedOrder] = {}
+        self._orders: dict[tuple[object, ...], tuple[NamedOrder, ...]] = {}
         self._decisions: dict[tuple[Batch | tuple[int, ...], RuntimeConfig], Choice | Decline] = {}
         self._too_small: dict[int, Decline | None] = {}
 
@@ -128,7 +128,7 @@ class Planner:
             sizes = share_together(tokens, parts)
             if not isinstance(sizes, Decline):
                 loads = [Load(max(part)) for part in sizes]
-                options.append(self._make_choice(load, loads, config, sizes=sizes))
+                options.extend(self._make_choices(load, loads, config, sizes=sizes))
         return self._remember(key, config, self._decide(options, load, config))
 
     def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
@@ -192,8 +192,9 @@ class Planner:
                     return hopeless
                 parts = (1,)
         options = [
-            self._make_choice(load, measure_slices(batch, slices), config, slices=slices)
+            choice
             for slices in self._find_options(batch, parts)
+            for choice in self._make_choices(load, measure_slices(batch, slices), config, slices=slices)
         ]
         return self._decide(options, load, config)
 
@@ -215,9 +216,9 @@ class Planner:
         )
         return [slice_batch(batch, cut) for cut in cuts if cut or 1 in parts]
 
-    def _make_choice(self, load: Load, loads: Sequence[Load], config: RuntimeConfig, **where: Any) -> Choice:
-        ordered = self._find_order(loads, config)
-        return Choice(ordered, self._predict(ordered, load, loads), **where)
+    def _make_choices(self, load: Load, loads: Sequence[Load], config: RuntimeConfig, **where: Any) -> list[Choice]:
+        orders = self._find_orders(loads, config)
+        return [Choice(ordered, self._predict(ordered, load, loads), **where) for ordered in orders]
 
     def _predict(self, ordered: NamedOrder, load: Load, loads: Sequence[Load]) -> Prediction:
         factors = self.correction.factor(WHOLE), self.correction.factor(SPLIT)
@@ -228,7 +229,7 @@ class Planner:
         whole, split = predict(self._predictor)
         longer = find_gain(whole, split * (1 + self.table.split_error))
         doubtful = min(longer, *(find_gain(*predict(predictor)) for predictor in self._doubters))
-        return Prediction(whole, split, len(loads), doubtful)
+        return Prediction(whole, split, len(loads), doubtful, list_beside(ordered.schedule.programs[0]))
 
     def _decide(self, options: Sequence[Choice], load: Load, config: RuntimeConfig) -> Choice | Decline:
         ranked = sorted(filter(_changes, options), key=lambda choice: choice.prediction.split)
@@ -249,49 +250,66 @@ class Planner:
         return self._placements if config.side == "auto" and self.knows_side else self._placements[:1]
 
     def _find_order(self, loads: Sequence[Load], config: RuntimeConfig) -> NamedOrder:
-        """Return the order for loads like these: what the settings name, or the best for such shares of time."""
-        policy = config.policy
+        """Return the order for loads like these, on the lanes on which that is predicted to end soonest."""
+        orders = self._find_orders(loads, config)
+        return (
+            min(orders, key=lambda ordered: self._predictor.predict_split(ordered, loads)) if orders[1:] else orders[0]
+        )
+
+    def _find_orders(self, loads: Sequence[Load], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
+        """Return the order for loads like these: what the settings name, or the best for such shares of time.
+
+        Where ops may be on a lane beside there are two: the best with some of them there, after the best with none.
+        """
+        policy = config.policy if len(loads) > 1 else SEQUENTIAL  # one micro-batch has one order
         placements = self._find_placements(config)
-        searches = policy[0] == "optimal" and len(loads) > 1  # one micro-batch has one order
         each = Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
-        judges = searches or len(placements) > 1
+        judges = policy[0] == "optimal" or len(placements) > 1
         shares = self._predictor.measure_shares(each, ORDER_BUCKETS, LEAST_SHARE) if judges else ()
         key = len(loads), policy, config.side, shares
         if key not in self._orders:
-            order, programs = self._find_best(placements, len(loads), policy if len(loads) > 1 else SEQUENTIAL, shares)
-            lanes = self._name_placement(programs[0])
-            name = "-".join([*policy[:1], *lanes, *map(str, (policy[1], len(loads), *map(abs, shares)))])
-            self._orders[key] = NamedOrder(name, order, lower(programs, order))
+            pick = self._pick_placements(placements, len(loads), policy, shares)
+            named = ((program, self._search(program, len(loads), policy, shares)) for program in pick)
+            tail = map(str, (config.policy[1], len(loads), *map(abs, shares)))
+            words = "-".join(tail)
+            self._orders[key] = tuple(
+                NamedOrder("-".join([config.policy[0], *list_beside(program), words]), order, lower(programs, order))
+                for program, order in named
+                for programs in [(program,) * len(loads)]
+            )
         return self._orders[key]
 
-    def _find_best(
+    def _pick_placements(
         self, placements: Sequence[Program], count: int, policy: tuple[str, int], shares: tuple[int, ...]
-    ) -> tuple[Order, tuple[Program, ...]]:
-        """Return the best order, and the programs whose it is.
-
-        Orders are searched for where ops are best placed in the order that everyone else uses. What is optimal without
-        contention is compared with such orders, with it.
-        """
+    ) -> Sequence[Program]:
+        """Return the first placement, and of the others the one that is best in the order that everyone else uses."""
+        if len(placements) <= 2:
+            return placements
         follow = find_policy(*policy)
-        if not shares:
-            return follow((placements[0],) * count), (placements[0],) * count
-        times = [self._predictor.restore_times(shares, ORDER_BUCKETS)] * count
-        host = HostCost(computes=self.table.host.computes)
 
-        def judge(programs: Sequence[Program], order: Order) -> float:
-            return find_end(self._predictor.simulate_times(lower(programs, order), times, host))
+        def judge(program: Program) -> float:
+            return self._judge(program, follow((program,) * count), shares)
 
-        places = [(program,) * count for program in placements]
-        programs = min(places, key=lambda programs: judge(programs, follow(programs))) if len(places) > 1 else places[0]
+        return placements[0], min(placements[1:], key=judge)
+
+    def _search(self, program: Program, count: int, policy: tuple[str, int], shares: tuple[int, ...]) -> Order:
+        """Return the best order. What is optimal without contention is compared with what everyone uses, with it."""
+        programs = (program,) * count
         if policy[0] != "optimal":
-            return follow(programs), programs
-        found = find_order(make_jobs(programs, times), self._most_states)
+            return find_policy(*policy)(programs)
+        found = find_order(make_jobs(programs, [self._restore_times(shares)] * count), self._most_states)
         candidates = (found.order, alternate(programs), staggered(programs, 1))
-        return min(candidates, key=lambda order: judge(programs, order)), programs
+        return min(candidates, key=lambda order: self._judge(program, order, shares))
 
-    def _name_placement(self, program: Program) -> list[str]:
-        """Return what tells a placement from the usual one: nothing, or the ops that are on `side`."""
-        return sorted({op.name for op in program.ops if op.lane == SIDE})
+    def _judge(self, program: Program, order: Order, shares: tuple[int, ...]) -> float:
+        """Return when micro-batches with such shares of time end, in no unit."""
+        count = 1 + max(issue.micro_batch for issue in order)
+        host = HostCost(computes=self.table.host.computes)
+        times = [self._restore_times(shares)] * count
+        return find_end(self._predictor.simulate_times(lower((program,) * count, order), times, host))
+
+    def _restore_times(self, shares: tuple[int, ...]) -> list[float]:
+        return self._predictor.restore_times(shares, ORDER_BUCKETS)
 
 
 def list_placements(program: Program) -> tuple[Program, ...]:
@@ -299,6 +317,11 @@ def list_placements(program: Program) -> tuple[Program, ...]:
     kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
     alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
     return (program.fold_side(), *alone, program) if kinds else (program,)
+
+
+def list_beside(program: Program) -> tuple[str, ...]:
+    """Return the names of the ops that are on `side`."""
+    return tuple(sorted({op.name for op in program.ops if op.lane == SIDE}))
 
 
 def _changes(choice: Choice) -> bool:

@@ -46,12 +46,12 @@ def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
     Raises:
         ConfigError: naming the argument, if one is not as it must be.
     """
-    table, prompts = open_costs(arguments.costs)
+    table, usual = open_costs(arguments.costs)
     table = _set_layers(table, arguments.layers)
     config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
     if config.parts > MOST_PARTS:
         raise ConfigError(f"--micro-batches is {config.parts}; a schedule is shown for up to {MOST_PARTS}.")
-    schedule = _make_schedule(table, prompts or (TOKENS,), config)
+    schedule = _make_schedule(table, usual or Batch((TOKENS,), TOKENS), config)
     validate(schedule)
     if arguments.check is not None:
         return _check(Path(arguments.check), schedule, arguments.json)
@@ -73,12 +73,11 @@ def _set_layers(table: CostTable, layers: int | None) -> CostTable:
     return replace(table, program=replace(table.program, runs=runs))
 
 
-def _make_schedule(table: CostTable, prompts: Sequence[int], config: RuntimeConfig) -> Schedule:
+def _make_schedule(table: CostTable, batch: Batch, config: RuntimeConfig) -> Schedule:
     program = record_sketch(table.program)
     if config.policy[0] != "optimal":
         programs = (program,) * config.parts
         return lower(programs, find_policy(*config.policy)(programs))
-    batch = Batch(tuple(prompts), sum(prompts))
     slices = slice_batch(batch, find_cuts(batch, share_evenly(batch, config.parts)))
     assert len(slices) == config.parts  # such steps can be cut often enough
     return Planner(program, table).find_schedule(measure_slices(batch, slices), config)

@@ -34,6 +34,7 @@ class Split:
         seconds: what the step takes.
         bound: what no order could beat with these cuts, in seconds.
         timeline: when each op runs.
+        beside: names of the ops that are on the `side` lane.
     """
 
     sizes: tuple[int, ...]
@@ -41,6 +42,7 @@ class Split:
     seconds: float
     bound: float
     timeline: Timeline
+    beside: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -93,7 +95,7 @@ class WhatIf:
 
 
 class BreakEven(NamedTuple):
-    """From which number of tokens on splitting pays.
+    """From which number of tokens on splitting pays, or having ops beside each other.
 
     Attributes:
         tokens: the smallest such number; None if there is none up to `most`.
@@ -127,17 +129,19 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
     )
 
 
-def find_break_even(estimator: Estimator, batch: Batch, config: RuntimeConfig, most: int) -> BreakEven:
-    """Return from how many tokens on splitting batches like *batch* gains more than the margin.
+def find_break_even(estimator: Estimator, batch: Batch, config: RuntimeConfig, most: int, parts: int = 2) -> BreakEven:
+    """Return from how many tokens on the runtime takes batches like *batch* in *parts* micro-batches or more.
 
-    Powers of two are scanned up to *most*, and between the first that pays and the one before it is bisected.
+    In 1 that is with ops on `side`: a step that is left whole is none. Powers of two are scanned up to *most*, and
+    between the first that pays and the one before it is bisected.
     """
 
     def pays(tokens: int) -> bool:
-        prediction = estimator.estimate(resize_batch(batch, tokens), config)
-        return prediction is not None and prediction.pays(config.margin)
+        options = estimator.list_options(resize_batch(batch, tokens), config)
+        chosen = next((option for option in options if option.pays(config.margin)), None)
+        return chosen is not None and chosen.micro_batches >= parts
 
-    sizes = [1 << power for power in range(1, most.bit_length())]
+    sizes = [1 << power for power in range(int(parts > 1), most.bit_length())]
     paying = [size for size in sizes if pays(size)]
     if not paying:
         return BreakEven(None, sizes[-1] if sizes else most)
@@ -156,7 +160,8 @@ def _measure(planner: Planner, batch: Batch, choice: Choice) -> Split:
     outside = host.split + host.split_per_token * sum(load.tokens for load in loads)
     seconds = max(max(span.end for span in timeline.spans) + outside, 0.0)
     bound = max(_find_bound(planner, choice.order.schedule.programs, loads) + outside, 0.0)
-    return Split(tuple(load.tokens for load in loads), choice.order.name, seconds, min(bound, seconds), timeline)
+    sizes, beside = tuple(load.tokens for load in loads), choice.prediction.beside
+    return Split(sizes, choice.order.name, seconds, min(bound, seconds), timeline, beside)
 
 
 def _find_bound(planner: Planner, programs: Sequence[Program], loads: Sequence[Load]) -> float:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import pytest
 
-from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.published_cases import list_cases
 from dbo_runtime.planner.whatif import WhatIf, predict_step
@@ -80,8 +79,8 @@ PUBLISHED = (
 @pytest.fixture(scope="module")
 def answers() -> dict[str, WhatIf]:
     """What the planner says of each case."""
-    batches = {case.name: Batch(case.prompts, sum(case.prompts)) for case in list_cases()}
-    return {case.name: predict_step(case.table, batches[case.name], RuntimeConfig()) for case in list_cases()}
+    prompts = [case for case in list_cases() if case.step.prefill_tokens]
+    return {case.name: predict_step(case.table, case.step, RuntimeConfig()) for case in prompts}
 
 
 def list_speed_ups(answer: WhatIf) -> list[str]:

@@ -34,7 +34,8 @@ from dbo_runtime.planner.sweep import GRIDS, list_grid, parse_axes, sweep
 from dbo_runtime.planner.whatif import BreakEven, Split, WhatIf, find_break_even, predict_step
 from tests.planner.test_costs import make_origin, make_table
 
-CASES = ("a3-layer-4894", "910b-profile-4894", "910b-share-5591", "910c-share-5591", "r1-tp16-941")
+PROMPTS = ("a3-layer-4894", "910b-profile-4894", "910b-share-5591", "910c-share-5591", "r1-tp16-941")
+DECODES = {"r1-decode-910b": "arXiv:2506.12708", "r1-decode-910c": "arXiv:2506.12708"}
 IN_TWO, IN_THREE = RuntimeConfig(micro_batches=2), RuntimeConfig(micro_batches=3)
 MS = 1e-3
 
@@ -53,7 +54,7 @@ def make_prompts(*lengths: int) -> Batch:
 
 def open_case(name: str) -> tuple[CostTable, Batch]:
     case = find_case(name)
-    return case.table, make_prompts(*case.prompts)
+    return case.table, case.step
 
 
 def change_ops(table: CostTable, change: Callable[[Cost], Cost]) -> CostTable:
@@ -83,11 +84,12 @@ def predict_in_two(table: CostTable, batch: Batch, **settings: Any) -> tuple[Wha
 
 def test_every_case_is_modelled_and_says_from_where() -> None:
     cases = list_cases()
-    assert tuple(case.name for case in cases) == CASES
+    assert tuple(case.name for case in cases) == (*PROMPTS, *DECODES)
     for case in cases:
         assert case.table.origin.kind == "modelled"
-        assert f"vllm-project/vllm-ascend#{case.name.rpartition('-')[2]}" in case.table.origin.source
-        assert {"Given:", "Assumed:"} <= set(case.table.origin.source.split())
+        source = DECODES.get(case.name, f"vllm-project/vllm-ascend#{case.name.rpartition('-')[2]}")
+        assert source in case.table.origin.source
+        assert {"Given", "Assumed:"} <= {word.replace("Given:", "Given") for word in case.table.origin.source.split()}
 
 
 def sum_lanes(name: str) -> tuple[float, dict[str, float]]:
@@ -151,7 +153,8 @@ def test_the_r1_run_could_gain_more_than_its_own_overlap_did() -> None:
 
 
 def test_a_case_is_found_by_name_and_a_file_by_path(tmp_path: Path) -> None:
-    assert open_costs("a3-layer-4894")[1] == (1024,) * 4
+    assert open_costs("a3-layer-4894")[1] == make_prompts(*[1024] * 4)
+    assert open_costs("r1-decode-910c")[1] == Batch((1,) * 96, 0, context_lens=(4096,) * 96)
     save_costs(make_table(), tmp_path / "mine.json")
     assert open_costs(str(tmp_path / "mine.json")) == (make_table(), None)
     with pytest.raises(ConfigError, match="neither a file nor a published case; known are a3-layer-4894"):
@@ -251,8 +254,8 @@ class FakeEstimator:
     def __init__(self, pays: Callable[[int], bool]) -> None:
         self._pays = pays
 
-    def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction:
-        return Prediction(1.0, 0.9 if self._pays(batch.tokens) else 1.0, 2)
+    def list_options(self, batch: Batch, config: RuntimeConfig) -> list[Prediction]:
+        return [Prediction(1.0, 0.9 if self._pays(batch.tokens) else 1.0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -417,7 +420,8 @@ def test_a_sweep_is_a_prediction_at_each_point() -> None:
     scaled = scale_bandwidth(scale_tensor(table, 16), Bandwidth(2))
     assert cell.prediction == Estimator(scaled).estimate(batch, IN_TWO)
     assert cell.prediction is not None
-    assert cell.pays(0.02) == (cell.prediction.gain > 0.02 and cell.prediction.doubtful >= 0)
+    paying = [option for option in cell.options if option.gain > 0.02 and option.doubtful >= 0]
+    assert cell.choose(0.02) == (paying[0] if paying else None)
 
 
 def test_a_sweep_of_tokens_resizes_the_step() -> None:
