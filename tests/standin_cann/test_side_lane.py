@@ -5,6 +5,7 @@ Ops take here what published figures say that they take, in proportion: kernels 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -52,10 +53,11 @@ PUBLISHED = {
 }
 # What the lane saves by these figures is less than what tests of time can tell: here it is a seventh of the step.
 LONG_KEYS = {**PUBLISHED, "keys": 1000e-6, "queries": 1000e-6}
-# Ops take so many times longer here, and steps are tried several times: a stream is a thread, and on a machine that
-# others use, too, it may come milliseconds late. A planner that is wrong is wrong each time.
-SCALE = 40
-RUNS, ATTEMPTS = 3, 5
+# Ops take so many times longer here, and the fastest of several runs counts: a stream is a thread. On a machine that
+# others use, too, it comes milliseconds late, never early, and costs that were measured then are too high, so they are
+# measured again where nothing fits. A planner that is wrong is wrong each time.
+SCALE = 60
+LEAST_RUNS, MOST_RUNS, ATTEMPTS = 3, 12, 3
 TOLERANCE = 0.05
 BATCH = Batch((1,) * REQUESTS, 0, context_lens=(1024,) * REQUESTS)
 MARGIN = 0.005  # of all that is gained; #1353 gained 1 %
@@ -144,7 +146,7 @@ class Bench:
         schedule = lower(programs, sequential(programs))
         seconds = defaultdict(list)
         issued = []
-        for number in range(RUNS + 1):
+        for number in range(LEAST_RUNS + 1):
             recorder = Recorder()
             self.run(schedule, recorder)
             spans = recorder.timeline().spans
@@ -242,17 +244,18 @@ def test_keys_are_beside_queries_where_the_planner_wants_it_and_the_step_takes_w
         choice, planned = choose(bench)
         wanted = find_beside(planned, least=0.5)  # a searched order may put some beside another micro-batch's ops
         assert len(wanted) == LAYERS if parts is WHOLE else len(wanted) > LAYERS
-        steps = [bench.run(choice.order.schedule) for _ in range(RUNS)]
-        for step in steps:
+        predicted, measured = choice.prediction.split, math.inf
+        for number in range(MOST_RUNS):
+            step = bench.run(choice.order.schedule)
             assert_same(step.outputs, expected)
-        missing = wanted.difference(*(find_beside(step.timeline) for step in steps))
-        predicted, measured = choice.prediction.split, median(step.seconds for step in steps)
-        tried.append((predicted, measured, missing))
-        if not missing and abs(measured / predicted - 1) <= TOLERANCE:
-            break
-    else:
-        pytest.fail(f"(predicted, measured, keys that were not beside queries): {tried}")
-    record_property("ms predicted, and measured", f"{predicted * 1e3:.1f}, {measured * 1e3:.1f}")
+            wanted -= find_beside(step.timeline)
+            measured = min(measured, step.seconds)
+            fits = not wanted and abs(measured / predicted - 1) <= TOLERANCE
+            if fits and number + 1 >= LEAST_RUNS:
+                record_property("ms predicted, and measured", f"{predicted * 1e3:.1f}, {measured * 1e3:.1f}")
+                return
+        tried.append((predicted, measured, wanted))
+    pytest.fail(f"(predicted, measured, keys that were not beside queries): {tried}")
 
 
 @pytest.mark.parametrize("parts", [WHOLE, HALVES], ids=["not cut", "in two"])
@@ -260,7 +263,7 @@ def test_shared_experts_are_beside_gate_and_dispatch(standin: StandIn, device: A
     bench = Bench(standin, device, parts, shrinks=False)
     programs = [bench.program] * len(parts)
     bench.slow_down()
-    steps = [bench.run(lower(programs, alternate(programs))) for _ in range(RUNS)]
+    steps = [bench.run(lower(programs, alternate(programs))) for _ in range(LEAST_RUNS)]
     assert max(min(measure_beside(step.timeline, "shared_experts", "dispatch").values()) for step in steps) > 0
     assert max(step.timeline.share_beside("gate", "shared_experts", same=True) for step in steps) > 0
 
