@@ -69,11 +69,12 @@ def test_collectives_on_the_current_stream_are_refused() -> None:
         open_device("npu", groups=[group]).open_lanes(LANES)
 
 
-def test_a_lane_may_have_a_core_limit() -> None:
-    device = open_device("npu", core_limits={"comm": CoreLimit(cube=4, vector=8)})
-    compute, comm = device.open_lanes(LANES)
-    assert device.backend.get_stream_limit(comm.stream) == {"cube_core_num": 4, "vector_core_num": 8}
-    assert device.backend.get_stream_limit(compute.stream) == device.backend.get_device_limit(0)
+@pytest.mark.parametrize("limited", ["comm", "side"])
+def test_a_lane_may_have_a_core_limit(limited: str) -> None:
+    device = open_device("npu", core_limits={limited: CoreLimit(cube=4, vector=8)})
+    limits = {lane.name: device.backend.get_stream_limit(lane.stream) for lane in device.open_lanes([*LANES, "side"])}
+    assert limits.pop(limited) == {"cube_core_num": 4, "vector_core_num": 8}
+    assert all(limit == device.backend.get_device_limit(0) for limit in limits.values())
 
 
 def test_a_core_limit_does_not_stay_with_a_stream_that_others_draw_next() -> None:

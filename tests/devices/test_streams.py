@@ -231,7 +231,7 @@ def test_a_schedule_is_captured_into_a_graph_and_replays(device: StreamDevice) -
         assert_equal(outputs, run_sequential([program] * 2, [(start + number,) for (start,) in make_inputs(None)]))
 
 
-@pytest.mark.parametrize("lane", ["compute", "comm"])
+@pytest.mark.parametrize("lane", ["compute", "comm", "side"])
 def test_an_op_that_fails_under_capture_is_named_and_the_device_goes_on(device: StreamDevice, lane: str) -> None:
     """A graph cannot end while a lane has left it: then nobody would hear of the op."""
     fails = [False]
