@@ -144,7 +144,7 @@ class SplitForward:
             (x[piece.tokens], positions[..., piece.tokens], *(tensor[piece.tokens] for tensor in more))
             for piece in plan.slices
         ]
-        recorder = self.recording.begin()
+        recorder = self.recording.begin() if self.planner.serving else None  # a graph does not tell when its ops ran
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
             outputs = self.runtime.run(plan, inputs, partial(_enter, contexts), recorder)
         if recorder is not None:

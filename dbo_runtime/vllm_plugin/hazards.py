@@ -50,6 +50,13 @@ def find_mode_hazard(context: Any) -> Decline | None:
     return None
 
 
+def find_start_hazard(context: Any) -> Decline | None:
+    """Return why a step that vLLM runs to capture it, or right before, is captured as vLLM has it, or None."""
+    if not isinstance(context.attn_metadata, dict):
+        return Decline("attention metadata is split already")
+    return ascend.find_step_hazard(context)
+
+
 def find_context_hazard(context: Any, tokens: int) -> Decline | None:
     """Return why a step with this forward context runs whole, or None."""
     hazard = find_mode_hazard(context)

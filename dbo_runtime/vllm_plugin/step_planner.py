@@ -14,7 +14,7 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.runtime import MicroBatchRuntime, Plan, Shared
 from dbo_runtime.vllm_plugin.agreement import Agreement
 from dbo_runtime.vllm_plugin.attention import ContextSplitter
-from dbo_runtime.vllm_plugin.hazards import find_agreed_hazard, find_mode_hazard
+from dbo_runtime.vllm_plugin.hazards import find_agreed_hazard, find_mode_hazard, find_start_hazard
 
 NOTHING_TO_HIDE = {
     "none": "no layer is spread over ranks",
@@ -94,12 +94,16 @@ class StepPlanner:
     def _plan_start(self, context: Any, tokens: int, obstacle: Decline | None) -> StepPlan:
         """Plan a step before vLLM serves: its own, but that graphs of whole steps may hold ops beside each other.
 
-        vLLM runs a step with attention, as it is, right before it captures one: communicators are made then.
+        vLLM runs a step with attention, as it is, right before it captures one: communicators are made then. What no
+        graph can hold keeps graphs vLLM's own: a check, which reads results, and an op that waits for the device.
         """
         starting = _whole(Decline("starting up"))
-        if obstacle is not None or not self._runtime.forces_side or not context.attn_metadata:
+        runtime = self._runtime
+        if obstacle is not None or not runtime.forces_side or not context.attn_metadata:
             return starting
-        plan = self._runtime.plan(Batch((tokens,), 0), ())
+        if runtime.config.check or any(op.host_sync for op in runtime.program.ops) or find_start_hazard(context):
+            return starting
+        plan = runtime.plan(Batch((tokens,), 0), ())
         contexts = [] if isinstance(plan, Decline) else self._splitter.split(context, plan.slices)
         if isinstance(plan, Decline) or isinstance(contexts, Decline):
             return starting

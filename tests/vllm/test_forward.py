@@ -275,13 +275,13 @@ def test_with_costs_auto_may_split_where_other_processes_of_the_host_carry_token
     )
 
 
-def make_forward_beside(model: Model, splitter: Any, **settings: Any) -> SplitForward:
+def make_forward_beside(model: Model, splitter: Any, host_sync: bool = False, **settings: Any) -> SplitForward:
     """Return a forward whose program has an op on a lane beside."""
     forward = make_forward(model, splitter)
     p = ProgramBuilder(has_side=True)
     x, positions = p.input("x"), p.input("positions")
     p.side("beside", lambda positions: positions + 1, positions)
-    program = p.build(p.compute("compute", model.compute, x, positions))
+    program = p.build(p.compute("compute", model.compute, x, positions, host_sync=host_sync))
     config = replace(forward.runtime.config, **settings)
     runtime = MicroBatchRuntime(program, forward.runtime.device, config, Lines())
     forward.runtime = runtime
@@ -358,6 +358,34 @@ def test_before_vllm_serves_its_graphs_of_whole_steps_get_ops_beside_each_other(
     forward.runtime.config = replace(forward.runtime.config, side="off")
     run_beside(forward, make_served_context(cudagraph_runtime_mode=mode))
     assert forward.runtime.statistics.declined == {"starting up": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "communication"),
+    [({"check": True}, "ALLGATHER"), ({"host_sync": True}, "ALLGATHER"), ({}, "MC2")],
+    ids=["checked", "an op waits for the device", "fused communication"],
+)
+def test_graphs_stay_those_of_vllm_where_they_cannot_hold_ours(settings: dict[str, Any], communication: str) -> None:
+    """A capture in which results are read, or in which the host waits, fails and takes vLLM's start with it."""
+    model = Model()
+    forward = make_forward_beside(model, Splitter(), side="on", **settings)
+    forward.planner.serving = False
+    context = make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    context.moe_comm_type = SimpleNamespace(name=communication)  # type: ignore[attr-defined]  # vllm-ascend's
+    assert torch.equal(run_beside(forward, context), EXPECTED)
+    assert (forward.runtime.statistics.beside, len(model.whole)) == (0, 1)
+
+
+def test_what_goes_into_a_graph_is_not_recorded() -> None:
+    """It takes no time yet: whoever asked is told of the first step that is served."""
+    forward = make_forward_beside(Model(), Splitter(), side="on", mode="auto")
+    forward.recording.request()
+    forward.planner.serving = False
+    run_beside(forward, make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL))
+    assert forward.recording.timeline is None
+    forward.planner.serving = True
+    run_beside(forward, make_served_context())
+    assert forward.recording.timeline is not None
 
 
 def test_costs_may_put_ops_beside_each_other_where_there_is_no_communication() -> None:

@@ -1,0 +1,131 @@
+"""A second compute lane inside vllm-ascend: shared experts beside gate, dispatch and experts.
+
+The stand-in computes each row by itself, so equal means equal to the last bit; see test_equivalence.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tests.ascend.conftest import OPTIONS, start
+from tests.ascend.jobs import make_prompts
+from tests.standin_cann.cann import ORDERING, load
+from tests.vllm.engine import Answer, Engine, find_difference
+from tests.vllm.ranks import Ranks
+
+SIDE = {"DBO_SIDE": "on", "DBO_MODE": "auto"}
+PROMPTS = [make_prompts(40, 30, 25, 5), make_prompts(40, 7)]
+AT_ONCE: list[tuple[int, ...]] = [(), ()]
+ARRIVE = [(0, 0, 1, 3), (0, 3)]  # decodes, prefills, and steps with both; the last at once, as all ranks ask for more
+TOKENS = (9, 3)  # the second rank runs dummy batches in the end
+FUSIONS = ("fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add", "enable_npugraph_ex")  # need more operators
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+    "additional_config": {"ascend_compilation_config": dict.fromkeys(FUSIONS, False), **OPTIONS["additional_config"]},
+}
+IN_GRAPH = 1000000  # ids of streams from here on are lanes of graphs; see `Kernel`
+SHARED_EXPERTS, MOE_LAYERS = ("Matmul", "SwiGlu", "Matmul"), 2
+WHOLE_ATTENTION = (
+    "attention stays one op, with nothing beside it  reason=AscendMultiHeadLatentAttention runs it as one op"
+)
+
+Found = tuple[list[Answer], dict[str, int]]
+"""A rank's answers, and how far its counts have gone meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def beside() -> Iterator[Ranks]:
+    """Return two data parallel engines that share out the experts."""
+    yield from start(2, environment=SIDE)
+
+
+def answer(
+    engine: Engine,
+    rank: int,
+    settings: dict[str, str],
+    arrive: Sequence[Sequence[int]] = ARRIVE,
+    tokens: Sequence[int] = TOKENS,
+    cuts: Sequence[Any] = (),
+) -> Found:
+    """Answer this rank's prompts; with *cuts* every step is cut there that can be."""
+    engine.configure(**settings)
+    if cuts:
+        engine.cut_at(*cuts)
+    else:
+        engine.cut_by_settings()
+    (before,) = engine.statistics()
+    found = engine.generate(PROMPTS[rank], tokens[rank], arrive[rank])
+    (after,) = engine.statistics()
+    return found, {name: after[name] - before[name] for name in ("split", "beside")}
+
+
+def test_steps_that_are_not_cut_give_the_same_bits(beside: Ranks) -> None:
+    """Prefills, decodes, both in one step, and a rank without requests beside the other."""
+    wholes = beside.run(answer, {"DBO_MODE": "off"})
+    found = beside.run(answer, {"DBO_MODE": "auto"})
+    assert_equal(wholes, found)
+    counts = [counts for _, counts in found]
+    assert counts[0] == counts[1]
+    assert counts[0]["split"] == 0
+    assert counts[0]["beside"] >= 10
+
+
+@pytest.mark.parametrize("cut", [40, 70, 95])
+def test_split_steps_give_the_same_bits(beside: Ranks, cut: int) -> None:
+    """Cut between requests, in the padding of the shorter batch, and into padding alone."""
+    wholes = beside.run(answer, {"DBO_MODE": "off"}, AT_ONCE, (1, 1))
+    found = beside.run(answer, {"DBO_MODE": "always"}, AT_ONCE, (1, 1), [[cut], [cut]])
+    assert_equal(wholes, found)
+    assert [counts for _, counts in found] == [{"split": 1, "beside": 0}] * 2
+
+
+def test_steps_that_are_split_and_steps_that_cannot_be_choose_the_same_tokens(beside: Ranks) -> None:
+    """A single decode is not cut, and has shared experts beside; where settings cut inside, rounding is another."""
+    wholes = beside.run(answer, {"DBO_MODE": "off"})
+    found = beside.run(answer, {"DBO_MODE": "always"})
+    for (whole, _), (answers, _) in zip(wholes, found, strict=True):
+        assert [answer.tokens[0] for answer in answers] == [answer.tokens[0] for answer in whole]
+    counts = [counts for _, counts in found]
+    assert counts[0] == counts[1]
+    assert min(counts[0].values()) > 0
+
+
+def test_decodes_replayed_from_graphs_with_shared_experts_beside_give_the_same_bits(
+    beside: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Against eager steps that are neither cut nor ours, with as many tokens on both ranks and with more on one."""
+    for replaying in start(2, environment=SIDE, **GRAPHS):
+        assert WHOLE_ATTENTION in capfd.readouterr().err
+        for arrive, tokens in ((AT_ONCE, (17, 17)), (ARRIVE, TOKENS)):
+            wholes = beside.run(answer, {"DBO_MODE": "off"}, arrive, tokens)
+            assert_equal(wholes, replaying.run(answer, {"DBO_MODE": "auto"}, arrive, tokens))
+        for replays in replaying.run(trace_replays):
+            lanes = [lane for lane, kernels in replays.items() if kernels == list(SHARED_EXPERTS) * (MOE_LAYERS * 2)]
+            assert len(lanes) == 1, replays
+            assert lanes[0] % IN_GRAPH > 0, "not on the stream that the capture began on"
+
+
+def assert_equal(wholes: list[Found], found: list[Found]) -> None:
+    for (whole, _), (answers, _) in zip(wholes, found, strict=True):
+        assert find_difference(whole, answers) == 0.0
+
+
+def trace_replays(engine: Engine, rank: int) -> dict[int, list[str]]:
+    """Return what two replays ran, by stream."""
+    import torch
+
+    standin = load()
+    assert standin is not None
+    with standin.trace() as kernels:
+        engine.generate(PROMPTS[rank][:2], 3)  # the first token is a prefill's
+        torch.npu.synchronize()
+    found: dict[int, list[str]] = defaultdict(list)
+    for kernel in kernels:
+        if kernel.stream >= IN_GRAPH and kernel.name not in ORDERING:
+            found[kernel.stream].append(kernel.name)
+    return dict(found)
