@@ -11,31 +11,19 @@ from dbo_runtime.batch import Batch, BatchSlice, Decline, find_cuts, share_evenl
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.correction import SPLIT, WHOLE, Correction
-from dbo_runtime.planner.costs import CommCost, ComputeCost, CostTable, HostCost
+from dbo_runtime.planner.costs import CommCost, ComputeCost, CostTable
 from dbo_runtime.planner.cuts import balance_targets, find_density, measure_slices
 from dbo_runtime.planner.gate import Gate, Prediction, find_gain
-from dbo_runtime.planner.jobs import make_jobs
 from dbo_runtime.planner.load import Load
-from dbo_runtime.planner.predictor import (
-    FINE,
-    NamedOrder,
-    Predictor,
-    doubt_costs,
-    find_bucket,
-    find_end,
-)
-from dbo_runtime.planner.search import find_order
-from dbo_runtime.policies import Order, alternate, find_policy, staggered
+from dbo_runtime.planner.orders import Orders, list_beside
+from dbo_runtime.planner.predictor import FINE, NamedOrder, Predictor, doubt_costs, find_bucket
 from dbo_runtime.program import SIDE, Program
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 
 MOST_MICRO_BATCHES = 3  # that `auto` tries: more add little where phases match, and pay every fixed cost again
 MOST_STATES = 40_000  # of the search while a step waits for its plan: about a second
-ORDER_BUCKETS = 2  # an octave of an op's share of the time: few orders are needed
-LEAST_SHARE = -6.0  # the logarithm below which shares count as equal
 UNKNOWN_DOUBT = 0.2  # by which share costs may be off that do not say it of themselves
 MOST_DOUBT = 0.3  # and at most
-SEQUENTIAL = ("sequential", 0)
 REMEMBERED = 4096  # batches whose decision is kept
 
 
@@ -67,31 +55,30 @@ class Planner:
         table: the costs of its ops. Where it does not say how lanes that compute slow each other, `auto` leaves all of
             them on `compute`.
         most_states: what the search for an order may look at; see `search.find_order`.
-
-    Attributes:
-        knows_side: whether there are ops for `side`, and costs that say how lanes that compute slow each other.
     """
 
     def __init__(self, program: Program, table: CostTable, most_states: int = MOST_STATES) -> None:
         self.program = program
         self.table = table
-        self._placements = list_placements(program)
-        self.knows_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
         self.correction = Correction()
         self._predictor = Predictor(program, table)
         doubted = doubt_costs(table, find_doubt(table))
         self._doubters = [Predictor(program, doubtful) for doubtful in doubted]
         self._gate = Gate()
-        self._most_states = most_states
         self._density = find_density(table, program)
-        self._orders: dict[tuple[object, ...], tuple[NamedOrder, ...]] = {}
+        self._orders = Orders(program, table, self._predictor, most_states)
         self._decisions: dict[tuple[Batch | tuple[int, ...], RuntimeConfig], Choice | Decline] = {}
         self._too_small: dict[int, Decline | None] = {}
 
     @property
     def plain(self) -> Program:
         """The program as models run by themselves: without a `side` lane."""
-        return self._placements[0]
+        return self._orders.placements[0]
+
+    @property
+    def knows_side(self) -> bool:
+        """Whether there are ops for `side`, and costs that say how lanes that compute slow each other."""
+        return self._orders.knows_side
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens is not worth a look at what is in it, if it is not.
@@ -134,7 +121,7 @@ class Planner:
     def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
         """Return the numbers of micro-batches to choose from; one, too, where ops of it may be on a lane beside."""
         parts = list_parts(config)
-        return (1, *parts) if any(SIDE in program.lanes for program in self._find_placements(config)) else parts
+        return (1, *parts) if self._orders.list_placements(config)[-1] is not self.plain else parts
 
     def predict_whole(self, load: Load) -> float:
         """Return the seconds of a step that is not split."""
@@ -142,7 +129,8 @@ class Planner:
 
     def predict_split(self, loads: Sequence[Load], config: RuntimeConfig) -> float:
         """Return the seconds of a step split into micro-batches of these loads."""
-        return self._predictor.predict_split(self._find_order(loads, config), loads) * self.correction.factor(SPLIT)
+        ordered = self._orders.find_best(loads, config)
+        return self._predictor.predict_split(ordered, loads) * self.correction.factor(SPLIT)
 
     def draw_timeline(self, schedule: Schedule, loads: Sequence[Load]) -> Timeline:
         """Return when each op would run in a step split into micro-batches of these loads."""
@@ -150,7 +138,7 @@ class Planner:
 
     def find_schedule(self, loads: Sequence[Load], config: RuntimeConfig) -> Schedule:
         """Return the schedule of a step split into micro-batches of these loads."""
-        return self._find_order(loads, config).schedule
+        return self._orders.find_best(loads, config).schedule
 
     def note(self, way: str, predicted: float, measured: float) -> None:
         """Learn from a step: *predicted* with the correction of now, and *measured*, in seconds."""
@@ -204,7 +192,7 @@ class Planner:
         if load.tokens < parts:
             return None
         even = [Load(load.tokens // parts, *(amount / parts for amount in load[1:]))] * parts
-        prediction = self._predict(self._find_order(even, config), load, even)
+        prediction = self._predict(self._orders.find_best(even, config), load, even)
         return None if prediction.gain > 0 else _decline(prediction, config)
 
     def _find_options(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
@@ -217,7 +205,7 @@ class Planner:
         return [slice_batch(batch, cut) for cut in cuts if cut or 1 in parts]
 
     def _make_choices(self, load: Load, loads: Sequence[Load], config: RuntimeConfig, **where: Any) -> list[Choice]:
-        orders = self._find_orders(loads, config)
+        orders = self._orders.find(loads, config)
         return [Choice(ordered, self._predict(ordered, load, loads), **where) for ordered in orders]
 
     def _predict(self, ordered: NamedOrder, load: Load, loads: Sequence[Load]) -> Prediction:
@@ -242,86 +230,6 @@ class Planner:
             if self._gate.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
                 return choice
         return _decline(ranked[0].prediction, config)
-
-    def _find_placements(self, config: RuntimeConfig) -> Sequence[Program]:
-        """Return the program with its ops on such lanes as the settings allow, and costs say something of."""
-        if config.side == "on":
-            return self._placements[-1:]
-        return self._placements if config.side == "auto" and self.knows_side else self._placements[:1]
-
-    def _find_order(self, loads: Sequence[Load], config: RuntimeConfig) -> NamedOrder:
-        """Return the order for loads like these, on the lanes on which that is predicted to end soonest."""
-        orders = self._find_orders(loads, config)
-        return (
-            min(orders, key=lambda ordered: self._predictor.predict_split(ordered, loads)) if orders[1:] else orders[0]
-        )
-
-    def _find_orders(self, loads: Sequence[Load], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
-        """Return the order for loads like these: what the settings name, or the best for such shares of time.
-
-        Where ops may be on a lane beside there are two: the best with some of them there, after the best with none.
-        """
-        policy = config.policy if len(loads) > 1 else SEQUENTIAL  # one micro-batch has one order
-        placements = self._find_placements(config)
-        each = Load(*(sum(values) / len(loads) for values in zip(*loads, strict=True)))
-        judges = policy[0] == "optimal" or len(placements) > 1
-        shares = self._predictor.measure_shares(each, ORDER_BUCKETS, LEAST_SHARE) if judges else ()
-        key = len(loads), policy, config.side, shares
-        if key not in self._orders:
-            pick = self._pick_placements(placements, len(loads), policy, shares)
-            named = ((program, self._search(program, len(loads), policy, shares)) for program in pick)
-            tail = map(str, (config.policy[1], len(loads), *map(abs, shares)))
-            words = "-".join(tail)
-            self._orders[key] = tuple(
-                NamedOrder("-".join([config.policy[0], *list_beside(program), words]), order, lower(programs, order))
-                for program, order in named
-                for programs in [(program,) * len(loads)]
-            )
-        return self._orders[key]
-
-    def _pick_placements(
-        self, placements: Sequence[Program], count: int, policy: tuple[str, int], shares: tuple[int, ...]
-    ) -> Sequence[Program]:
-        """Return the first placement, and of the others the one that is best in the order that everyone else uses."""
-        if len(placements) <= 2:
-            return placements
-        follow = find_policy(*policy)
-
-        def judge(program: Program) -> float:
-            return self._judge(program, follow((program,) * count), shares)
-
-        return placements[0], min(placements[1:], key=judge)
-
-    def _search(self, program: Program, count: int, policy: tuple[str, int], shares: tuple[int, ...]) -> Order:
-        """Return the best order. What is optimal without contention is compared with what everyone uses, with it."""
-        programs = (program,) * count
-        if policy[0] != "optimal":
-            return find_policy(*policy)(programs)
-        found = find_order(make_jobs(programs, [self._restore_times(shares)] * count), self._most_states)
-        candidates = (found.order, alternate(programs), staggered(programs, 1))
-        return min(candidates, key=lambda order: self._judge(program, order, shares))
-
-    def _judge(self, program: Program, order: Order, shares: tuple[int, ...]) -> float:
-        """Return when micro-batches with such shares of time end, in no unit."""
-        count = 1 + max(issue.micro_batch for issue in order)
-        host = HostCost(computes=self.table.host.computes)
-        times = [self._restore_times(shares)] * count
-        return find_end(self._predictor.simulate_times(lower((program,) * count, order), times, host))
-
-    def _restore_times(self, shares: tuple[int, ...]) -> list[float]:
-        return self._predictor.restore_times(shares, ORDER_BUCKETS)
-
-
-def list_placements(program: Program) -> tuple[Program, ...]:
-    """Return *program* with its `side` ops on `compute`, with each kind of them alone where it is, and with all."""
-    kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
-    alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
-    return (program.fold_side(), *alone, program) if kinds else (program,)
-
-
-def list_beside(program: Program) -> tuple[str, ...]:
-    """Return the names of the ops that are on `side`."""
-    return tuple(sorted({op.name for op in program.ops if op.lane == SIDE}))
 
 
 def _changes(choice: Choice) -> bool:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbo_runtime.adapter import InputAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig, name_policy
-from dbo_runtime.devices import Device, open_device
+from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError, UnsupportedError
 from dbo_runtime.observe.counts import find_folder
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.program import SIDE, Program
+from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin import ascend, compat
+from dbo_runtime.vllm_plugin.served_device import find_side, open_served_device
 
 if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.attention import ContextSplitter
@@ -75,7 +76,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     if not is_split:
         return
     place = Place(groups, stage, hosts, compat.find_transport(groups, hosts))
-    device = _open_device(collectives, config, log)
+    device = open_served_device(collectives, config, log)
     metrics = _open_metrics(vllm_config, place)
     if encoder is not None and not isinstance(encoder, str):
         encoder.attach(device, config, groups.tensor_parallel, hosts, metrics, log)
@@ -134,14 +135,6 @@ def find_unproven_model(platform: str, architecture: str, config: RuntimeConfig)
     if platform != "npu" or architecture in ascend.KNOWN_MODELS or config.check:
         return None
     return f"{architecture} is not proven beside vllm-ascend yet; {COMPARE}"
-
-
-def find_side(platform: str, config: RuntimeConfig) -> bool:
-    """Return whether a model's ops may be on a second compute lane.
-
-    On the CPU such a lane would take the cores of the first, so it is there only for those who ask.
-    """
-    return config.side == "on" or (config.side == "auto" and platform != "cpu")
 
 
 def _open_generic(groups: compat.Groups, vllm_config: Any, stage: Stage) -> ModelAdapter:
@@ -212,25 +205,6 @@ def _compare_settings(group: Any, config: RuntimeConfig, found: Sequence[Any], v
     if len(set(settings)) > 1:
         raise ConfigError(f"give all ranks on all hosts the same settings and packages. {tell(settings)}")
     return len({host for _, host in said})
-
-
-def _open_device(collectives: Any, config: RuntimeConfig, log: Any) -> Device:
-    """Open the device that vLLM serves on, whatever else the machine has."""
-    from dbo_runtime.vllm_plugin.thread_state import capture_thread_state
-
-    platform = compat.find_platform()
-    options: dict[str, dict[str, Any]] = {
-        "cpu": {"capture_state": capture_thread_state},
-        "cuda": {},
-        "npu": {"groups": collectives.process_groups},
-    }
-    if config.side_cores and platform == "npu":
-        from dbo_runtime.devices.npu import CoreLimit
-
-        options["npu"]["core_limits"] = {SIDE: CoreLimit(*config.side_cores)}
-    elif config.side_cores:
-        log.warning("DBO_SIDE_CORES has no effect: only an NPU can keep a lane to some of its cores", device=platform)
-    return open_device(platform, **options[platform])
 
 
 def open_splitter(vllm_config: Any, runner: Any) -> ContextSplitter:

@@ -18,7 +18,8 @@ from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable
 from dbo_runtime.planner.estimate import Estimator
 from dbo_runtime.planner.gate import Prediction
 from dbo_runtime.planner.load import Load
-from dbo_runtime.planner.planner import LEAST_SHARE, ORDER_BUCKETS, Planner, list_beside
+from dbo_runtime.planner.orders import LEAST_SHARE, ORDER_BUCKETS, list_beside
+from dbo_runtime.planner.planner import Planner
 from dbo_runtime.planner.predictor import Predictor, find_end
 from dbo_runtime.planner.published_cases import find_case
 from dbo_runtime.planner.scale import set_layers

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.vllm_plugin import ascend, attachment, compat
+from dbo_runtime.vllm_plugin import ascend, attachment, compat, served_device
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_where_ranks_have_links_of_their_own_there_is_communication_to_hide_on_o
     ],
 )
 def test_the_cpu_has_a_second_compute_lane_only_for_those_who_ask(platform: str, side: str, found: bool) -> None:
-    assert attachment.find_side(platform, RuntimeConfig(enabled=True, side=side)) is found
+    assert served_device.find_side(platform, RuntimeConfig(enabled=True, side=side)) is found
