@@ -27,10 +27,25 @@ SETTINGS = {"DBO_COMPILE": "1", "DBO_CHECK": "1", "DBO_MIN_TOKENS": "1"}
 SIZES = (1, 2, 3, 17, 64, 500)
 
 
-@pytest.fixture(scope="module", params=["Qwen3ForCausalLM", "DeepseekV3ForCausalLM"])
-def compiling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    model = TINY if "Deepseek" in request.param else make_family(request.param, tmp_path_factory.mktemp("model"))
-    yield from start(1, "nobind", model, SETTINGS, enforce_eager=False, attention_backend=find_backend(request.param))
+@pytest.fixture(scope="session")  # not shorter: ending one engine takes down the groups of others in this process
+def compiling_qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    name = "Qwen3ForCausalLM"
+    model = make_family(name, tmp_path_factory.mktemp("model"))
+    yield from start(1, "nobind", model, SETTINGS, enforce_eager=False, attention_backend=find_backend(name))
+
+
+@pytest.fixture(scope="session")
+def compiling_deepseek() -> Iterator[Engine]:
+    yield from start(1, "nobind", TINY, SETTINGS, enforce_eager=False)
+
+
+@pytest.fixture(
+    params=["compiling_deepseek", "compiling_qwen"]
+)  # the first one's groups are all's: experts need theirs
+def compiling(request: pytest.FixtureRequest) -> Engine:
+    """Return an engine that compiles what it serves, and ops of split steps."""
+    engine: Engine = request.getfixturevalue(request.param)
+    return engine
 
 
 def find_functions(engine: Engine) -> dict[str, CompiledFunction]:

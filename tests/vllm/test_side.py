@@ -23,11 +23,21 @@ GENERATED = 2000
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["one rank", "two ranks"])  # not shorter; see conftest.py
-def beside(request: pytest.FixtureRequest) -> Iterator[Engine]:
+@pytest.fixture(scope="session")  # not shorter: ending one engine takes down the groups of others in this process
+def one_beside() -> Iterator[Engine]:
+    yield from start(1, "nobind", settings=SIDE, max_model_len=2048)
+
+
+@pytest.fixture(scope="session")
+def two_beside() -> Iterator[Engine]:
+    yield from start(2, share_cores(), settings=SIDE, max_model_len=2048)
+
+
+@pytest.fixture(params=["one_beside", "two_beside"])
+def beside(request: pytest.FixtureRequest) -> Engine:
     """Return an engine whose latent attention is taken apart."""
-    cores = "nobind" if request.param == 1 else share_cores()
-    yield from start(request.param, cores, settings=SIDE, max_model_len=2048)
+    engine: Engine = request.getfixturevalue(request.param)
+    return engine
 
 
 @pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
