@@ -39,11 +39,12 @@ def compiling_deepseek() -> Iterator[Engine]:
     yield from start(1, "nobind", TINY, SETTINGS, enforce_eager=False)
 
 
-@pytest.fixture(
-    params=["compiling_deepseek", "compiling_qwen"]
-)  # the first one's groups are all's: experts need theirs
+@pytest.fixture(params=["compiling_deepseek", "compiling_qwen"])
 def compiling(request: pytest.FixtureRequest) -> Engine:
-    """Return an engine that compiles what it serves, and ops of split steps."""
+    """Return an engine that compiles what it serves, and ops of split steps.
+
+    The one with experts comes first: engines of one process share its first one's groups, and experts need theirs.
+    """
     engine: Engine = request.getfixturevalue(request.param)
     return engine
 
