@@ -80,6 +80,13 @@ def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
     assert Timeline(()).measure_beside() == []
 
 
+def test_beside_a_side_lane_only_what_computes_counts() -> None:
+    timeline = make_timeline(
+        ("side", "keys", 0, 0.0, 4.0), ("comm", "reduce", 1, 0.0, 3.0), ("compute", "queries", 0, 2.0, 3.0)
+    )
+    assert timeline.measure_beside() == [1.0, 3.0, 1.0]
+
+
 spans_in_halves = st.lists(
     st.builds(
         lambda lane, start, length: Span(lane, "x", 0, start / 2, (start + length) / 2),

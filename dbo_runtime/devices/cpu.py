@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
@@ -164,16 +164,19 @@ class CpuDevice:
     Args:
         capture_state: called on the calling thread at `begin`; returns a context manager factory that a worker enters
             around each task. Thread-local state of torch (inference mode, grad mode) travels this way.
+        inline: lanes that are the calling thread, too, beside the first: where ops that compute must not run at the
+            same time, because kernels share memory to work in.
     """
 
     name = "cpu"
     is_capturing = False
     can_capture = False
 
-    def __init__(self, capture_state: Callable[[], ThreadState] | None = None) -> None:
+    def __init__(self, capture_state: Callable[[], ThreadState] | None = None, inline: Collection[str] = ()) -> None:
         self.run = 0
         self.thread_state: ThreadState = nullcontext
         self._capture_state = capture_state
+        self._inline = frozenset(inline)
         self._lanes: dict[str, CallingThreadLane | WorkerLane] = {}
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -184,10 +187,10 @@ class CpuDevice:
         return self._failure is not None
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes; the first name is the calling thread's."""
+        """Return the lanes; the first name is the calling thread's, and so are those that are `inline`."""
         for position, name in enumerate(names):
             if name not in self._lanes:
-                make = WorkerLane if position else CallingThreadLane
+                make = WorkerLane if position and name not in self._inline else CallingThreadLane
                 self._lanes[name] = make(name, self)
         return [self._lanes[name] for name in names]
 

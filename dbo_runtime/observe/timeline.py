@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, SupportsFloat
 
-from dbo_runtime.program import COMPUTING
+from dbo_runtime.program import COMPUTING, SIDE
 from dbo_runtime.schedule import Step
 
 
@@ -87,8 +87,16 @@ class Timeline:
         return self.duration - sum(end - start for start, end in _merge((s.start, s.end) for s in self.spans))
 
     def measure_beside(self) -> list[float]:
-        """Return for each span the seconds of it during which another lane ran [spans]."""
-        others = {lane: _cover((s.start, s.end) for s in self.spans if s.lane != lane) for lane in self.lanes}
+        """Return for each span the seconds of it during which another lane ran [spans].
+
+        For `side` only another that computes counts: with that it shares more than with one that communicates.
+        """
+        others = {
+            lane: _cover(
+                (s.start, s.end) for s in self.spans if s.lane != lane and (lane != SIDE or s.lane in COMPUTING)
+            )
+            for lane in self.lanes
+        }
         beside = []
         for span in self.spans:
             covered = others[span.lane]

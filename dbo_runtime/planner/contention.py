@@ -11,6 +11,7 @@ from typing import NamedTuple
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs import Cost
 from dbo_runtime.planner.samples import Sample, find_lane, group_by_op
+from dbo_runtime.program import SIDE
 
 # Sharing a device or its memory may slow a lane by this much; a greater figure is a disturbed measurement.
 MOST_CONTENTION = 10.0
@@ -18,6 +19,8 @@ MOST_CONTENTION = 10.0
 
 def fit_contention(costs: Mapping[str, Cost], samples: Iterable[Sample]) -> dict[str, float]:
     """Return the factor by which each measured lane is slower while another lane runs; 1 where none ran beside it.
+
+    But for `side`, of which nothing is said then: that lanes which compute do not slow each other has to be seen.
 
     An op that takes d seconds, o of them beside another lane, does (d - o) + o / factor of work, and alone it takes
     that long: as it was measured alone at the same load, or what it costs. So what it takes longer than alone grows
@@ -37,7 +40,7 @@ def fit_contention(costs: Mapping[str, Cost], samples: Iterable[Sample]) -> dict
         points = [point for load, runs in groups if (point := _compare(list(runs), costs[op].time(load))) is not None]
         pairs = combinations(points if len(points) > 1 else [_Point(0.0, 0.0), *points], 2)
         slopes[find_lane(op, of_op)] += [_find_slope(*pair) for pair in pairs if pair[0].beside != pair[1].beside]
-    return {lane: _find_factor(found) for lane, found in slopes.items()}
+    return {lane: _find_factor(found) for lane, found in slopes.items() if found or lane != SIDE}
 
 
 class _Point(NamedTuple):

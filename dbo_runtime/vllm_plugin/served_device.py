@@ -13,7 +13,7 @@ from dbo_runtime.vllm_plugin import compat
 def find_side(platform: str, config: RuntimeConfig) -> bool:
     """Return whether a model's ops may be on a second compute lane.
 
-    On the CPU such a lane would take the cores of the first, so it is there only for those who ask.
+    On the CPU such a lane would take the cores of the first, so it is there only for those who ask, to try programs.
     """
     return config.side == "on" or (config.side == "auto" and platform != "cpu")
 
@@ -24,7 +24,8 @@ def open_served_device(collectives: Any, config: RuntimeConfig, log: Any) -> Dev
 
     platform = compat.find_platform()
     options: dict[str, dict[str, Any]] = {
-        "cpu": {"capture_state": capture_thread_state},
+        # vLLM's kernels for CPU work in one scratchpad a process: two at the same time end in a segmentation fault.
+        "cpu": {"capture_state": capture_thread_state, "inline": {SIDE}},
         "cuda": {},
         "npu": {"groups": collectives.process_groups},
     }

@@ -282,3 +282,19 @@ def release_on_failure(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> La
     latch, fail = Latch(), device.fail
     monkeypatch.setattr(device, "fail", lambda error: (fail(error), latch.release()))
     return latch
+
+
+def test_lanes_that_must_not_run_at_the_same_time_are_the_calling_thread() -> None:
+    device = CpuDevice(inline={"side"})
+    compute, comm, side = device.open_lanes(("compute", "comm", "side"))
+    ran: list[tuple[str, int]] = []
+    device.begin()
+    for lane in (compute, comm, side):
+        lane.launch(lambda _, lane=lane: ran.append((lane.name, threading.get_ident())), [])
+    event = device.make_event()
+    comm.record(event)
+    side.wait(event)  # as any lane may
+    device.finish()
+    threads = dict(ran)
+    assert threads["compute"] == threads["side"] == threading.get_ident() != threads["comm"]
+    device.close()

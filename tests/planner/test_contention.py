@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.contention import MOST_CONTENTION, fit_contention
-from dbo_runtime.planner.costs import Cost
+from dbo_runtime.planner.costs import ComputeCost, Cost
 from dbo_runtime.planner.load import Load
 from dbo_runtime.planner.samples import Sample
 from tests.planner.test_fit import HINGE, LINE, PROMPTS, REDUCE, measure
@@ -73,3 +73,12 @@ def test_what_an_op_takes_longer_whatever_runs_beside_it_is_no_contention(factor
     late = [s._replace(seconds=s.seconds + credit) for s in overlap(REDUCE, factor, 0.3)]
     found = fit_contention({"op": REDUCE}, [*measure(REDUCE, PROMPTS), *late])
     assert found == {"comm": pytest.approx(factor, rel=1e-6)}
+
+
+def test_nothing_is_said_of_a_side_lane_that_never_ran_beside_another() -> None:
+    """Costs that say how it slows others let the planner use it: that takes a look."""
+    samples = [Sample(op, lane, Load(8), 1.0) for op, lane in (("attention", "compute"), ("keys", "side"))]
+    costs: dict[str, Cost] = {"attention": ComputeCost(1.0), "keys": ComputeCost(1.0)}
+    assert fit_contention(costs, samples) == {"compute": 1.0}
+    beside = [sample._replace(beside=0.5) for sample in samples]
+    assert fit_contention(costs, beside).keys() == {"compute", "side"}

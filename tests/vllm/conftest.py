@@ -54,11 +54,17 @@ def data_parallel(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def start(
     ranks: int, cores: str, model: Path = TINY, settings: Mapping[str, str] = MappingProxyType({}), **options: Any
 ) -> Iterator[Engine]:
-    """Start an engine in our environment, and with these settings, and shut it down."""
+    """Start an engine in our environment, and shut it down.
+
+    *settings* are there while it starts, and in workers of their own: other engines read this process's environment.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        for variable, value in {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores, **settings}.items():
+        for variable, value in {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}.items():
             patch.setenv(variable, value)
-        engine = Engine(model, ranks, **options)
+        with pytest.MonkeyPatch.context() as own:
+            for variable, value in settings.items():
+                own.setenv(variable, value)
+            engine = Engine(model, ranks, **options)
         try:
             yield engine
         finally:

@@ -23,7 +23,8 @@ from tests.vllm.conftest import TINY, share_cores, start
 from tests.vllm.engine import Engine, find_difference, make_prompt
 from tests.vllm.families import find_backend, make_family
 
-SETTINGS = {"DBO_COMPILE": "1", "DBO_CHECK": "1", "DBO_MIN_TOKENS": "1"}
+SETTINGS = {"DBO_COMPILE": "1"}
+CHECKED = {"DBO_MODE": "always", "DBO_CHECK": "1"}
 SIZES = (1, 2, 3, 17, 64, 500)
 
 
@@ -97,7 +98,7 @@ def test_what_does_not_fit_runs_eager(compiling: Engine) -> None:
 def test_split_steps_equal_whole_ones(compiling: Engine) -> None:
     prompts, split = [make_prompt(length, length) for length in (33, 2, 64, 401, 7)], compiling.count_split()
     arrive = (0, 0, 1, 2, 2)
-    compiling.configure(DBO_MODE="always")  # each split step is compared with the compiled whole one
+    compiling.configure(**CHECKED)  # each split step is compared with the compiled whole one
     ours = compiling.generate(prompts, tokens=4, arrive=arrive)
     assert compiling.count_split() > split
     compiling.configure(DBO_MODE="off")
@@ -106,7 +107,7 @@ def test_split_steps_equal_whole_ones(compiling: Engine) -> None:
 
 def test_answers_are_those_of_eager_ops(compiling: Engine) -> None:
     prompts = [make_prompt(length, length) for length in (3, 1, 17, 130)]
-    compiling.configure(DBO_MODE="always")
+    compiling.configure(**CHECKED)
     ours = compiling.generate(prompts, tokens=3)
     kept = {function: function._compiled for function in find_functions(compiling).values()}
     try:
@@ -120,8 +121,8 @@ def test_answers_are_those_of_eager_ops(compiling: Engine) -> None:
 
 @pytest.mark.slow
 def test_reduces_are_left_out_of_what_is_compiled() -> None:
-    settings = {**SETTINGS, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # we send the workers a function
-    for engine in start(2, share_cores(), TINY, settings, enforce_eager=False):
+    for engine in start(2, share_cores(), TINY, SETTINGS, enforce_eager=False):
+        engine.configure(**CHECKED)
         prompts = [make_prompt(length, length) for length in (33, 2, 64)]
         ours = engine.generate(prompts, tokens=3)  # compared, each step
         assert engine.count_split() > 0

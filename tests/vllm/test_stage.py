@@ -203,7 +203,7 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
 
         record = decline
 
-    reason = attachment._record(Blind(), "SomeForCausalLM", None, make_hazards(), None, LAST)
+    reason = attachment._record(Blind(), "SomeForCausalLM", None, make_hazards(), None, LAST, False)
     assert str(reason).endswith("Blind takes whole models only, no stages of a pipeline")
 
 
