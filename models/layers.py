@@ -91,7 +91,8 @@ def record_attention(
     latent = collectives.take_attention_apart(attention) if p.has_side else None
     if latent is None:
         whole = collectives.without_reduce(partial(attend, attention))
-        return p.compute("attention", whole, positions, x, ordered=True)  # type: ignore[no-any-return]  # one value
+        attended: Value = p.compute("attention", whole, positions, x, ordered=True)
+        return attended
     return record_latent_attention(p, latent, collectives, positions, x)
 
 

@@ -18,7 +18,7 @@ class Sample(NamedTuple):
     lane: str
     load: Load
     seconds: float
-    beside: float = 0.0  # seconds of it during which another lane ran
+    beside: float = 0.0  # seconds of it during which another lane ran; see `Timeline.measure_beside`
 
 
 def group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
