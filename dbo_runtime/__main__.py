@@ -38,17 +38,17 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "doctor": Command("dbo_runtime.doctor.doctor_command", "find what keeps steps from being split here"),
         "plan": Command(
-            "dbo_runtime.planner.plan_command", "predict from a cost file what splitting brings; needs no device"
+            "dbo_runtime.planner.whatif.plan_command", "predict from a cost file what splitting brings; needs no device"
         ),
         "calibrate": Command(
-            "dbo_runtime.vllm_plugin.calibrate_command", "measure a model's costs with vLLM", "vllm", passes_on=True
+            "dbo_runtime.vllm_plugin.calibration.calibrate_command", "measure a model's costs with vLLM", "vllm", passes_on=True
         ),
         "adapter": Command(
-            "dbo_runtime.vllm_plugin.adapter_command", "try a model's adapter against the model itself", "vllm"
+            "dbo_runtime.vllm_plugin.verify.adapter_command", "try a model's adapter against the model itself", "vllm"
         ),
         "trace": Command("dbo_runtime.observe.trace_command", "sum up a trace that DBO_TRACE wrote, and draw it"),
         "render": Command(
-            "dbo_runtime.planner.render_command", "print the schedule of a cost file's program, or check one"
+            "dbo_runtime.planner.whatif.render_command", "print the schedule of a cost file's program, or check one"
         ),
     }
 )

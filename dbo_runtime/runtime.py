@@ -16,7 +16,7 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.instrument import Instrument
-from dbo_runtime.planner.planner import Choice, Planner
+from dbo_runtime.planner.online.planner import Choice, Planner
 from dbo_runtime.policies import find_policy
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.ranks import RankPlan, validate_ranks

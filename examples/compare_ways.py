@@ -109,6 +109,6 @@ def _gather_in_worker(worker: Any, own: list[Any]) -> list[list[Any]]:
     """Run in the worker, which is what the other engines' workers are connected with."""
     from vllm.distributed.parallel_state import get_world_group
 
-    from dbo_runtime.vllm_plugin.agreement import gather as gather_from_ranks
+    from dbo_runtime.vllm_plugin.parallel.agreement import gather as gather_from_ranks
 
     return gather_from_ranks(get_world_group(), own)

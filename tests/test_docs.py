@@ -48,7 +48,7 @@ def test_the_page_on_vision_has_every_reason_to_decline() -> None:
 def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     page = (ROOT / "docs" / "vllm.md").read_text()
     plugin = [path for path in (ROOT / "dbo_runtime" / "vllm_plugin").glob("*.py") if path.name != "encoder.py"]
-    sources = [*plugin, *(ROOT / "dbo_runtime" / name for name in ("batch.py", "runtime.py", "planner/planner.py"))]
+    sources = [*plugin, *(ROOT / "dbo_runtime" / name for name in ("batch.py", "runtime.py", "planner/online/planner.py"))]
     reasons = {reason for path in sources for reason in re.findall(r'Decline\(\s*"([^"]+)"', path.read_text())}
     assert len(reasons) >= 25
     assert {reason for reason in reasons if reason not in page} == set()

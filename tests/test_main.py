@@ -17,9 +17,9 @@ import pytest
 
 import dbo_runtime
 from dbo_runtime import __main__ as program
-from dbo_runtime.planner.cost_file import load_costs, save_costs
-from dbo_runtime.planner.published_cases import find_case
-from dbo_runtime.planner.scale import set_layers
+from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
+from dbo_runtime.planner.whatif.published_cases import find_case
+from dbo_runtime.planner.whatif.scale import set_layers
 
 ROOT = Path(dbo_runtime.__file__).parents[1]
 FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "matplotlib")

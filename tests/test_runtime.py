@@ -14,11 +14,11 @@ from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitErr
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.planner.costs import CommCost, ComputeCost, CostTable, HostCost, Origin
-from dbo_runtime.planner.gate import Prediction
-from dbo_runtime.planner.planner import Choice, Planner
-from dbo_runtime.planner.predictor import NamedOrder
-from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Origin
+from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.planner import Choice, Planner
+from dbo_runtime.planner.online.predictor import NamedOrder
+from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.render import digest

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbo_runtime.planner.cost_file import save_costs
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
-from dbo_runtime.planner.sketch import LayerRun, OpSketch, Sketch
+from dbo_runtime.planner.costs.cost_file import save_costs
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.program_spec import LayerRun, OpSketch, Sketch
 
 PUBLISHED = Path(__file__).parents[1] / "dbo_runtime" / "planner" / "published"
 

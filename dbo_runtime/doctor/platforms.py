@@ -7,7 +7,7 @@ from typing import Any
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.vllm_plugin.attachment import find_unproven
+from dbo_runtime.vllm_plugin.install.model_setup import find_unproven
 
 
 def check_devices(torch: Mapping[str, Any] | None, torch_npu: Mapping[str, Any] | None) -> Finding:

@@ -41,7 +41,7 @@ def probe_torch_npu() -> dict[str, Any]:
 
 def probe_vllm() -> dict[str, Any]:
     """Return the platform that vLLM serves on, and why its version cannot be served."""
-    from dbo_runtime.vllm_plugin import compat
+    from dbo_runtime.vllm_plugin.api import compat
 
     return {"platform": compat.find_platform(), "unknown": compat.find_unknown_version()}
 

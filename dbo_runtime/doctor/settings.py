@@ -9,7 +9,7 @@ from pathlib import Path
 from dbo_runtime.config import ENABLE, PREFIX, RuntimeConfig, describe_settings, read_environment
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.cost_file import find_stage_files, load_costs
+from dbo_runtime.planner.costs.cost_file import find_stage_files, load_costs
 
 CALIBRATE = "`dbo calibrate MODEL --output FILE` writes one"
 

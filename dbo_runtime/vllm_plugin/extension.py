@@ -118,13 +118,13 @@ class WorkerExtension:
                 forward.runtime.config = config
 
     def _dbo_forward(self) -> Any:
-        from dbo_runtime.vllm_plugin.forward import SplitForward
+        from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
         forward = self.model_runner.get_model().forward
         return forward if isinstance(forward, SplitForward) else None
 
     def _dbo_encoder(self) -> Any:
-        from dbo_runtime.vllm_plugin.encoder import get_encoder
+        from dbo_runtime.vllm_plugin.encoder.forward import get_encoder
 
         return get_encoder(self.model_runner.get_model())
 

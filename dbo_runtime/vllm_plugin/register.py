@@ -16,15 +16,15 @@ def register() -> None:
     """
     if ENABLE not in os.environ:
         return
-    from dbo_runtime.vllm_plugin.compat import announce_variable
+    from dbo_runtime.vllm_plugin.api.compat import announce_variable
 
     announce_variable()
     if not is_enabled(os.environ):
         return
     config = read_environment(os.environ)
     from dbo_runtime.observe.trace import prepare_folder
-    from dbo_runtime.vllm_plugin.hooks import install
-    from dbo_runtime.vllm_plugin.metrics import open_folder
+    from dbo_runtime.vllm_plugin.install.worker_hooks import install
+    from dbo_runtime.vllm_plugin.telemetry.metrics import open_folder
 
     if config.trace:
         prepare_folder(config.trace)

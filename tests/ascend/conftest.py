@@ -12,7 +12,7 @@ import pytest
 
 from tests.standin_cann import cann
 from tests.standin_cann.build import StandInError, build
-from tests.vllm.ranks import Ranks
+from tests.vllm_plugin.ranks import Ranks
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
 ENVIRONMENT = {

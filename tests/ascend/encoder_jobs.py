@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.standin_cann.cann import StandIn
-from tests.vllm.engine import Answer, Engine
+from tests.vllm_plugin.engine import Answer, Engine
 
 TO_HOST = "MemcpyDeviceToHost"
 NO_STREAM = -1  # where the stand-in's trace has copies that the host waits for

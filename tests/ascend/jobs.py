@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from dbo_runtime.batch import Batch
-from tests.vllm.engine import Answer, Engine, make_prompt
+from tests.vllm_plugin.engine import Answer, Engine, make_prompt
 
 Prompts = Sequence[Sequence[int]]
 

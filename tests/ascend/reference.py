@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.vllm.engine import Answer
+from tests.vllm_plugin.engine import Answer
 
 LIKELY = -4.6  # words whose log-probabilities are compared: of 1 % and more
 

@@ -22,8 +22,8 @@ from tests.ascend.jobs import (
     make_prompts,
 )
 from tests.ascend.reference import answer_in_float, count_equal, measure_error, tokenize
-from tests.vllm.engine import find_difference
-from tests.vllm.ranks import Ranks
+from tests.vllm_plugin.engine import find_difference
+from tests.vllm_plugin.ranks import Ranks
 
 LENGTHS = (5, 40, 130, 3, 64)
 PROMPTS = make_prompts(*LENGTHS)

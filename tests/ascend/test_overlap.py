@@ -12,7 +12,7 @@ import pytest
 from tests.ascend.conftest import start
 from tests.ascend.jobs import find_planner, make_prompts
 from tests.standin_cann.cann import Kernel, load
-from tests.vllm.engine import Engine
+from tests.vllm_plugin.engine import Engine
 
 LAYERS = 3
 REDUCE = "HcclAllReduce"

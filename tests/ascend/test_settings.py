@@ -16,8 +16,8 @@ import pytest
 
 from tests.ascend.conftest import OPTIONS, TINY, start
 from tests.ascend.jobs import answer, make_prompts
-from tests.vllm.engine import Engine, find_difference
-from tests.vllm.ranks import Ranks
+from tests.vllm_plugin.engine import Engine, find_difference
+from tests.vllm_plugin.ranks import Ranks
 
 PROMPTS = [make_prompts(60, 40, 25)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offline_dualbatch_overlap_npu.py"
@@ -88,7 +88,7 @@ def name_hazards(engine: Engine, rank: int) -> dict[str | None, str | None]:
     """Return why the model would run whole with each of the features on, and with none."""
     from vllm_ascend.ascend_config import get_ascend_config
 
-    from dbo_runtime.vllm_plugin.hazards import find_config_hazard
+    from dbo_runtime.vllm_plugin.context.checks import find_config_hazard
 
     config = engine.llm.llm_engine.vllm_config
     found: dict[str | None, str | None] = {None: find_config_hazard(config)}
@@ -117,7 +117,7 @@ def name_step_hazards(engine: Engine, rank: int) -> dict[str, str | None]:
     """Return why a step would run whole with each way of vllm-ascend to reach experts."""
     from vllm_ascend.ascend_forward_context import MoECommType
 
-    from dbo_runtime.vllm_plugin.ascend import find_step_hazard
+    from dbo_runtime.vllm_plugin.platforms.ascend import find_step_hazard
 
     hazards = {kind.name: find_step_hazard(SimpleNamespace(moe_comm_type=kind)) for kind in MoECommType}
     return {name: None if hazard is None else str(hazard) for name, hazard in hazards.items()}

@@ -14,8 +14,8 @@ import pytest
 from tests.ascend.conftest import OPTIONS, start
 from tests.ascend.jobs import make_prompts
 from tests.standin_cann.cann import ORDERING, load
-from tests.vllm.engine import Answer, Engine, find_difference
-from tests.vllm.ranks import Ranks
+from tests.vllm_plugin.engine import Answer, Engine, find_difference
+from tests.vllm_plugin.ranks import Ranks
 
 SIDE = {"DBO_SIDE": "on", "DBO_MODE": "auto"}
 PROMPTS = [make_prompts(40, 30, 25, 5), make_prompts(40, 7)]

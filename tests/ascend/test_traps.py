@@ -14,18 +14,18 @@ from unittest.mock import patch
 import pytest
 
 from tests.ascend.jobs import cut_at_boundaries, find_planner, generate, make_prompts
-from tests.vllm.engine import Answer, Engine, find_difference
-from tests.vllm.ranks import Ranks
+from tests.vllm_plugin.engine import Answer, Engine, find_difference
+from tests.vllm_plugin.ranks import Ranks
 
 PROMPTS = [make_prompts(40, 30, 20, 10, 5, 50)]
 CUT_INSIDE = [make_prompts(400)]
 TOKENS = 4
-CONTEXTS = "dbo_runtime.vllm_plugin.ascend_contexts.AscendContextSplitter"
+CONTEXTS = "dbo_runtime.vllm_plugin.platforms.ascend_contexts.AscendContextSplitter"
 
 
 def keep_rotary_tables() -> AbstractContextManager[Any]:
     """Let builds overwrite the one buffer of tables."""
-    return patch("dbo_runtime.vllm_plugin.ascend.own_rotary_tables", nullcontext)
+    return patch("dbo_runtime.vllm_plugin.platforms.ascend.own_rotary_tables", nullcontext)
 
 
 def keep_positions() -> AbstractContextManager[Any]:
@@ -43,7 +43,7 @@ def keep_lengths() -> AbstractContextManager[Any]:
 
     from dataclasses import replace
 
-    from dbo_runtime.vllm_plugin.ascend_contexts import AscendContextSplitter
+    from dbo_runtime.vllm_plugin.platforms.ascend_contexts import AscendContextSplitter
 
     original, slice_common = AscendContextSplitter._complete_common, AscendContextSplitter._slice_common
 
@@ -61,7 +61,7 @@ def keep_context() -> AbstractContextManager[Any]:
 
 def change_fields(**changed: Any) -> AbstractContextManager[Any]:
     """Change what becomes of fields of the common metadata."""
-    from dbo_runtime.vllm_plugin import ascend
+    from dbo_runtime.vllm_plugin.platforms import ascend
 
     return patch(f"{CONTEXTS}.fields", ascend.FIELDS._replace(**changed))
 
@@ -137,7 +137,7 @@ def _fail_with_distrust(worker: Any) -> str:
     from vllm.distributed import get_tp_group
 
     from dbo_runtime.errors import ProgramError
-    from dbo_runtime.vllm_plugin.collectives import ModelCollectives
+    from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 
     group = get_tp_group()
 
@@ -163,7 +163,7 @@ def record_communication(engine: Engine, rank: int) -> set[str]:
     """Split a step where fewer tokens would have another way to communicate; return the ways of its parts."""
     from vllm_ascend import ascend_forward_context as contexts
 
-    from dbo_runtime.vllm_plugin.ascend_contexts import AscendContextSplitter
+    from dbo_runtime.vllm_plugin.platforms.ascend_contexts import AscendContextSplitter
 
     chosen, kinds = contexts.select_moe_comm_method, set()
 

@@ -39,11 +39,11 @@ from dbo_runtime.adapter import find_adapter, record_program
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
-from dbo_runtime.vllm_plugin import compat
-from dbo_runtime.vllm_plugin.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.compilation import OpCompiler
+from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from tests.benchmarks.page import Publish, find_command, make_table
-from tests.vllm.families import FAMILIES, SIZES, TINY, find_backend
+from tests.vllm_plugin.families import FAMILIES, SIZES, TINY, find_backend
 
 SECONDS = 8.0  # of measuring each step, about
 ROUNDS = 5, 60  # at least, at most

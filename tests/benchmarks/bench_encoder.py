@@ -22,8 +22,8 @@ pytest.importorskip("vllm", reason="needs vLLM's encoders")
 
 import torch
 
-from dbo_runtime.vllm_plugin.host_plan import install_host_plan
-from tests.vllm.encoder_ranks import FAMILIES, Grids, join, make_encoder, make_pixels, unplanned
+from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_plan
+from tests.vllm_plugin.encoder_ranks import FAMILIES, Grids, join, make_encoder, make_pixels, unplanned
 
 ROUNDS = 40
 LEAST_RATIO = 0.98

@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="needs vLLM's encoders")
 
 from tests.benchmarks.encoder_node import OFF, OVERLAP, SEQUENTIAL
 from tests.benchmarks.measured_hosts import MASTER_PORT, Setting
-from tests.vllm.encoder_ranks import FAMILIES
+from tests.vllm_plugin.encoder_ranks import FAMILIES
 
 RATES = ("200mbit", "500mbit")
 

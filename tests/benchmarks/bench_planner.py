@@ -15,13 +15,13 @@ import pytest
 
 from dbo_runtime.batch import Batch, Decline
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
-from dbo_runtime.planner.jobs import make_jobs
-from dbo_runtime.planner.load import Load
-from dbo_runtime.planner.planner import Planner
-from dbo_runtime.planner.predict import predict_timeline
-from dbo_runtime.planner.search import find_order
-from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.search.jobs import make_jobs
+from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.simulation import predict_timeline
+from dbo_runtime.planner.search.search import find_order
+from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
 from dbo_runtime.schedule import lower

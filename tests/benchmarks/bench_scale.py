@@ -22,10 +22,10 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
-from dbo_runtime.planner.planner import Planner
-from dbo_runtime.planner.scale import set_layers
-from dbo_runtime.planner.sketch import record_sketch, sketch_program
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.whatif.scale import set_layers
+from dbo_runtime.planner.costs.program_spec import record_sketch, sketch_program
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import lower

@@ -46,7 +46,7 @@ from tests.benchmarks.two_hosts_report import (
     write_report,
 )
 from tests.benchmarks.workloads import NAMES, read_workload
-from tests.vllm.families import FAMILIES, find_backend
+from tests.vllm_plugin.families import FAMILIES, find_backend
 
 RATES = ("50mbit", "200mbit", "1gbit", NO_LIMIT)
 BUDGET = 45  # as in a server

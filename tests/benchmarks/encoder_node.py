@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.cpu import CpuDevice
-from dbo_runtime.vllm_plugin.host_plan import install_host_plan
-from dbo_runtime.vllm_plugin.thread_state import capture_thread_state
-from tests.vllm.encoder_ranks import join, make_encoder, make_pixels, split
+from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_plan
+from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
+from tests.vllm_plugin.encoder_ranks import join, make_encoder, make_pixels, split
 
 ROUNDS = 7
 SIZES = {"depth": 4, "hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "out_hidden_size": 512}

@@ -8,8 +8,8 @@ from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.observe.gaps import FILL, NOTHING_LEFT
 from dbo_runtime.observe.summary import measure_overlap, summarize
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.planner.bound import find_bound, find_bound_of
-from dbo_runtime.planner.jobs import make_jobs
+from dbo_runtime.planner.search.bound import find_bound, find_bound_of
+from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.policies import sequential
 from tests.programs import lower_toy
 

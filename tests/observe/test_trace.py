@@ -18,7 +18,7 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import make_trace, save_trace
-from dbo_runtime.planner.bound import find_bound_of
+from dbo_runtime.planner.search.bound import find_bound_of
 from tests.observe.trace_format import check_format, find_enclosing
 from tests.programs import lower_toy
 

@@ -8,15 +8,15 @@ from itertools import product
 from typing import NamedTuple
 
 from dbo_runtime.batch import Batch, Decline, slice_batch
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost
-from dbo_runtime.planner.cuts import measure_slices
-from dbo_runtime.planner.load import Load
-from dbo_runtime.planner.planner import Choice
-from dbo_runtime.planner.predict import predict_timeline
-from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost
+from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.online.planner import Choice
+from dbo_runtime.planner.online.simulation import predict_timeline
+from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.program import Program, ProgramBuilder
 from tests.planner.shop import do_nothing
-from tests.planner.test_costs import make_origin
+from tests.planner.costs.test_cost_table import make_origin
 
 BYTES = 14336.0  # a token
 RATIOS = (0.1, 0.2, 0.35, 0.55, 1.0, 1.5)  # M / C of theory.md

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dbo_runtime.vllm_plugin.encoder_attention import CpuAttention, NpuAttention, find_unpadded_kernel
-from dbo_runtime.vllm_plugin.host_plan import plan_attention
+from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention, NpuAttention, find_unpadded_kernel
+from dbo_runtime.vllm_plugin.encoder.host_lengths import plan_attention
 from tests.standin_cann.cann import StandIn
 
 WINDOWS, WHOLE = (16, 16, 8, 16, 8, 8), (40, 32)  # of two images
@@ -59,7 +59,7 @@ def test_with_nnal_its_kernel_is_taken(standin: StandIn, monkeypatch: pytest.Mon
         given.update({name: thing for name, thing in locals().items() if name != "given"})
         out.copy_(query)
 
-    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder_attention.find_unpadded_kernel", lambda: kernel)
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.platforms.encoder_attention.find_unpadded_kernel", lambda: kernel)
     query, key, value = draw(4, 2, 80)
     found = NpuAttention(4, 2, 80, 0.1).attend(query.npu(), key.npu(), value.npu(), WHOLE)
     assert torch.equal(found.cpu(), query)

@@ -23,10 +23,10 @@ from dbo_runtime.errors import ScheduleError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Outputs, run_sequential
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
-from dbo_runtime.planner.costs import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
-from dbo_runtime.planner.cuts import measure_slices
-from dbo_runtime.planner.planner import Choice, Planner
-from dbo_runtime.planner.sketch import sketch_program
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.planner import Choice, Planner
+from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program
 from dbo_runtime.schedule import Schedule, lower

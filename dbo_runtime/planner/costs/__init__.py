@@ -1,0 +1,1 @@
+"""What ops cost: tables, their files, and how they are fitted from measurements."""

@@ -1,0 +1,42 @@
+"""Measured runs of ops."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.batch_features import Load
+
+
+class Sample(NamedTuple):
+    """One measured run of an op."""
+
+    op: str
+    lane: str
+    load: Load
+    seconds: float
+    beside: float = 0.0  # seconds of it during which another lane ran; see `Timeline.measure_beside`
+
+
+def group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Return the samples of each op; ConfigError if a duration is impossible."""
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if not (0 <= sample.beside <= sample.seconds < math.inf):
+            raise ConfigError(
+                f"op {sample.op} has a sample of {sample.seconds:g} s, of which {sample.beside:g} s beside another "
+                f"lane; durations are finite, and a part is at most the whole. Measure again."
+            )
+        groups[sample.op].append(sample)
+    return groups
+
+
+def find_lane(op: str, samples: Sequence[Sample]) -> str:
+    """Return the lane of the samples of an op; ConfigError if they have several."""
+    lanes = sorted({sample.lane for sample in samples})
+    if len(lanes) > 1:
+        raise ConfigError(f"op {op} runs on lanes {' and '.join(lanes)}; ops named alike cost alike: rename one.")
+    return lanes[0]

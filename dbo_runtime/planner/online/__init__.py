@@ -1,0 +1,1 @@
+"""What serving plans steps with."""

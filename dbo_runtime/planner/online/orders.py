@@ -1,0 +1,120 @@
+"""Issue orders for loads, and the lanes on which a program's ops are best placed: from costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.cost_table import CostTable, HostCost
+from dbo_runtime.planner.search.jobs import make_jobs
+from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.online.predictor import NamedOrder, Predictor, find_end
+from dbo_runtime.planner.search.search import find_order
+from dbo_runtime.policies import Order, alternate, find_policy, staggered
+from dbo_runtime.program import SIDE, Program
+from dbo_runtime.schedule import lower
+
+ORDER_BUCKETS = 2  # an octave of an op's share of the time: few orders are needed
+LEAST_SHARE = -6.0  # the logarithm below which shares count as equal
+SEQUENTIAL = ("sequential", 0)
+
+
+class Orders:
+    """Finds issue orders, and keeps them: an order that is good for some shares of time is good for any length of step.
+
+    Args:
+        program: of one micro-batch.
+        table: the costs of its ops.
+        predictor: of steps, by these costs.
+        most_states: what each search may look at; see `search.find_order`.
+
+    Attributes:
+        placements: the program with its `side` ops on `compute`, and otherwise; see `list_placements`.
+        knows_side: whether there are such ops, and costs that say how lanes that compute slow each other.
+    """
+
+    def __init__(self, program: Program, table: CostTable, predictor: Predictor, most_states: int) -> None:
+        self.placements = list_placements(program)
+        self.knows_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
+        self._host = HostCost(computes=table.host.computes)
+        self._predictor = predictor
+        self._most_states = most_states
+        self._found: dict[tuple[object, ...], tuple[NamedOrder, ...]] = {}
+
+    def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
+        """Return the program with its ops on such lanes as the settings allow, and costs say something of."""
+        if config.side == "on":
+            return self.placements[-1:]
+        return self.placements if config.side == "auto" and self.knows_side else self.placements[:1]
+
+    def find_best(self, loads: Sequence[Load], config: RuntimeConfig) -> NamedOrder:
+        """Return the order for loads like these, on the lanes on which that is predicted to end soonest."""
+        first, *others = self.find(loads, config)
+        if not others:
+            return first
+        return min((first, *others), key=lambda ordered: self._predictor.predict_split(ordered, loads))
+
+    def find(self, loads: Sequence[Load], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
+        """Return the order for loads like these: what the settings name, or the best for such shares of time.
+
+        Where ops may be on a lane beside there are two: the best with some of them there, after the best with none.
+        """
+        count = len(loads)
+        policy = config.policy if count > 1 else SEQUENTIAL  # one micro-batch has one order
+        placements = self.list_placements(config)
+        each = Load(*(sum(values) / count for values in zip(*loads, strict=True)))
+        judges = policy[0] == "optimal" or len(placements) > 1
+        shares = self._predictor.measure_shares(each, ORDER_BUCKETS, LEAST_SHARE) if judges else ()
+        key = count, policy, config.side, shares
+        if key not in self._found:
+            figures = [str(figure) for figure in (config.policy[1], count, *map(abs, shares))]
+            self._found[key] = tuple(
+                NamedOrder("-".join([config.policy[0], *list_beside(program), *figures]), order, lower(programs, order))
+                for program in self._pick(placements, count, policy, shares)
+                for programs in [(program,) * count]
+                for order in [self._search(program, count, policy, shares)]
+            )
+        return self._found[key]
+
+    def _pick(
+        self, placements: Sequence[Program], count: int, policy: tuple[str, int], shares: tuple[int, ...]
+    ) -> Sequence[Program]:
+        """Return the first placement, and of the others the one that is best in the order that everyone else uses."""
+        if len(placements) <= 2:
+            return placements
+        follow = find_policy(*policy)
+
+        def judge(program: Program) -> float:
+            return self._judge(program, follow((program,) * count), shares)
+
+        return placements[0], min(placements[1:], key=judge)
+
+    def _search(self, program: Program, count: int, policy: tuple[str, int], shares: tuple[int, ...]) -> Order:
+        """Return the best order. What is optimal without contention is compared with what everyone uses, with it."""
+        programs = (program,) * count
+        if policy[0] != "optimal":
+            return find_policy(*policy)(programs)
+        found = find_order(make_jobs(programs, [self._restore_times(shares)] * count), self._most_states)
+        candidates = (found.order, alternate(programs), staggered(programs, 1))
+        return min(candidates, key=lambda order: self._judge(program, order, shares))
+
+    def _judge(self, program: Program, order: Order, shares: tuple[int, ...]) -> float:
+        """Return when micro-batches with such shares of time end, in no unit."""
+        count = 1 + max(issue.micro_batch for issue in order)
+        times = [self._restore_times(shares)] * count
+        return find_end(self._predictor.simulate_times(lower((program,) * count, order), times, self._host))
+
+    def _restore_times(self, shares: tuple[int, ...]) -> list[float]:
+        return self._predictor.restore_times(shares, ORDER_BUCKETS)
+
+
+def list_placements(program: Program) -> tuple[Program, ...]:
+    """Return *program* with its `side` ops on `compute`, with each kind of them alone where it is, and with all."""
+    kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
+    alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
+    return (program.fold_side(), *alone, program) if kinds else (program,)
+
+
+def list_beside(program: Program) -> tuple[str, ...]:
+    """Return the names of the ops that are on `side`."""
+    return tuple(sorted({op.name for op in program.ops if op.lane == SIDE}))

@@ -1,0 +1,1 @@
+"""The search for an issue order, with a proof."""

@@ -1,0 +1,1 @@
+"""Predictions for machines that are not here: commands and reports."""

@@ -1,0 +1,106 @@
+"""Predictions of many steps, fast: of prompts from programs of few layers, as every further layer adds the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.costs.program_spec import record_sketch
+
+# Layers that the longest run of equal ones is cut down to: between these two, prologue and epilogue are the same, so
+# their difference is what layers add.
+FEW, MORE = 4, 8
+MOST_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
+
+
+class Estimator:
+    """Predicts steps of one table, whole and in their best split.
+
+    Steps of decodes gain or lose a few percent, which is less than a straight line through few layers may miss: they
+    are predicted with all layers.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self._table = table
+        self._longest = max((run.repeat for run in table.program.runs), default=0)
+        self._known: dict[tuple[Batch, RuntimeConfig], tuple[Prediction, ...]] = {}
+
+    def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
+        """Return the prediction for the best number of micro-batches; None if there is nowhere to cut."""
+        return next(iter(self.list_options(batch, config)), None)
+
+    def list_options(self, batch: Batch, config: RuntimeConfig) -> tuple[Prediction, ...]:
+        """Return a prediction for each number of micro-batches, the fastest first; none if there is nowhere to cut.
+
+        Where some micro-batches lose, more are not tried: they pay all fixed costs again.
+        """
+        if (batch, config) not in self._known:
+            options: dict[int, Prediction] = {}
+            for parts in self._find_planners(batch)[0].list_parts(config):
+                option = self._estimate_parts(batch, replace(config, mode="always", micro_batches=parts))
+                if option is not None:
+                    options[option.micro_batches] = option  # some batches cannot be cut that often
+                if parts > 1 and (option is None or option.gain <= 0):
+                    break
+            self._known[batch, config] = tuple(sorted(options.values(), key=lambda option: option.split))
+        return self._known[batch, config]
+
+    def _estimate_parts(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
+        planners = self._find_planners(batch)
+        choice = planners[0].choose(batch, config)
+        if isinstance(choice, Decline):
+            return None
+        (load,) = measure_slices(batch, slice_batch(batch, ()))
+        loads = measure_slices(batch, choice.slices)
+        whole = self._extend([planner.predict_whole(load) for planner in planners])
+        split = self._extend([planner.predict_split(loads, config) for planner in planners])
+        return choice.prediction._replace(whole=whole, split=split)  # layers change the doubtful gain, a ratio, little
+
+    def _extend(self, seconds: list[float]) -> float:
+        """Return the seconds with all layers, from those with all, or with MORE and FEW."""
+        further = (self._longest - MORE) / (MORE - FEW) if len(seconds) == 2 else 0.0
+        return seconds[0] + further * (seconds[0] - seconds[-1])
+
+    def _find_planners(self, batch: Batch) -> list[Planner]:
+        return self._few if batch.prefill_tokens and self._longest > MORE else self._all
+
+    @cached_property
+    def _all(self) -> list[Planner]:
+        return [_open_planner(self._table, self._longest, self._longest)]
+
+    @cached_property
+    def _few(self) -> list[Planner]:
+        return [_open_planner(self._table, self._longest, depth) for depth in (MORE, FEW)]
+
+
+def resize_batch(batch: Batch, tokens: int) -> Batch:
+    """Return a batch of *tokens* tokens that is otherwise like this one.
+
+    Prompts grow and shrink in proportion, and are dropped where there are fewer tokens than prompts; of decodes, which
+    have one token each, there are more or fewer.
+    """
+    count = min(len(batch.query_lens), tokens) if batch.prefill_tokens else tokens
+    contexts = tuple(batch.contexts[number % len(batch.contexts)] for number in range(count))
+    if not batch.prefill_tokens:
+        return replace(batch, query_lens=(1,) * count, context_lens=contexts)
+    kept = batch.query_lens[:count]
+    spare = tokens - count  # beside the one token that each has
+    edges = [spare * part // sum(kept) for part in accumulate(kept, initial=0)]
+    lengths = tuple(1 + right - left for left, right in pairwise(edges))
+    return replace(batch, query_lens=lengths, prefill_tokens=tokens, context_lens=contexts)
+
+
+def _open_planner(table: CostTable, longest: int, depth: int) -> Planner:
+    numbers = [number for number, run in enumerate(table.program.runs) if run.repeat == longest]
+    runs = tuple(
+        run._replace(repeat=depth) if number == numbers[-1] else run for number, run in enumerate(table.program.runs)
+    )
+    short = replace(table, program=replace(table.program, runs=runs))
+    return Planner(record_sketch(short.program), short, MOST_STATES)

@@ -1,0 +1,187 @@
+"""`python -m dbo_runtime plan`: what splitting would bring, from a cost file and without any device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.observe.figure import draw_figure
+from dbo_runtime.observe.trace import save_trace
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
+from dbo_runtime.planner.whatif.plan_report import (
+    describe_cases,
+    describe_sweep,
+    describe_whatif,
+    list_cells,
+    list_figures,
+)
+from dbo_runtime.planner.whatif.published_cases import list_cases, open_costs
+from dbo_runtime.planner.whatif.scale import MODELS, parse_bandwidth, scale_bandwidth, scale_tensor, set_model
+from dbo_runtime.planner.whatif.sweep import GRIDS, Point, has_sizes, parse_axes, sweep
+from dbo_runtime.planner.whatif.whatif import WhatIf, find_break_even, predict_step
+
+TOKENS = 8192
+MOST_TOKENS = 1 << 22  # in a step; beyond that somebody has slipped
+FURTHEST = 32_768  # tokens up to which a break-even is looked for, or as many as were asked about
+MOST_DECODES = 1_024  # the same for steps of decodes, which have one token each
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
+    parser.add_argument("--list", action="store_true", help="list the published cases with their sources, and stop")
+    step = parser.add_argument_group("the step")
+    step.add_argument("--tokens", help=f"tokens in the step (default: those of the published case, or {TOKENS})")
+    step.add_argument("--requests", help="prompts that share them evenly (default: those of the case, or 1)")
+    step.add_argument("--query-lens", metavar="N,N,...", help="instead: the tokens of each request; 1 is a decode")
+    step.add_argument("--decodes", help="instead: so many decodes")
+    step.add_argument(
+        "--context", help="tokens that each request has in the KV cache already (default: 0, or the case's)"
+    )
+    machine = parser.add_argument_group("the machine and the model")
+    machine.add_argument("--model", help=f"take this model's number of layers: {', '.join(MODELS)}")
+    machine.add_argument("--tp", help="scale to so many tensor parallel ranks, a power of two")
+    machine.add_argument("--bandwidth", help="scale the network: a factor such as 0.5x, or a rate such as 100GB/s")
+    settings = parser.add_argument_group("the settings, as DBO_MICRO_BATCHES, DBO_MARGIN, DBO_POLICY and DBO_SIDE are")
+    settings.add_argument("--micro-batches", default="auto")
+    settings.add_argument("--margin", default="0.02")
+    settings.add_argument("--policy", default="optimal")
+    settings.add_argument("--side", default="auto")
+    output = parser.add_argument_group("the output")
+    output.add_argument("--sweep", metavar="AXES", help=f"print a table instead, over some of {','.join(GRIDS)}")
+    output.add_argument("--trace", metavar="FILE", help="write the split step's timeline for ui.perfetto.dev, as JSON")
+    output.add_argument("--figure", metavar="FILE", help="draw the step unsplit and split, as PNG (needs matplotlib)")
+    output.add_argument("--json", action="store_true", help="print figures for programs")
+
+
+def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
+    """Answer, and print.
+
+    Raises:
+        ConfigError: naming the argument, if one is not as it must be.
+    """
+    if arguments.list:
+        return _print(describe_cases(list_cases()))
+    if arguments.costs is None:
+        raise ConfigError("--costs is missing: name a cost file, or a published case (--list shows them).")
+    table, usual = open_costs(arguments.costs)
+    table, batch, config = _scale(table, arguments), _make_batch(arguments, usual), _read_settings(arguments)
+    if arguments.sweep is not None:
+        return _print_sweep(arguments, table, batch, config)
+    return _print_answer(arguments, table, batch, config)
+
+
+def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
+    if arguments.trace or arguments.figure:
+        raise ConfigError("--trace and --figure show one step; leave out --sweep.")
+    axes, estimator = parse_axes(arguments.sweep), Estimator(table)
+    cells = sweep(table, batch, config, axes, _show_progress, estimator)
+    if arguments.json:
+        return _print(json.dumps(list_cells(cells, config.margin), indent=2))
+    most = int(max(cells[-1].values.values()))
+    evens = [find_break_even(estimator, batch, config, most, parts) for parts in (1, 2)] if has_sizes(axes) else []
+    return _print(describe_sweep(cells, config.margin, evens))
+
+
+def _show_progress(points: Sequence[Point]) -> Iterable[Point]:
+    """Hand *points* on, with a bar on standard error if that is a terminal and tqdm, which vLLM brings, is there."""
+    if find_spec("tqdm") is None:
+        return points
+    from tqdm import tqdm
+
+    bar: Iterable[Point] = tqdm(points, desc="sweeping", unit="point", leave=False, disable=None)
+    return bar
+
+
+def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
+    answer = predict_step(table, batch, config)
+    furthest = max(batch.tokens, FURTHEST if batch.prefill_tokens else MOST_DECODES)
+    even = find_break_even(Estimator(table), batch, config, furthest)
+    what = arguments.costs, table, answer, even, config.margin
+    _print(json.dumps(list_figures(*what), indent=2) if arguments.json else describe_whatif(*what))
+    _write_pictures(arguments, answer)
+    return 0
+
+
+def _write_pictures(arguments: argparse.Namespace, answer: WhatIf) -> None:
+    title = f"{arguments.costs}, {answer.batch.tokens} tokens (predicted)"
+    shown = answer.best.timeline if answer.best else answer.timeline
+    if arguments.trace:
+        save_trace({title: shown}, arguments.trace)
+    if arguments.figure:
+        panels = {"unsplit": answer.timeline}
+        if answer.best:
+            panels[f"split in {len(answer.best.sizes)}"] = shown
+        draw_figure(panels, arguments.figure, title)
+
+
+def _print(text: str) -> int:
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _scale(table: CostTable, arguments: argparse.Namespace) -> CostTable:
+    if arguments.model is not None:
+        table = set_model(table, arguments.model)
+    if arguments.tp is not None:
+        table = scale_tensor(table, _parse_count("--tp", arguments.tp))
+    if arguments.bandwidth is not None:
+        table = scale_bandwidth(table, parse_bandwidth(arguments.bandwidth))
+    return table
+
+
+def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
+    return read_environment(
+        {
+            "DBO_MICRO_BATCHES": arguments.micro_batches,
+            "DBO_MARGIN": arguments.margin,
+            "DBO_POLICY": arguments.policy,
+            "DBO_SIDE": arguments.side,
+        }
+    )
+
+
+def _make_batch(arguments: argparse.Namespace, usual: Batch | None) -> Batch:
+    usual = usual or Batch((TOKENS,), TOKENS)
+    given = arguments.context
+    context = max(usual.contexts) if given is None else _parse_count("--context", given, least=0)
+    for name in ("query_lens", "decodes"):
+        if getattr(arguments, name) is not None and (arguments.tokens is not None or arguments.requests is not None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} says all about the requests; leave out --tokens and --requests."
+            )
+    if arguments.query_lens is not None:
+        if arguments.decodes is not None:
+            raise ConfigError("--query-lens says all about the requests; leave out --decodes.")
+        return _fill_batch([_parse_count("--query-lens", word) for word in arguments.query_lens.split(",")], context)
+    if arguments.decodes is not None:
+        return _fill_batch([1] * _parse_count("--decodes", arguments.decodes), context)
+    lengths = list(usual.query_lens)
+    if not usual.prefill_tokens and arguments.requests is None:
+        return _fill_batch([1] * _parse_count("--tokens", arguments.tokens or str(len(lengths))), context)
+    tokens = sum(lengths) if arguments.tokens is None else _parse_count("--tokens", arguments.tokens)
+    if arguments.requests is not None:
+        lengths = [1] * _parse_count("--requests", arguments.requests)
+        if len(lengths) > tokens:
+            raise ConfigError(f"--requests is {len(lengths)}, but there are {tokens} tokens to share.")
+    return resize_batch(replace(_fill_batch(lengths, context), prefill_tokens=tokens), tokens)
+
+
+def _fill_batch(lengths: Sequence[int], context: int) -> Batch:
+    prefill = sum(length for length in lengths if length > 1)
+    return Batch(tuple(lengths), prefill, context_lens=(context,) * len(lengths))
+
+
+def _parse_count(name: str, text: str, least: int = 1) -> int:
+    word = text.strip()
+    if not word.isdecimal() or not least <= int(word) <= MOST_TOKENS:
+        raise ConfigError(f"{name} has {text!r}; it takes whole numbers from {least} to {MOST_TOKENS}.")
+    return int(word)

@@ -1,0 +1,82 @@
+"""Cost files of cases that others published: modelled from their figures, never measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from types import MappingProxyType
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.cost_file import load_costs
+from dbo_runtime.planner.costs.cost_table import CostTable
+
+
+def _fill_prompts(count: int, tokens: int) -> Batch:
+    return Batch((tokens,) * count, count * tokens)
+
+
+def _fill_decodes(count: int, context: int) -> Batch:
+    return Batch((1,) * count, 0, context_lens=(context,) * count)
+
+
+# The step that each case is about; docs/planner.md says what of it is given and what is assumed.
+_STEPS: Mapping[str, Batch] = MappingProxyType(
+    {
+        "a3-layer-4894": _fill_prompts(4, 1024),
+        "910b-profile-4894": _fill_prompts(4, 1536),
+        "910b-share-5591": _fill_prompts(2, 4096),
+        "910c-share-5591": _fill_prompts(2, 4096),
+        "r1-tp16-941": _fill_prompts(4, 4096),
+        "r1-decode-910b": _fill_decodes(96, 4096),
+        "r1-decode-910c": _fill_decodes(96, 4096),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCase:
+    """Costs with the step they were published for.
+
+    Attributes:
+        name: of the case, and of its file.
+        table: the costs.
+        step: prompts, or decodes after what they have in the KV cache.
+    """
+
+    name: str
+    table: CostTable
+    step: Batch
+
+
+def list_cases() -> tuple[PublishedCase, ...]:
+    """Return all cases."""
+    return tuple(find_case(name) for name in _STEPS)
+
+
+def find_case(name: str) -> PublishedCase:
+    """Return the case of this name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if name not in _STEPS:
+        raise ConfigError(f"there is no published case {name!r}; known are {', '.join(_STEPS)}.")
+    with as_file(files("dbo_runtime.planner") / "published" / f"{name}.json") as path:
+        return PublishedCase(name, load_costs(path), _STEPS[name])
+
+
+def open_costs(source: str) -> tuple[CostTable, Batch | None]:
+    """Return the costs of a file, or of a published case with its step. A name without a dot or slash is a case's.
+
+    Raises:
+        ConfigError: if there is no such file or case, or the file is not as it must be.
+    """
+    if source in _STEPS:
+        case = find_case(source)
+        return case.table, case.step
+    if not Path(source).exists() and Path(source).name == source and not Path(source).suffix:
+        raise ConfigError(f"costs {source!r} are neither a file nor a published case; known are {', '.join(_STEPS)}.")
+    return load_costs(source), None

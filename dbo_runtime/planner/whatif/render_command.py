@@ -1,0 +1,139 @@
+"""`dbo render`: the schedule of a cost file's program, with every wait, record and free."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dbo_runtime.batch import Batch, find_cuts, share_evenly, slice_batch
+from dbo_runtime.config import RuntimeConfig, name_policy, read_environment
+from dbo_runtime.errors import ConfigError, ScheduleError
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.whatif.published_cases import open_costs
+from dbo_runtime.planner.whatif.scale import count_layers
+from dbo_runtime.planner.costs.program_spec import record_sketch
+from dbo_runtime.policies import find_policy
+from dbo_runtime.render import digest, name_issue, parse, render
+from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.validate import validate
+
+TOKENS = 8192  # of a step whose order is searched for, where the costs do not come with a step
+MOST_PARTS = 64  # micro-batches; nobody reads more
+NOTE = "#"  # begins lines beside the table, which reading it leaves out
+INVALID = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
+    parser.add_argument("--layers", type=int, help="so many layers (default: one for each run of equal layers)")
+    parser.add_argument("--micro-batches", default="auto", help="as DBO_MICRO_BATCHES takes it; auto is 2")
+    parser.add_argument("--policy", default="optimal", help="as DBO_POLICY takes it (default: optimal)")
+    parser.add_argument("--check", metavar="FILE", help="read a printed schedule instead, and say whether it is safe")
+    parser.add_argument("--json", action="store_true", help="print it for programs")
+
+
+def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
+    """Print the schedule, or the verdict on one; return 1 if that is not safe.
+
+    Raises:
+        ConfigError: naming the argument, if one is not as it must be.
+    """
+    table, usual = open_costs(arguments.costs)
+    table = _set_layers(table, arguments.layers)
+    config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
+    if config.parts > MOST_PARTS:
+        raise ConfigError(f"--micro-batches is {config.parts}; a schedule is shown for up to {MOST_PARTS}.")
+    schedule = _make_schedule(table, usual or Batch((TOKENS,), TOKENS), config)
+    validate(schedule)
+    if arguments.check is not None:
+        return _check(Path(arguments.check), schedule, arguments.json)
+    facts = {"costs": arguments.costs, "layers": count_layers(table), "policy": name_policy(*config.policy)}
+    print(json.dumps({**facts, **_list(schedule)}, indent=2) if arguments.json else _describe(schedule, facts))
+    return 0
+
+
+def _set_layers(table: CostTable, layers: int | None) -> CostTable:
+    """Return the costs with so many layers, each kind of layer kept: the longest run of equal ones has the rest."""
+    counts = [run.repeat for run in table.program.runs if run.layered]
+    least, most = len(counts), sum(counts)
+    if layers is None:
+        layers = least
+    if not least <= layers <= most:
+        raise ConfigError(f"--layers is {layers}; the program of these costs can be shown with {least} to {most}.")
+    longest = max(table.program.runs, key=lambda run: run.repeat * run.layered)
+    runs = tuple(run._replace(repeat=1 + (layers - least) * (run is longest)) for run in table.program.runs)
+    return replace(table, program=replace(table.program, runs=runs))
+
+
+def _make_schedule(table: CostTable, batch: Batch, config: RuntimeConfig) -> Schedule:
+    program = record_sketch(table.program)
+    if config.policy[0] != "optimal":
+        programs = (program,) * config.parts
+        return lower(programs, find_policy(*config.policy)(programs))
+    slices = slice_batch(batch, find_cuts(batch, share_evenly(batch, config.parts)))
+    assert len(slices) == config.parts  # such steps can be cut often enough
+    return Planner(program, table).find_schedule(measure_slices(batch, slices), config)
+
+
+def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:
+    counts = f"{len(schedule.steps)} steps, {sum(len(step.waits) for step in schedule.steps)} waits"
+    about = f"{facts['costs']}; layers {facts['layers']}; micro-batches {len(schedule.programs)}; {facts['policy']}"
+    return (
+        f"{NOTE} {about}\n{NOTE} {counts}, digest {digest(schedule)}; all rules of validation hold\n{render(schedule)}"
+    )
+
+
+def _list(schedule: Schedule) -> dict[str, Any]:
+    programs = schedule.programs
+    return {
+        "micro_batches": len(programs),
+        "digest": digest(schedule),
+        "lanes": list(schedule.lanes),
+        "forks": list(schedule.forks),
+        "steps": [
+            {
+                "op": step.label,
+                "lane": step.op.lane,
+                "waits": [name_issue(programs, issue) for issue in step.waits],
+                "records": step.records,
+                "frees": [f"%{slot.value.index}/{slot.micro_batch}" for slot in step.frees],
+            }
+            for step in schedule.steps
+        ],
+        "joins": [name_issue(programs, issue) for issue in schedule.joins],
+    }
+
+
+def _check(path: Path, wanted: Schedule, as_json: bool) -> int:
+    """Print whether the schedule in a file is safe, and whether it is *wanted*, whose programs it must be of."""
+    problem, same = "", False
+    try:
+        found = parse(_read_table(path), wanted.programs)
+        validate(found)
+        same = found == wanted
+    except ScheduleError as error:
+        problem = str(error)
+    if as_json:
+        print(json.dumps({"valid": not problem, "same": same, "digest": digest(wanted), "problem": problem}, indent=2))
+    elif problem:
+        print(f"{path}: not valid: {problem}")
+    else:
+        which = "the same as" if same else "another than"
+        print(f"{path}: valid; {which} what these arguments give (digest {digest(wanted)})")
+    return INVALID if problem else 0
+
+
+def _read_table(path: Path) -> str:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"schedule {path} cannot be read ({error}).") from None
+    return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(NOTE))

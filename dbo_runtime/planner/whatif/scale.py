@@ -1,0 +1,174 @@
+"""What costs would be with other ranks, another network or another number of layers: rules of thumb, all modelled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, ComputeCost, Cost, CostTable
+from dbo_runtime.planner.costs.program_spec import LayerRun
+
+# Dense layers, then layers with experts, as the models' published configurations have them.
+MODELS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"deepseek-v3": (3, 58), "deepseek-r1": (3, 58), "deepseek-v2": (1, 59), "deepseek-v2-lite": (1, 26)}
+)
+MOST_RANKS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """A network: so many times that of the costs, or so many bytes a second."""
+
+    factor: float = 1.0
+    bytes_per_second: float | None = None
+
+    def __str__(self) -> str:
+        """Such as `0.5x` or `100GB/s`."""
+        return f"{self.factor:g}x" if self.bytes_per_second is None else f"{self.bytes_per_second / 1e9:g}GB/s"
+
+
+def parse_bandwidth(text: str) -> Bandwidth:
+    """Read `0.5x` or `100GB/s`.
+
+    Raises:
+        ConfigError: if it is neither, or not above zero.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(x|GB/s)", text.strip(), re.IGNORECASE)
+    value = float(found[1]) if found else 0.0
+    if not found or value <= 0:
+        raise ConfigError(f"bandwidth is {text!r}; it must be a factor such as 0.5x, or a rate such as 100GB/s.")
+    return Bandwidth(value) if found[2].lower() == "x" else Bandwidth(bytes_per_second=value * 1e9)
+
+
+def scale_tensor(table: CostTable, ranks: int) -> CostTable:
+    """Return the costs with *ranks* tensor parallel ranks instead of those of the table.
+
+    - Compute: what tokens, pairs and weights cost is shared by the ranks; each pays for itself what is fixed, and what
+      is fixed of a prefill.
+    - Communication: of an all-reduce of n bytes each rank sends 2 (p - 1) / p n, whatever the algorithm, and half of
+      that for each of its halves, reduce-scatter and all-gather; recursive halving and doubling does it in 2 log2 p
+      steps, each of which costs the same to start (Thakur, Rabenseifner and Gropp 2005). So `beta` goes with
+      (p - 1) / p, and `alpha` with log2 p.
+
+    Raises:
+        ConfigError: if *ranks* is no power of two, or the table does not say how many ranks it is of, or is of one rank
+            but communicates.
+    """
+    if not 1 <= ranks <= MOST_RANKS or ranks & (ranks - 1):
+        raise ConfigError(f"tp is {ranks}; it must be a power of two, from 1 to {MOST_RANKS}.")
+    known = table.origin.parallel.get("tensor")
+    if known is None or known < 1:
+        raise ConfigError(f"parallel.tensor of the costs is {known}, so they cannot be scaled to tp {ranks}.")
+    if known == ranks:
+        return table
+    if known == 1 and any(isinstance(cost, CommCost) for cost in table.ops.values()):
+        raise ConfigError("parallel.tensor of the costs is 1: what more ranks would communicate cannot be told.")
+    alpha = _count_steps(ranks) / (_count_steps(known) or 1)
+    beta = _share_sent(ranks) / (_share_sent(known) or 1.0)
+
+    def scale(cost: Cost) -> Cost:
+        if isinstance(cost, CommCost):
+            return replace(cost, alpha=cost.alpha * alpha, beta=cost.beta * beta)
+        return _scale_compute(cost, known / ranks)
+
+    parallel = {**table.origin.parallel, "tensor": ranks}
+    return _change(table, f"tensor parallel {ranks} instead of {known}", _map(table, scale), parallel=parallel)
+
+
+def scale_bandwidth(table: CostTable, bandwidth: Bandwidth) -> CostTable:
+    """Return the costs with another bandwidth; `alpha` stays.
+
+    A rate is what HCCL's test tool calls algorithm bandwidth, and NCCL's `algbw`: bytes of the message by seconds.
+    """
+    if bandwidth == Bandwidth():
+        return table
+
+    def scale(cost: Cost) -> Cost:
+        if not isinstance(cost, CommCost):
+            return cost
+        rate = bandwidth.bytes_per_second
+        return replace(cost, beta=cost.beta / bandwidth.factor if rate is None else 1 / rate)
+
+    return _change(table, f"bandwidth {bandwidth}", _map(table, scale))
+
+
+def set_model(table: CostTable, name: str) -> CostTable:
+    """Return the costs with as many layers as the model has. What a layer costs stays what it was.
+
+    Costs whose layers are all of one kind get that many in all; of two kinds, the first stands for dense layers.
+
+    Raises:
+        ConfigError: if the model is unknown, or the costs have more kinds of layers.
+    """
+    if name not in MODELS:
+        raise ConfigError(f"model is {name!r}; known are {', '.join(MODELS)}.")
+    kinds = len({_name_kind(run) for run in table.program.runs if run.layered})
+    if kinds not in (1, 2):
+        raise ConfigError(f"the costs have {kinds} kinds of layers; {name} has 2, and only 1 or 2 can be matched.")
+    counts = MODELS[name] if kinds == 2 else (sum(MODELS[name]),)
+    return replace(set_layers(table, counts), origin=replace(table.origin, model={**table.origin.model, "name": name}))
+
+
+def set_layers(table: CostTable, counts: Sequence[int]) -> CostTable:
+    """Return the costs with so many layers of each kind [kinds]; layers are of a kind if their ops have the same names.
+
+    The last run of a kind grows or shrinks; what comes before it stays, because a first layer differs in what it reads.
+
+    Raises:
+        ConfigError: if there are not as many kinds, or a kind has more layers in its earlier runs.
+    """
+    kinds = list(dict.fromkeys(_name_kind(run) for run in table.program.runs if run.layered))
+    if len(kinds) != len(counts):
+        raise ConfigError(f"the costs have {len(kinds)} kinds of layers, but counts for {len(counts)} were given.")
+    runs = list(table.program.runs)
+    for kind, count in zip(kinds, counts, strict=True):
+        numbers = [number for number, run in enumerate(runs) if run.layered and _name_kind(run) == kind]
+        repeat = count - sum(runs[number].repeat for number in numbers[:-1])
+        if repeat < 0 or count < 1:
+            raise ConfigError(f"{count} layers of {', '.join(kind)} are fewer than the costs' program starts with.")
+        runs[numbers[-1]] = runs[numbers[-1]]._replace(repeat=repeat)
+    kept = tuple(run for run in runs if run.repeat or not run.layered)
+    return replace(table, program=replace(table.program, runs=kept))
+
+
+def count_layers(table: CostTable) -> int:
+    """Return how many layers the program of the costs has."""
+    return sum(run.repeat for run in table.program.runs if run.layered)
+
+
+def _name_kind(run: LayerRun) -> tuple[str, ...]:
+    return tuple(op.name for op in run.ops)
+
+
+def _count_steps(ranks: int) -> int:
+    """Return log2 of *ranks*, rounded up."""
+    return (ranks - 1).bit_length()
+
+
+def _share_sent(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _scale_compute(cost: ComputeCost, share: float) -> ComputeCost:
+    shared = {"per_token", "weights", *ATTENTION} - {"per_prefill"}
+    return replace(cost, **{name: getattr(cost, name) * share for name in shared})
+
+
+def _map(table: CostTable, scale: Callable[[Cost], Cost]) -> dict[str, Cost]:
+    return {name: scale(cost) for name, cost in table.ops.items()}
+
+
+def _change(
+    table: CostTable, what: str, ops: Mapping[str, Cost], parallel: Mapping[str, int] | None = None
+) -> CostTable:
+    """Return the costs with other *ops*. They are modelled, whatever they were, and say what was changed."""
+    origin = replace(
+        table.origin,
+        kind="modelled",
+        source=f"{table.origin.source} Scaled: {what}.",
+        parallel=table.origin.parallel if parallel is None else parallel,
+    )
+    return replace(table, origin=origin, ops=ops)

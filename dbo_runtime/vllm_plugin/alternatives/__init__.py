@@ -1,0 +1,1 @@
+"""Splitting without an adapter, and compiling ops one by one."""

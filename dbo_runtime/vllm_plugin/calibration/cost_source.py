@@ -1,0 +1,229 @@
+"""Where the costs that steps are planned by come from: a file or calibration. The same on all ranks, or none."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.errors import ConfigError, DboError
+from dbo_runtime.planner.costs.contention import fit_contention
+from dbo_runtime.planner.costs.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
+from dbo_runtime.planner.costs.cost_table import CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.fit import fit_costs
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.costs.program_spec import sketch_program
+from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.parallel.agreement import gather, tell
+from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
+from dbo_runtime.vllm_plugin.calibration.step_fit import fit_steps
+
+BUDGET = 45.0  # seconds that a calibration takes at most, about
+
+
+class Identity(NamedTuple):
+    """What costs hold for, and what they were measured with; see `costs.Origin`."""
+
+    machine: Mapping[str, str]
+    model: Mapping[str, str]
+    parallel: Mapping[str, int]
+    versions: Mapping[str, str]
+    bytes_per_token: float  # that a rank hands over for one token
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a calibration came to: seconds it took, and relative errors of its costs for ops and for whole steps.
+
+    *stage* is the name of the pipeline's stage whose costs these are, such as `pp0`.
+    """
+
+    seconds: float
+    digest: str
+    op_errors: Mapping[str, float]
+    step_errors: Mapping[str, float]  # `whole` and `split`
+    split_error: float  # see `costs.CostTable`
+    contention: Mapping[str, float]
+    stage: str | None = None
+
+    def __str__(self) -> str:
+        """A table for people."""
+        stage = f"{self.stage}: " if self.stage else ""
+        rows = [f"{stage}calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
+        rows += [f"  {name:<20}{error:>7.1%}" for name, error in self.op_errors.items()]
+        rows += [f"  {way + ' step':<20}{error:>7.1%}" for way, error in self.step_errors.items()]
+        longer = f"next to whole steps, split ones take {self.split_error:.1%} longer than predicted (upper quartile)"
+        factors = ", ".join(f"{lane} {factor:.2f}" for lane, factor in self.contention.items())
+        return "\n".join([*rows, longer, f"slower while another lane runs, by a factor of: {factors}"])
+
+
+class CostSource:
+    """Gives a model's runtime a planner, on all ranks or on none. What it does is collective over all ranks.
+
+    Args:
+        runner: vLLM's model runner.
+        forward: the `SplitForward` of its model.
+        group: vLLM's coordinator of all ranks that communicate in a step.
+        identity: what costs must hold for.
+        log: of the first rank.
+        stage: the name of the pipeline's stage. Each has costs, and files, of its own: its layers are others.
+    """
+
+    def __init__(
+        self, runner: Any, forward: Any, group: Any, identity: Identity, log: Any, stage: str | None = None
+    ) -> None:
+        self._runner = runner
+        self._forward = forward
+        self._group = group
+        self._identity = identity
+        self._log = log
+        self._stage = stage
+
+    @property
+    def _runtime(self) -> MicroBatchRuntime:
+        runtime: MicroBatchRuntime = self._forward.runtime
+        return runtime
+
+    def settle(self, config: RuntimeConfig) -> None:
+        """Calibrate or load, as the settings say. Whatever goes wrong, serving goes on by the thresholds."""
+        try:
+            if config.calibrate:
+                self.calibrate(config.costs)
+            elif config.costs:
+                self.load(config.costs)
+        except DboError as error:
+            self._log.warning("no costs to plan with; DBO_MODE=auto goes by the thresholds", reason=str(error))
+
+    def load(self, path: str) -> None:
+        """Plan by the costs of a file, which every rank reads for itself.
+
+        Raises:
+            ConfigError: on all ranks, if any of them cannot use it, or theirs are not the same.
+        """
+        path = name_stage_file(path, self._stage)
+        table: CostTable | None = None
+        try:
+            table = self._read(path)
+            said = f"costs {table.digest}"
+        except ConfigError as error:
+            said = str(error)
+        everyone = gather(self._group, (said, table is not None))
+        if not all(fits for _, fits in everyone):
+            raise ConfigError(next(words for words, fits in everyone if not fits))
+        if len({words for words, _ in everyone}) > 1:
+            raise ConfigError(f"{path} differs between ranks; copy one to all hosts. {tell([w for w, _ in everyone])}")
+        assert table is not None
+        self._use(table, path)
+
+    def calibrate(self, path: str = "", budget: float = BUDGET) -> Report:
+        """Measure the model's own ops, plan by what they cost, and write it to *path* if that is given.
+
+        If it cannot be written there, the log says so; the costs are used all the same.
+
+        Raises:
+            UnsupportedError, ConfigError: on all ranks, if ops cannot be measured or their durations make no sense.
+        """
+        start = time.perf_counter()
+        with _Bar(quiet=self._group.rank_in_group > 0) as bar:
+            found = measure(self._runner, self._forward, self._group, budget, bar.show)
+        # One rank fits for all: the last digits of a fit may differ between hosts, and with them decisions.
+        fitted = self._try(lambda: self._fit(found)) if self._group.rank_in_group == 0 else None
+        text, errors, problem = gather(self._group, fitted)[0]
+        if problem:
+            raise ConfigError(problem)
+        table = parse_costs(text)
+        self._use(table, "calibration")
+        if path and self._group.rank_in_group == 0:
+            self._save(table, name_stage_file(path, self._stage))
+        op_errors, contention = dict(table.errors), dict(table.contention)
+        seconds = time.perf_counter() - start
+        return Report(seconds, table.digest, op_errors, errors, table.split_error, contention, self._stage)
+
+    def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
+        try:
+            return (*fit(), "")
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
+            return "", {}, str(error) if isinstance(error, ConfigError) else f"the costs cannot be fitted: {error!r}"
+
+    def _save(self, table: CostTable, path: str) -> None:
+        try:
+            save_costs(table, path)
+        except ConfigError as error:
+            self._log.warning("the costs are in use, but not saved", reason=str(error))
+
+    def _fit(self, found: Measurements) -> tuple[str, dict[str, float]]:
+        """Return the costs as the text of a file, and how far they are off for steps."""
+        program = self._runtime.program
+        costs, errors = fit_costs(found.samples, self._identity.bytes_per_token)
+        identity = self._identity
+        origin = Origin(
+            kind="measured",
+            source="python -m dbo_runtime calibrate",
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            machine=identity.machine,
+            model=identity.model,
+            parallel=identity.parallel,
+            versions=identity.versions,
+        )
+        host = HostCost(computes=self._runtime.device.name == "cpu")
+        contention = fit_contention(costs, found.samples)
+        table = CostTable(origin, sketch_program(program), costs, contention, host, errors)
+        table, step_errors = fit_steps(table, program, found.steps)
+        return format_costs(table), step_errors
+
+    def _read(self, path: str) -> CostTable:
+        table = load_costs(path)
+        identity = self._identity
+        try:
+            table.check_fits(identity.machine, identity.model, identity.parallel)
+        except ConfigError as error:
+            raise ConfigError(f"cost file {path}: {error}") from None
+        if table.program != sketch_program(self._runtime.program):
+            raise ConfigError(
+                f"cost file {path}: it is of another program than the adapter records now; calibrate anew: "
+                "`python -m dbo_runtime calibrate`."
+            )
+        if table.origin.versions != identity.versions:
+            self._log.warning(
+                "costs were measured with other versions",
+                then=dict(table.origin.versions),
+                now=dict(identity.versions),
+            )
+        return table
+
+    def _use(self, table: CostTable, source: str) -> None:
+        self._runtime.planner = Planner(self._runtime.program, table)
+        self._log.info(
+            "planning by costs",
+            source=source,
+            kind=table.origin.kind,
+            date=table.origin.date,
+            digest=table.digest,
+            worst_fit=f"{max(table.errors.values(), default=0.0):.1%}",
+            split_error=f"{table.split_error:.1%}",
+        )
+
+
+class _Bar:
+    """A progress bar on the first rank's terminal, if there is one."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._bar: Any = tqdm(disable=quiet or None, desc="calibrating", unit="shape", file=sys.stderr, leave=False)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, done: int, of: int, what: str) -> None:
+        """Show how far it is."""
+        self._bar.total = of
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(done - self._bar.n)

@@ -1,0 +1,95 @@
+"""Batches to measure a model by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dbo_runtime.planner.costs.batch_features import Load, measure_load
+from dbo_runtime.vllm_plugin.api.compat import Limits
+
+GROWTH = 4  # from one size to the next
+SHORTEST, SEVERAL, SHORT_CONTEXT = 8, 8, 16  # tokens of the shortest prefill, prefills in one batch, cached tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A batch of equal requests: new *tokens* of each, after *context* tokens that are in the KV cache already."""
+
+    requests: int
+    tokens: int
+    context: int = 0
+
+    def __str__(self) -> str:
+        after = f" after {self.context}" if self.context else ""
+        return f"{self.requests} x {self.tokens} tokens{after}"
+
+    @property
+    def total(self) -> int:
+        """New tokens of all requests together."""
+        return self.requests * self.tokens
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The tokens at which to cut it in two: in the middle; and so that nearly the whole is in one part.
+
+        Between requests, or inside the only one, where both parts stay prefills.
+        """
+        unit, units = (self.tokens, self.requests) if self.requests > 1 else (1, self.tokens)
+        least = 1 if self.requests > 1 else min(2, units // 2)
+        return tuple(dict.fromkeys((units // 2 * unit, (units - least) * unit)))
+
+    def measure_load(self, first: int = 0, last: int | None = None) -> Load:
+        """Return the load of the tokens from *first* to *last*: a request's tail has its head as further context."""
+        last = self.total if last is None else last
+        query_lens, context_lens = [], []
+        for start in range(0, self.total, self.tokens):
+            begin, end = max(first, start), min(last, start + self.tokens)
+            if begin < end:
+                query_lens.append(end - begin)
+                context_lens.append(self.context + begin - start)
+        return measure_load(query_lens, context_lens)
+
+    def measure_parts(self, cut: int) -> tuple[Load, Load]:
+        """Return the loads of the two micro-batches of a cut."""
+        return self.measure_load(0, cut), self.measure_load(cut)
+
+
+def choose_shapes(limits: Limits) -> list[Shape]:
+    """Return the batches to measure, small ones first.
+
+    One prefill, which has as many query-key pairs as its tokens can have; several, which have few for theirs; one after
+    a long context; and decodes after a short and after a long one. Together they tell apart what is fixed and what a
+    token, a pair or the context costs.
+    """
+    longest = min(limits.tokens, limits.length, limits.blocks * limits.block_size)
+    lengths = list(_grow(SHORTEST, longest))
+    counts = list(_grow(2, min(limits.requests, limits.tokens)))
+    shapes = {Shape(requests, length) for length in lengths for requests in (1, min(SEVERAL, limits.requests))}
+    shapes |= {Shape(1, length, longest // 2) for length in lengths[1::2]}
+    for requests in counts:
+        room = limits.blocks // requests * limits.block_size
+        long_context = min(longest, limits.length, room) - 1
+        shapes |= {Shape(requests, 1, min(SHORT_CONTEXT, long_context)), Shape(requests, 1, long_context)}
+    return sorted((shape for shape in shapes if _fits(shape, limits)), key=lambda s: (s.total, s.context, s.requests))
+
+
+def _grow(first: int, last: int) -> Iterator[int]:
+    """Yield sizes from *first* on, growing, and *last*."""
+    while first * 1.5 < last:
+        yield first
+        first *= GROWTH
+    if last > 1:
+        yield last
+
+
+def _fits(shape: Shape, limits: Limits) -> bool:
+    length = shape.tokens + shape.context
+    blocks = shape.requests * -(-length // limits.block_size)
+    return (
+        1 < shape.total <= limits.tokens
+        and shape.context >= 0
+        and shape.requests <= limits.requests
+        and length <= limits.length
+        and blocks <= limits.blocks
+    )

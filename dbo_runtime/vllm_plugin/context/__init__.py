@@ -1,0 +1,1 @@
+"""Forward contexts and attention metadata of micro-batches."""

@@ -1,0 +1,1 @@
+"""The vision encoder's forward, and sequence lengths that the host knows."""

@@ -1,0 +1,1 @@
+"""What is put into an unmodified vLLM, and when."""

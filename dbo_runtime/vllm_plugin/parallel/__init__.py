@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives, experts, latent attention, agreement, pipeline stages."""

@@ -1,0 +1,133 @@
+"""A stage of vLLM's pipeline: the layers on this rank, and what stages hand to each other.
+
+vLLM's worker receives a step's tensors whole before it calls the forward, and sends them whole when it has returned. So
+they are cut on entry and merged on exit here; nothing in a forward could send or receive a micro-batch's earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.sequence import IntermediateTensors
+
+from dbo_runtime.batch import Decline
+from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin.parallel.agreement import gather
+
+HIDDEN = "hidden_states"  # what every family of vLLM calls them that go from stage to stage
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank's place in a pipeline; without one, the whole model.
+
+    Attributes:
+        number: of the stage, from 0.
+        count: of stages.
+        layers: that are on it.
+        handed: names of the tensors that each stage hands to the next [tokens, hidden].
+    """
+
+    number: int = 0
+    count: int = 1
+    layers: range = range(0)
+    handed: tuple[str, ...] = (HIDDEN,)
+
+    @property
+    def name(self) -> str | None:
+        """What vLLM calls its workers by, such as `pp0`; None without a pipeline."""
+        return None if self.count == 1 else f"pp{self.number}"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives hidden states, normed."""
+        return self.number == self.count - 1
+
+    def describe(self) -> dict[str, int]:
+        """Return what costs of this stage hold for beside all else; nothing without a pipeline."""
+        return {} if self.count == 1 else {"pipeline": self.count, "stage": self.number}
+
+    def find_mismatch(self, program: Program) -> str | None:
+        """Return why a program is not this stage's: it takes or hands on other tensors."""
+        takes, gives = {*_name_inputs(program)}, {HIDDEN, *program.named}
+        handed = {*self.handed}
+        if takes == ({HIDDEN} if self.is_first else handed) and gives == ({HIDDEN} if self.is_last else handed):
+            return None
+        return (
+            f"stages of this pipeline hand over {_list(handed)}; on stage {self.number} of {self.count} its adapter "
+            f"takes {_list(takes)} and hands on {_list(gives)}"
+        )
+
+    def find_obstacle(self, given: IntermediateTensors | None, tokens: int) -> Decline | None:
+        """Return why a step of *tokens* tokens cannot be split by what the stage before hands over, or None."""
+        sizes = {} if given is None else {name: tensor.shape[0] for name, tensor in given.tensors.items()}
+        if sizes.keys() != (set() if self.is_first else {*self.handed}):
+            return Decline("unknown intermediate tensors", _list(sizes) or "none")
+        if any(size != tokens for size in sizes.values()):
+            return Decline("intermediate tensors of other tokens", f"{sizes}, {tokens} tokens")
+        return None
+
+    def join(self, program: Program, outputs: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | IntermediateTensors:
+        """Return what the forward gives, from that of the micro-batches [micro-batches][outputs]."""
+        joined = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)]
+        if self.is_last:
+            return joined[0]
+        return IntermediateTensors(dict(zip((HIDDEN, *program.named), joined, strict=True)))
+
+
+WHOLE = Stage()
+
+
+def find_stage(model: Any, vllm_config: Any) -> Stage:
+    """Return the stage that a loaded model is on this rank."""
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.distributed.utils import get_pp_indices
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return WHOLE
+    config = vllm_config.model_config
+    layers = get_pp_indices(config.get_total_num_hidden_layers(), group.rank_in_group, group.world_size)
+    empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=config.dtype, device=torch.device("cpu"))
+    return Stage(group.rank_in_group, group.world_size, range(*layers), tuple(empty.tensors))
+
+
+def any_stage(own: bool) -> bool:
+    """Return whether any stage of this rank's pipeline says yes. Collective over the stages."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return any(gather(get_pp_group(), own))
+
+
+def take_inputs(program: Program, given: IntermediateTensors) -> list[torch.Tensor]:
+    """Return what the stage before hands over, in the order in which a program takes it, hidden states first."""
+    return [given.tensors[name] for name in _name_inputs(program)]
+
+
+def name_results(result: torch.Tensor | IntermediateTensors) -> dict[str, torch.Tensor]:
+    """Return what a forward gives, by name."""
+    return {"hidden states": result} if isinstance(result, torch.Tensor) else result.tensors
+
+
+def copy_tensors(given: IntermediateTensors | None) -> IntermediateTensors | None:
+    """Return copies, which may be overwritten."""
+    if given is None:
+        return None
+    return IntermediateTensors({name: tensor.clone() for name, tensor in given.tensors.items()})
+
+
+def _name_inputs(program: Program) -> list[str]:
+    """Return the names of a program's inputs but for positions, the second."""
+    return [HIDDEN, *(value.name for value in program.inputs[2:])]
+
+
+def _list(names: Any) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,1 @@
+"""One object a platform: what is different on CPU, CUDA, and NPU."""

@@ -1,0 +1,1 @@
+"""Metrics, sampled timelines and traces of served steps."""

@@ -1,0 +1,1 @@
+"""Adapters verified against the model's own forward."""

@@ -1,0 +1,125 @@
+"""`dbo adapter DIR`: try a model's adapter against the model's own forward, and show what it declares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dbo_runtime.config import read_environment
+from dbo_runtime.devices.virtual import simulate
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.observe.timeline import Timeline
+from dbo_runtime.policies import find_policy
+from dbo_runtime.render import digest, render
+from dbo_runtime.schedule import Schedule, Step, lower
+from dbo_runtime.validate import validate
+from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
+
+DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("model", help="directory with the model's config.json; weights are made up")
+    parser.add_argument("--render", action="store_true", help="print the schedule, with every wait, record and free")
+    parser.add_argument("--micro-batches", default="2", help="of that schedule, as DBO_MICRO_BATCHES takes it")
+    parser.add_argument("--policy", default="alternate", help="of that schedule, as DBO_POLICY takes it")
+    parser.add_argument(
+        "--simulate",
+        metavar="OP=MS,...",
+        help="draw when that schedule's ops would run, if in a whole step ops of these names took so many ms",
+    )
+    parser.add_argument("--side", action="store_true", help="try what it declares where there is a side lane")
+    parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
+
+
+def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
+    """Try the adapter; return 1 if it is wrong.
+
+    Raises:
+        ConfigError: if there is no such model, or a setting is not as it must be.
+    """
+    if not (Path(arguments.model) / "config.json").is_file():
+        raise ConfigError(f"{arguments.model} has no config.json; name the directory of a model.")
+    durations = None if arguments.simulate is None else _read_durations(arguments.simulate)
+    config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    with divert_output():
+        from dbo_runtime.vllm_plugin.verify.verification import try_adapter  # late: it imports vLLM
+
+        trial = try_adapter(arguments.model, has_side=arguments.side)
+    programs = (trial.program,) * config.parts
+    policy = ("alternate", 0) if config.policy[0] == "optimal" else config.policy  # there are no costs to search by
+    schedule = lower(programs, find_policy(*policy)(programs))
+    validate(schedule)
+    simulation = None if durations is None else Simulation.of(schedule, durations)
+    if arguments.json:
+        faults = [fault._asdict() for fault in trial.faults]
+        facts = {"ops": len(trial.program.ops), "cuts": trial.cuts, "digest": digest(schedule), "faults": faults}
+        if simulation is not None:
+            facts |= {"whole_ms": simulation.whole, "split_ms": simulation.split}
+        print(json.dumps(facts, indent=2))
+    else:
+        print(describe(schedule, str(trial), arguments.render))
+        if simulation is not None:
+            print(simulation)
+    return DIFFERENT if trial.faults else 0
+
+
+def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:
+    """Return the verdict on an adapter, and what it declares."""
+    waits = sum(len(step.waits) for step in schedule.steps)
+    count = (
+        f"{len(schedule.programs)} micro-batches: {len(schedule.steps)} steps, {waits} waits; digest {digest(schedule)}"
+    )
+    return "\n".join([verdict, count, *([render(schedule)] if with_table else [])])
+
+
+class Simulation(NamedTuple):
+    """What a schedule would come to: a step whole and split, in ms, and when the split one's ops would run."""
+
+    whole: float
+    split: float
+    timeline: Timeline
+
+    @classmethod
+    def of(cls, schedule: Schedule, durations: Mapping[str, float]) -> Simulation:
+        """Simulate a schedule whose ops take *durations* by name, in ms in a whole step, and their share in each part.
+
+        Raises:
+            ConfigError: if there is no op of such a name.
+        """
+        (program, *_) = schedule.programs
+        names = {op.name for op in program.ops}
+        unknown = sorted(set(durations) - names)
+        if unknown:
+            raise ConfigError(f"--simulate: no op is named {unknown[0]!r}; there are {', '.join(sorted(names))}.")
+
+        def cost(step: Step) -> float:
+            return durations.get(step.op.name, 0.0) / 1e3 / len(schedule.programs)
+
+        timeline = simulate(schedule, cost)
+        return cls(sum(durations.get(op.name, 0.0) for op in program.ops), timeline.duration * 1e3, timeline)
+
+    def __str__(self) -> str:
+        ratio = f", {self.whole / self.split:.2f}x" if self.split else ""
+        heading = f"simulated: {self.whole:.1f} ms whole, {self.split:.1f} ms split{ratio}; digits are micro-batches"
+        return f"{heading}\n{self.timeline.draw()}"
+
+
+def _read_durations(text: str) -> dict[str, float]:
+    found = {}
+    for part in text.split(","):
+        name, _, milliseconds = part.partition("=")
+        try:
+            found[name.strip()] = float(milliseconds)
+        except ValueError:
+            raise ConfigError(f"--simulate: {part!r} is not OP=MS, such as attention=3.5.") from None
+        if not 0 <= found[name.strip()] < math.inf:
+            raise ConfigError(f"--simulate: {part!r} takes no such time; write 0 or more ms.")
+    return found

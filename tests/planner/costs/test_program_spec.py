@@ -1,0 +1,280 @@
+"""Programs without functions: they come back as they were, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbo_models.deepseek import DeepseekAdapter
+from dbo_runtime.adapter import record_program
+from dbo_runtime.errors import ConfigError, ProgramError
+from dbo_runtime.planner.costs.program_spec import MOST_LAYERS, LayerRun, OpSketch, Sketch, record_sketch, sketch_program
+from dbo_runtime.policies import alternate
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.render import digest
+from dbo_runtime.schedule import lower
+from dbo_runtime.validate import validate
+from tests.programs import record_chain, record_three_lanes, record_toy
+from tests.strategies import programs
+
+
+def do_nothing(*_: Any) -> None:
+    return None
+
+
+class Experts(SimpleNamespace):
+    """A mixture of experts whose parts are never called."""
+
+    has_shared_experts = True
+    gate = exchange_sizes = dispatch = shared_experts = experts = combine = merge = staticmethod(do_nothing)
+
+
+class Collectives:
+    """Tensor parallel without *experts*, data and expert parallel with them."""
+
+    def __init__(self, experts: Experts | None) -> None:
+        self.experts = experts
+        self.reduces = experts is None
+
+    def take_apart(self, experts: Any) -> Experts | None:
+        return self.experts
+
+    def without_reduce(self, module: Any) -> Any:
+        return module
+
+    all_reduce = staticmethod(do_nothing)
+
+
+def record_deepseek(experts: Experts | None) -> Program:
+    """Return the program of the 61 layers of DeepSeek-V3, the first three of which are dense."""
+
+    class Module:
+        __call__ = do_nothing
+
+    def make_layer(index: int) -> SimpleNamespace:
+        mlp: Any = Module()
+        if index >= 3:
+            mlp.experts = Module()
+        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), do_nothing)
+        return SimpleNamespace(**norms, self_attn=do_nothing, mlp=mlp)
+
+    layers = [make_layer(index) for index in range(61)]
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers, norm=do_nothing))
+    return record_program(DeepseekAdapter(), model, Collectives(experts))
+
+
+DEEPSEEK = {
+    "tensor parallel": record_deepseek(None),
+    "expert parallel": record_deepseek(Experts(exchanges_sizes=False)),
+    "expert parallel with sizes": record_deepseek(Experts(exchanges_sizes=True)),
+}
+PROGRAMS = {
+    "toy": record_toy(layers=4),
+    "three lanes": record_three_lanes(layers=3),
+    "chain": record_chain(do_nothing, do_nothing),
+    **DEEPSEEK,
+}
+
+
+def strip(program: Program) -> Program:
+    """Return the program without what a sketch leaves out."""
+    ops = tuple(replace(op, fn=do_nothing, declared_at="") for op in program.ops)
+    return replace(program, ops=ops)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_comes_back_as_it_was(name: str) -> None:
+    program = PROGRAMS[name]
+    assert strip(record_sketch(sketch_program(program))) == strip(program)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_that_comes_back_has_the_same_schedule(name: str) -> None:
+    program = PROGRAMS[name]
+    again = record_sketch(sketch_program(program))
+    schedule = lower([again] * 2, alternate([again] * 2))
+    validate(schedule)
+    assert digest(schedule) == digest(lower([program] * 2, alternate([program] * 2)))
+
+
+@given(programs())
+def test_any_program_with_op_names_of_its_own_comes_back_as_it_was(program: Program) -> None:
+    assert strip(record_sketch(sketch_program(program))) == strip(program)
+
+
+@st.composite
+def layered_programs(draw: st.DrawFn) -> Program:
+    """Up to four layers and ops between them, of few names, that read any value there is, hidden or not."""
+    p = ProgramBuilder()
+    values = [p.input("a"), p.input("x")]
+
+    def record_ops() -> None:
+        for name in draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True)):
+            reads = draw(st.lists(st.sampled_from(values[-4:]), max_size=2))
+            written = p.compute(name, do_nothing, *reads, outputs=draw(st.sampled_from([1, 1, 2])))
+            values.extend(written if isinstance(written, tuple) else [written])
+
+    for index in range(draw(st.integers(1, 4))):
+        with p.layer(index):
+            record_ops()
+    if draw(st.booleans()):
+        record_ops()
+    return p.build(draw(st.sampled_from(values)))
+
+
+def reads_a_hidden_value(program: Program) -> bool:
+    """Say whether anything reads a value although a later one has its name and its number among its op's outputs."""
+    written = [(value.name, 0, value) for value in program.inputs]
+    for op in program.ops:
+        for value in op.reads:
+            [key] = [(name, number) for name, number, other in written if other == value]
+            if [other for name, number, other in written if (name, number) == key][-1] != value:
+                return True
+        written += [(op.name, number, value) for number, value in enumerate(op.writes)]
+    keys = {value: (name, number) for name, number, value in written}
+    latest = {(name, number): value for name, number, value in written}
+    return any(latest[keys[value]] != value for value in program.outputs)
+
+
+@given(layered_programs())
+def test_a_program_with_layers_comes_back_as_it_was_unless_it_reads_a_hidden_value(program: Program) -> None:
+    if reads_a_hidden_value(program):
+        with pytest.raises(ProgramError, match="cannot tell them apart"):
+            sketch_program(program)
+    else:
+        sketch = sketch_program(program)
+        assert strip(record_sketch(sketch)) == strip(program)
+        assert sketch_program(record_sketch(sketch)) == sketch
+
+
+@pytest.mark.parametrize(
+    ("name", "repeats"),
+    [
+        ("tensor parallel", [1, 2, 58, 1]),
+        ("expert parallel", [1, 2, 1, 57, 1]),
+        ("expert parallel with sizes", [1, 2, 1, 57, 1]),
+    ],
+)
+def test_equal_layers_become_one_run(name: str, repeats: list[int]) -> None:
+    runs = sketch_program(DEEPSEEK[name]).runs
+    assert [run.repeat for run in runs] == repeats
+    assert [run.layered for run in runs] == [True] * (len(runs) - 1) + [False]
+
+
+def test_values_are_named_after_who_wrote_them() -> None:
+    sketch = sketch_program(record_toy(layers=2))
+    first, second, last = sketch.runs
+    assert sketch.inputs == ("x", "positions")
+    assert sketch.outputs == ("final_norm",)
+    assert first.ops[0] == OpSketch("attn_norm", "compute", ("x", "x"), outputs=2)
+    assert first.ops[3] == OpSketch("mlp_norm", "compute", ("attn_reduce", "attn_norm.1"), outputs=2)
+    assert second.ops[0] == OpSketch("attn_norm", "compute", ("mlp_reduce", "mlp_norm.1"), outputs=2)
+    assert last.ops[0].reads == ("mlp_reduce", "mlp_norm.1")
+
+
+def record_hidden_input() -> Program:
+    p = ProgramBuilder()
+    x = p.input("x")
+    y = p.compute("x", do_nothing, x)
+    return p.build(p.compute("add", do_nothing, y, x))
+
+
+def record_skip_over_a_layer() -> Program:
+    p = ProgramBuilder()
+    first = x = p.input("x")
+    for index in range(2):
+        with p.layer(index):
+            x = p.compute("mlp", do_nothing, x)
+        first = x if index == 0 else first
+    return p.build(p.compute("add", do_nothing, x, first))
+
+
+def record_hidden_result() -> Program:
+    p = ProgramBuilder()
+    x, _ = p.input("x"), p.input("x")
+    p.compute("mlp", do_nothing)
+    return p.build(x)
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (record_hidden_input, "op 'add' .* reads %0:x, but the latest 'x' before it is %1:x"),
+        (record_skip_over_a_layer, "op 'add' .* reads %1:mlp, but the latest 'mlp' before it is %2:mlp"),
+        (record_hidden_result, "the program's result reads %0:x, but the latest 'x' before it is %1:x"),
+    ],
+)
+def test_a_read_of_a_value_whose_name_was_written_again_is_refused(record: Callable[[], Program], says: str) -> None:
+    with pytest.raises(ProgramError, match=says):
+        sketch_program(record())
+
+
+def record_mlps(layers: list[int]) -> Program:
+    p = ProgramBuilder()
+    x = p.input("x")
+    for index in layers:
+        with p.layer(index):
+            x = p.compute("mlp", do_nothing, x)
+    return p.build(x)
+
+
+def test_layers_of_a_stage_of_a_pipeline_are_numbered_from_0() -> None:
+    assert sketch_program(record_mlps([3, 4])) == sketch_program(record_mlps([0, 1]))
+
+
+@pytest.mark.parametrize("layers", [[0, 2], [1, 0], [3, 2]])
+def test_layers_that_do_not_count_up_are_refused(layers: list[int]) -> None:
+    with pytest.raises(ProgramError, match=r"layers are \[[\d, ]+\], in this order; a sketch needs them to count up"):
+        sketch_program(record_mlps(layers))
+
+
+def test_ops_recorded_from_a_sketch_refuse_to_run() -> None:
+    program = record_sketch(sketch_program(record_toy(layers=1)))
+    with pytest.raises(ProgramError, match="can be planned, but has no functions to run"):
+        program.ops[0].fn(1, 2)
+
+
+def make_sketch(repeat: int = 1, layered: bool = True, outputs: tuple[str, ...] = ("mlp",), **changes: Any) -> Sketch:
+    op = OpSketch("mlp", "compute", ("x",))._replace(**changes)
+    return Sketch(("x",), (LayerRun(repeat, (op,), layered),), outputs)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: make_sketch(repeat=0), r"program\.runs\[0\]\.repeat is 0; it must be from 1 to 10000"),
+        (lambda: make_sketch(repeat=MOST_LAYERS + 1), r"program\.runs\[0\]\.repeat is 10001"),
+        (lambda: make_sketch(repeat=2, layered=False), r"runs\[0\]\.repeat is 2; it must be 1 for ops outside any"),
+        (lambda: make_sketch(name="a b"), r"program\.runs\[0\]\.ops\[0\]: op name 'a b' must be a plain word"),
+        (lambda: make_sketch(lane=""), r"program\.runs\[0\]\.ops\[0\]: lane '' must be a plain word"),
+        (lambda: make_sketch(reads=("y",)), r"program\.runs\[0\]\.ops\[0\]\.reads has 'y', which no input and no"),
+        (lambda: make_sketch(overwrites=("y",)), r"program\.runs\[0\]\.ops\[0\]\.overwrites has 'y', which no"),
+        (lambda: make_sketch(reads=(), overwrites=("x",)), r"runs\[0\]\.ops\[0\]: .* overwrites %0:x, which it does"),
+        (lambda: make_sketch(outputs=("y",)), r"program\.outputs has 'y', which no input and no earlier op writes"),
+        (lambda: make_sketch(overwrites=("x",), outputs=("x",)), r"program: the program's result reads %0:x after"),
+        (lambda: Sketch(("x",), (LayerRun(1, ()),), ()), r"program\.runs\[0\]\.ops is empty"),
+        (lambda: Sketch(("x",), (), ()), "program: the program has no ops"),
+    ],
+)
+def test_a_sketch_of_no_program_cannot_be_made(make: Callable[[], Sketch], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("outputs", [-1, 1001])
+def test_impossible_numbers_of_outputs_are_refused(outputs: int) -> None:
+    op = OpSketch("mlp", "compute", (), outputs)
+    with pytest.raises(ConfigError, match=rf"program\.runs\[0\]\.ops\[0\]\.outputs is {outputs}; it must be from 0"):
+        Sketch((), (LayerRun(1, (op,)),), ())
+
+
+def test_two_ops_of_one_name_in_a_layer_are_refused() -> None:
+    op = OpSketch("mlp", "compute", ())
+    with pytest.raises(ConfigError, match=r"program\.runs\[0\]\.ops\[1\]: op 'L0.mlp' was declared already"):
+        Sketch((), (LayerRun(1, (op, op)),), ())

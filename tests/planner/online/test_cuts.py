@@ -1,0 +1,133 @@
+"""What micro-batches ask of the ops, counted token by token; and cuts that make them cost alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbo_runtime.batch import Batch, BatchSlice, find_cuts, slice_batch
+from dbo_runtime.planner.costs.cost_table import ComputeCost
+from dbo_runtime.planner.online.cuts import Density, balance_targets, find_density, measure_slices
+from dbo_runtime.planner.costs.batch_features import Load
+from tests.planner.costs.test_cost_table import make_table
+from tests.programs import record_toy
+from tests.strategies import batches
+
+TOKENS_ONLY = Density(1.0)
+MASKED, DENSE = Density(0.0, pair=1.0, context_pair=1.0), Density(0.0, pair=2.0, context_pair=1.0)
+PROMPT = Batch((10_000,), 10_000)
+
+
+@st.composite
+def cut_batches(draw: st.DrawFn) -> tuple[Batch, tuple[BatchSlice, ...]]:
+    """Batches with contexts, cut anywhere; cuts that other ranks count on may leave pieces of any length."""
+    batch = replace(draw(batches()), cuttable=True)
+    lengths = len(batch.query_lens)
+    contexts = draw(st.just(()) | st.lists(st.integers(0, 50), min_size=lengths, max_size=lengths).map(tuple))
+    cuts = draw(st.sets(st.integers(1, batch.tokens - 1), max_size=3)) if batch.tokens > 1 else set()
+    batch = replace(batch, context_lens=contexts)
+    return batch, slice_batch(batch, sorted(cuts), agreed=True)
+
+
+def count_load(batch: Batch, piece: BatchSlice) -> Load:
+    """Count the keys that each token of a micro-batch meets: of its own request, up to itself, new and cached ones."""
+    load = Load(0)
+    first = 0
+    for length, context in zip(batch.query_lens, batch.contexts, strict=True):
+        own = [token - first for token in range(piece.first_token, piece.last_token) if 0 <= token - first < length]
+        first += length
+        load = load._replace(tokens=load.tokens + len(own))
+        if len(own) > batch.decode_len:
+            load = load._replace(
+                pairs=load.pairs + sum(position - own[0] + 1 for position in own),
+                context_pairs=load.context_pairs + sum(context + own[0] for _ in own),
+                prefills=load.prefills + 1,
+                context=load.context + context + own[0],
+            )
+        else:
+            pairs = sum(context + own[-1] + 1 for _ in own)
+            load = load._replace(decodes=load.decodes + len(own), decode_pairs=load.decode_pairs + pairs)
+    return load
+
+
+@given(cut_batches())
+def test_the_load_of_a_micro_batch_is_what_its_tokens_add_up_to(case: tuple[Batch, tuple[BatchSlice, ...]]) -> None:
+    batch, slices = case
+    assert measure_slices(batch, slices) == tuple(count_load(batch, piece) for piece in slices)
+
+
+@given(cut_batches())
+def test_cutting_loses_no_token_and_no_pair(case: tuple[Batch, tuple[BatchSlice, ...]]) -> None:
+    batch, slices = case
+    batch = replace(batch, decode_len=0)  # short pieces are prefills, too
+    (whole,) = measure_slices(batch, slice_batch(batch, ()))
+    loads = measure_slices(batch, slices)
+    assert sum(load.tokens for load in loads) == whole.tokens
+    assert sum(load.pairs + load.context_pairs for load in loads) == whole.pairs + whole.context_pairs
+    assert sum(load.pairs for load in loads) <= whole.pairs
+
+
+@pytest.mark.parametrize(
+    ("density", "share"),
+    [
+        (TOKENS_ONLY, 1 / 2),
+        (MASKED, 1 / math.sqrt(2)),  # half of a triangle's area
+        (DENSE, (math.sqrt(5) - 1) / 2),  # x * x = (1 - x) * 1
+    ],
+    ids=["tokens", "masked pairs", "dense pairs"],
+)
+def test_a_prompt_is_cut_where_both_parts_cost_the_same(density: Density, share: float) -> None:
+    assert balance_targets(PROMPT, 2, density)[0] == pytest.approx(share * PROMPT.tokens, abs=1)
+
+
+def test_three_parts_of_a_prompt_cost_the_same() -> None:
+    first, second = balance_targets(PROMPT, 3, MASKED)
+    assert first == pytest.approx(PROMPT.tokens * math.sqrt(1 / 3), abs=1)
+    assert second == pytest.approx(PROMPT.tokens * math.sqrt(2 / 3), abs=1)
+
+
+@pytest.mark.parametrize("density", [TOKENS_ONLY, MASKED, DENSE], ids=["tokens", "masked pairs", "dense pairs"])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_equal_requests_are_parted_between_them(density: Density, parts: int) -> None:
+    batch = Batch((500,) * 8, 4000)
+    edges = tuple(4000 * part // parts for part in range(1, parts))
+    assert find_cuts(batch, balance_targets(batch, parts, density)) == edges
+
+
+def test_what_is_in_the_kv_cache_counts() -> None:
+    """Two prompts of 100 tokens, the second of which looks back on 900 more: it has nearly all pairs to itself."""
+    batch = Batch((100, 100), 200, context_lens=(0, 900))
+    pairs = 100 * 101 / 2
+    assert MASKED.weigh(measure_slices(batch, slice_batch(batch, (100,)))[0]) == pairs
+    (cut,) = balance_targets(batch, 2, MASKED)
+    before, after = (MASKED.weigh(load) for load in measure_slices(batch, slice_batch(batch, (cut,))))
+    assert cut > 140
+    assert before == pytest.approx(after, rel=0.03)
+
+
+@given(batches(), st.integers(2, 4))
+def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch, parts: int) -> None:
+    batch = replace(batch, decode_len=0, cuttable=True)
+    density = Density(2.0, pair=0.5, context_pair=0.5)
+    whole = density.weigh(measure_slices(batch, slice_batch(batch, ()))[0])
+
+    def weigh_before(offset: int) -> float:
+        if offset == batch.tokens:
+            return whole
+        return density.weigh(measure_slices(batch, slice_batch(batch, (offset,)))[0])
+
+    for part, target in enumerate(balance_targets(batch, parts, density), 1):
+        assert weigh_before(target) >= whole * part / parts - 1e-6
+        assert target == 1 or weigh_before(target - 1) < whole * part / parts + 1e-6
+
+
+def test_the_density_is_what_all_layers_add_up_to() -> None:
+    attention = ComputeCost(1e-6, 3e-6, 9e-6, 1e-9, 8e-9, 4e-6, 5e-9, 6e-6, 7e-9)
+    table = make_table({"attention": attention, "mlp": ComputeCost(per_token=2e-6, per_pair=7e-9)})
+    density = find_density(table, record_toy(layers=3))
+    expected = Density(15e-6, 24e-9, 24e-9, 12e-6, 15e-9, 18e-6, 21e-9)
+    assert density == Density(*(pytest.approx(getattr(expected, name)) for name in Density.__slots__))

@@ -1,0 +1,147 @@
+"""Decodes of DeepSeek-R1: what their published cases say, and what a `side` lane brings there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable
+from dbo_runtime.planner.whatif.estimate import Estimator
+from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.online.orders import LEAST_SHARE, ORDER_BUCKETS, list_beside
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.predictor import Predictor, find_end
+from dbo_runtime.planner.whatif.published_cases import find_case
+from dbo_runtime.planner.whatif.scale import set_layers
+from dbo_runtime.planner.costs.program_spec import record_sketch
+from dbo_runtime.policies import sequential
+from dbo_runtime.program import SIDE, Program, ProgramBuilder
+from dbo_runtime.schedule import lower
+from tests.planner.machines import make_table
+from tests.planner.shop import Shop, do_nothing, find_least_end, simulate_order
+
+CASES = ("r1-decode-910b", "r1-decode-910c")
+MARGIN = RuntimeConfig().margin
+TOOL = Path(__file__).parents[3] / "tools" / "derive_decode_cases.py"
+
+
+def make_decodes(count: int) -> Batch:
+    return Batch((1,) * count, 0, context_lens=(4096,) * count)
+
+
+def measure_decodes(count: int) -> Load:
+    return Load(count, decodes=count, decode_pairs=count * 4097.0)
+
+
+@cache
+def open_estimator(name: str) -> Estimator:
+    return Estimator(find_case(name).table)
+
+
+def list_options(name: str, count: int, side: str) -> tuple[Prediction, ...]:
+    return open_estimator(name).list_options(make_decodes(count), RuntimeConfig(side=side))
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("derive_decode_cases", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for the names of types
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_files_are_what_the_tool_derives() -> None:
+    tool = load_tool()
+    derived = {machine.name: tool.derive_table(machine) for machine in tool.list_machines()}
+    assert tuple(sorted(derived)) == CASES
+    for name, table in derived.items():
+        assert find_case(name).table.digest == table.digest
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_keys_beside_queries_alone_bring_about_one_percent(name: str) -> None:
+    """As vllm-ascend #1353 measured; beside them a lane for communication runs in both."""
+    table = find_case(name).table
+    program = record_sketch(table.program)
+    predictor = Predictor(program, table)
+    for count in (8, 24, 64, 96):
+        load = measure_decodes(count)
+        without, beside = (
+            find_end(predictor.simulate(lower((placed,), sequential((placed,))), [load]))
+            for placed in (program.fold_side(), program.fold_side("keys"))
+        )
+        assert 0.005 < (without - beside) / predictor.predict_whole(load) < 0.015
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_micro_batches_gain_the_more_the_more_decodes_there_are(name: str) -> None:
+    gains = [list_options(name, count, "off")[0].gain for count in (32, 96, 192, 384)]
+    assert gains == sorted(gains)
+    assert gains[1] < 0 < gains[-1]  # at 96, where CloudMatrix-Infer measured 9.4 %, the model says that it loses
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_runtime_declines_few_decodes_and_splits_many(name: str) -> None:
+    assert not any(option.pays(MARGIN) for option in list_options(name, 192, "off"))
+    assert any(option.pays(MARGIN) for option in list_options(name, 384, "off"))
+    chosen = next(option for option in list_options(name, 64, "auto") if option.pays(MARGIN))
+    assert (chosen.micro_batches, chosen.beside) == (1, ("keys",))
+    assert chosen.way == "1 micro-batch, keys beside"
+    assert "ms in 1 micro-batch, keys beside: " in str(chosen)
+
+
+SHORT = set_layers(find_case("r1-decode-910c").table, (1, 2))
+FACTORS = st.floats(1.0, 2.5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 400), st.tuples(FACTORS, FACTORS, FACTORS), st.integers(2, 3))
+def test_ops_beside_are_never_predicted_to_lose(count: int, factors: tuple[float, ...], parts: int) -> None:
+    keys = ("compute/side", "side/compute", "comm")
+    contention = {**SHORT.contention, **dict(zip(keys, factors, strict=True))}
+    changed = CostTable(SHORT.origin, SHORT.program, SHORT.ops, contention, SHORT.host, {})
+    planner = Planner(record_sketch(changed.program), changed, 2000)
+    loads = [measure_decodes(count)] * parts
+    auto, off = (planner.predict_split(loads, RuntimeConfig(side=side)) for side in ("auto", "off"))
+    assert auto <= off
+
+
+def record_attention(side_first: bool) -> Program:
+    """Return latent attention in small: keys beside queries, and what is sent after them."""
+    p = ProgramBuilder(has_side=True)
+    x = p.compute("latent", do_nothing, p.input("x"))
+    if side_first:
+        keys, queries = p.side("keys", do_nothing, x), p.compute("queries", do_nothing, x)
+    else:
+        queries, keys = p.compute("queries", do_nothing, x), p.side("keys", do_nothing, x)
+    return p.build(p.comm("send", do_nothing, p.compute("attention", do_nothing, queries, keys)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 13), min_size=5, max_size=5), st.booleans())
+def test_no_order_of_two_micro_batches_on_three_lanes_is_faster(times: list[int], side_first: bool) -> None:
+    program = record_attention(side_first)
+    seconds = dict(zip(("latent", "keys", "queries", "attention", "send"), times, strict=True))
+    ops: dict[str, Cost] = {name: ComputeCost(float(value)) for name, value in seconds.items() if name != "send"}
+    ops["send"] = CommCost(float(seconds["send"]), 0.0, 1.0)
+    table = make_table(program, ops, contention={SIDE: 1.0})
+    planner = Planner(program, table)
+    schedule = planner.find_schedule([Load(1)] * 2, RuntimeConfig(side="on"))
+    assert list_beside(schedule.programs[0]) == ("keys",)
+    predictor = Predictor(program, table)  # an order is searched for such shares of the time as are rounded
+    rounded = predictor.restore_times(predictor.measure_shares(Load(1), ORDER_BUCKETS, LEAST_SHARE), ORDER_BUCKETS)
+    shop = Shop((program, program), (tuple(rounded),) * 2)
+    order = [step.issue for step in schedule.steps]
+    assert simulate_order(*shop, order) == pytest.approx(find_least_end(shop))

@@ -1,0 +1,202 @@
+"""Ops of split steps that are compiled one by one give what they give eager, whatever they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM, which compiles")
+
+from vllm.config import CompilationMode
+from vllm.forward_context import set_forward_context
+
+from dbo_runtime.program import ProgramBuilder
+from dbo_runtime.vllm_plugin.alternatives.compilation import COMPILED, CompiledFunction, OpCompiler, find_refusal
+from tests.programs import record_toy
+from tests.vllm_plugin.conftest import TINY, share_cores, start
+from tests.vllm_plugin.engine import Engine, find_difference, make_prompt
+from tests.vllm_plugin.families import find_backend, make_family
+
+SETTINGS = {"DBO_COMPILE": "1"}
+CHECKED = {"DBO_MODE": "always", "DBO_CHECK": "1"}
+SIZES = (1, 2, 3, 17, 64, 500)
+
+
+@pytest.fixture(scope="session")  # not shorter: ending one engine takes down the groups of others in this process
+def compiling_qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    name = "Qwen3ForCausalLM"
+    model = make_family(name, tmp_path_factory.mktemp("model"))
+    yield from start(1, "nobind", model, SETTINGS, enforce_eager=False, attention_backend=find_backend(name))
+
+
+@pytest.fixture(scope="session")
+def compiling_deepseek() -> Iterator[Engine]:
+    yield from start(1, "nobind", TINY, SETTINGS, enforce_eager=False)
+
+
+@pytest.fixture(params=["compiling_deepseek", "compiling_qwen"])
+def compiling(request: pytest.FixtureRequest) -> Engine:
+    """Return an engine that compiles what it serves, and ops of split steps.
+
+    The one with experts comes first: engines of one process share its first one's groups, and experts need theirs.
+    """
+    engine: Engine = request.getfixturevalue(request.param)
+    return engine
+
+
+def find_functions(engine: Engine) -> dict[str, CompiledFunction]:
+    ops = engine.runner.get_model().forward.runtime.program.ops
+    return {op.label: op.fn for op in ops if isinstance(op.fn, CompiledFunction)}
+
+
+def test_everything_that_may_be_is_compiled(compiling: Engine) -> None:
+    ops = compiling.runner.get_model().forward.runtime.program.ops
+    functions = find_functions(compiling)
+    assert set(functions) == {op.label for op in ops if op.name in COMPILED}
+    assert [label for label, function in functions.items() if not function.is_compiled] == []
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+@torch.inference_mode()
+def test_an_op_gives_what_it_gives_eager(compiling: Engine, tokens: int) -> None:
+    hidden = compiling.runner.vllm_config.model_config.get_hidden_size()
+    for label, function in find_functions(compiling).items():
+        x, residual = torch.randn(2, tokens, hidden)
+        if label.endswith("attention"):
+            continue  # means nothing without requests; whole steps are compared below
+        given = (x,) if label.endswith("mlp") or label == "L0.attn_norm" else (x, residual)
+        assert function.fits(given) is (tokens > 1)
+        with set_forward_context(None, compiling.runner.vllm_config, num_tokens=tokens, skip_compiled=True):
+            found, wanted = (fn(*(each.clone() for each in given)) for fn in (function, function.fn))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_what_does_not_fit_runs_eager(compiling: Engine) -> None:
+    hidden = compiling.runner.vllm_config.model_config.get_hidden_size()
+    norm = find_functions(compiling)["L1.attn_norm"]
+    x = torch.randn(8, hidden)
+    most = compiling.runner.vllm_config.scheduler_config.max_num_batched_tokens
+    others = [
+        torch.randn(hidden, 8).T,
+        torch.randn(most + 1, hidden),
+        x.double(),
+        torch.randn(8, hidden + 1),
+        torch.randn(1, 8, hidden),
+    ]
+    assert norm.fits((x, x))
+    assert [other.shape for other in others if norm.fits((other, other))] == []
+    assert not norm.fits((x, x[:4]))
+
+
+def test_split_steps_equal_whole_ones(compiling: Engine) -> None:
+    prompts, split = [make_prompt(length, length) for length in (33, 2, 64, 401, 7)], compiling.count_split()
+    arrive = (0, 0, 1, 2, 2)
+    compiling.configure(**CHECKED)  # each split step is compared with the compiled whole one
+    ours = compiling.generate(prompts, tokens=4, arrive=arrive)
+    assert compiling.count_split() > split
+    compiling.configure(DBO_MODE="off")
+    assert find_difference(ours, compiling.generate(prompts, tokens=4, arrive=arrive)) < 1e-4
+
+
+def test_answers_are_those_of_eager_ops(compiling: Engine) -> None:
+    prompts = [make_prompt(length, length) for length in (3, 1, 17, 130)]
+    compiling.configure(**CHECKED)
+    ours = compiling.generate(prompts, tokens=3)
+    kept = {function: function._compiled for function in find_functions(compiling).values()}
+    try:
+        for function in kept:
+            function.drop()
+        assert find_difference(ours, compiling.generate(prompts, tokens=3)) < 1e-4
+    finally:
+        for function, compiled in kept.items():
+            function._compiled = compiled
+
+
+@pytest.mark.slow
+def test_reduces_are_left_out_of_what_is_compiled() -> None:
+    for engine in start(2, share_cores(), TINY, SETTINGS, enforce_eager=False):
+        engine.configure(**CHECKED)
+        prompts = [make_prompt(length, length) for length in (33, 2, 64)]
+        ours = engine.generate(prompts, tokens=3)  # compared, each step
+        assert engine.count_split() > 0
+        assert all(engine.llm.collective_rpc(_all_compiled)), "some are not compiled"
+        engine.configure(DBO_MODE="off")
+        assert find_difference(ours, engine.generate(prompts, tokens=3)) < 1e-3
+
+
+def _all_compiled(worker: Any) -> bool:
+    ops = worker.model_runner.get_model().forward.runtime.program.ops
+    return all(op.fn.is_compiled for op in ops if hasattr(op.fn, "is_compiled"))
+
+
+def make_config(**changes: Any) -> Any:
+    settings = {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "inductor", "ranks": 1, **changes}
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(mode=settings["mode"], backend=settings["backend"]),
+        parallel_config=SimpleNamespace(data_parallel_size=settings["ranks"]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"mode": CompilationMode.NONE}, "enforce_eager"),
+        ({"backend": "eager"}, "enforce_eager"),
+        ({"ranks": 2}, "data parallel"),
+    ],
+)
+def test_only_what_vllm_compiles_is_compiled(changes: dict[str, Any], reason: str | None) -> None:
+    found = find_refusal(make_config(**changes), record_toy())
+    assert found is None if reason is None else reason in found
+
+
+def test_ops_beside_each_other_are_not_compiled() -> None:
+    p = ProgramBuilder(has_side=True)
+    x = p.input("x")
+    program = p.build(p.side("attn_norm", lambda x: x, x))
+    assert "beside each other" in str(find_refusal(make_config(), program))
+    assert find_refusal(make_config(), program.fold_side()) is None
+
+
+class Log:
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+
+    def warning(self, what: str, **more: Any) -> None:
+        self.said.append({"what": what, **more})
+
+    info = warning
+
+
+def branch(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x  # depends on data: no graph
+
+
+@pytest.mark.parametrize("fn", [branch, partial(torch.add, other=1)], ids=["cannot be traced", "can be"])
+def test_an_op_that_cannot_be_compiled_stays_eager_and_says_so_once(compiling: Engine, fn: Any) -> None:
+    p, log = ProgramBuilder(), Log()
+    x, _ = p.input("x"), p.input("positions")
+    for layer in range(2):
+        with p.layer(layer):
+            x = p.compute("mlp", fn, x)
+    program = p.build(x)
+    compiler = OpCompiler(compiling.runner.vllm_config, SimpleNamespace(find_reducing=lambda fn: None), log)
+    wrapped = compiler.wrap(program)
+    done = compiler.compile(wrapped)
+    assert done == (0 if fn is branch else 2)
+    assert [line["ops"] for line in log.said] == ([0, 2] if fn is branch else [2])
+    assert replace(program, ops=()) == replace(wrapped, ops=())
+    hidden = compiling.runner.vllm_config.model_config.get_hidden_size()
+    for size in (hidden, hidden + 1):  # the second one does not fit
+        x = -torch.ones(4, size)
+        assert torch.equal(wrapped.ops[0].fn(x), fn(x))

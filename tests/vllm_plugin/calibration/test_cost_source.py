@@ -1,0 +1,482 @@
+"""Costs from calibration and from files: used by all ranks or by none, and whatever goes wrong, serving goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.errors import ConfigError, UnsupportedError
+from dbo_runtime.planner.costs.cost_file import load_costs
+from dbo_runtime.planner.costs.cost_table import HostCost
+from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.costs.program_spec import sketch_program
+from dbo_runtime.runtime import Statistics
+from dbo_runtime.vllm_plugin.calibration.measurement import cost_source
+from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
+from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
+from dbo_runtime.vllm_plugin.calibration.cost_source import Report
+from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.calibration.step_fit import find_split_error, fit_rest, fit_steps
+from tests.planner.machines import make_table, record_layers
+from tests.planner.online.test_planner import COSTS
+from tests.vllm_plugin.conftest import TINY
+from tests.vllm_plugin.costs import Lines, calibrate_few, forget_costs, make_planner, measure_few
+from tests.vllm_plugin.engine import Engine, make_prompt
+
+PROMPTS = [make_prompt(150, 1), make_prompt(150, 2)]
+REMEDY = "python -m dbo_runtime calibrate"
+
+
+@pytest.fixture
+def forward(one_rank: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[SplitForward]:
+    """Return the forward of the served model, which counts anew; afterwards it plans without costs again."""
+    forward: SplitForward = one_rank.runner.get_model().forward
+    monkeypatch.setattr(forward.runtime, "statistics", Statistics())
+    yield forward
+    forward.runtime.planner = None
+    one_rank.configure()
+
+
+@pytest.fixture
+def log(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> Lines:
+    """Return what is logged of costs."""
+    lines = Lines()
+    monkeypatch.setattr(forward.costs, "_log", lines)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def calibrated(one_rank: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """Return the cost file of a calibration, its report, and the digest of the costs that were planned by."""
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    report, digest = one_rank.llm.collective_rpc(calibrate_few, args=(str(path),))[0]
+    one_rank.llm.collective_rpc(forget_costs)
+    return path, report, digest
+
+
+@pytest.fixture(scope="module")
+def found(one_rank: Engine) -> Measurements:
+    """Return what a calibration measures."""
+    measurements: Measurements = one_rank.llm.collective_rpc(measure_few)[0][0]
+    return measurements
+
+
+def test_calibration_writes_a_file_with_what_the_rank_plans_by(
+    calibrated: tuple[Path, str, str], forward: SplitForward
+) -> None:
+    path, _, digest = calibrated
+    table = load_costs(path)
+    assert table.digest == digest
+    assert table.program == sketch_program(forward.runtime.program)
+    assert set(table.ops) == set(table.errors) == {op.name for op in forward.runtime.program.ops}
+    assert (table.contention.keys(), table.host.computes) == ({"compute", "comm"}, True)
+    assert all(factor >= 1 for factor in table.contention.values())
+
+
+def test_the_file_names_machine_model_ranks_and_versions(calibrated: tuple[Path, str, str]) -> None:
+    import torch
+    import vllm
+
+    origin = load_costs(calibrated[0]).origin
+    model = json.loads((TINY / "config.json").read_text())
+    assert (origin.kind, origin.source) == ("measured", REMEDY)
+    assert abs((date.fromisoformat(origin.date) - date.today()).days) <= 1
+    assert origin.machine["platform"] == "cpu"
+    assert origin.machine["chip"]
+    assert origin.machine["threads"] == str(torch.get_num_threads())
+    assert (origin.machine["transport"], origin.machine["dispatch"]) == ("none", "all_gather")
+    assert origin.model["architecture"] == "DeepseekV3ForCausalLM"
+    assert origin.model["dtype"] == "float32"
+    for shape in ("hidden_size", "num_hidden_layers", "n_routed_experts", "moe_intermediate_size"):
+        assert origin.model[shape] == str(model[shape])
+    assert origin.parallel == {"tensor": 1, "data": 1, "experts": 0, "hosts": 1}
+    assert origin.versions.keys() == {"dbo-runtime", "torch", "vllm"}
+    assert origin.versions["vllm"] == vllm.__version__
+
+
+def test_the_report_says_how_far_costs_are_off_for_each_op_and_for_steps(calibrated: tuple[Path, str, str]) -> None:
+    path, report, digest = calibrated
+    table = load_costs(path)
+    head, *rows, longer, last = str(Report(**report)).splitlines()
+    assert re.fullmatch(rf"calibrated in \d+ s; costs {digest}; median errors of the fit:", head)
+    named = {" ".join(words): error for *words, error in map(str.split, rows)}
+    assert named.keys() == {*table.ops, "whole step", "split step"}
+    assert all(named[op] == f"{error:.1%}" for op, error in table.errors.items())
+    assert f"take {table.split_error:.1%} longer than predicted" in longer
+    assert re.fullmatch(r"slower while another lane runs, by a factor of: compute \d+\.\d\d, comm \d+\.\d\d", last)
+
+
+def test_a_report_reads_as_a_table() -> None:
+    report = Report(31.6, "0123", {"attention": 0.0613}, {"whole": 0.05, "split": 1.0}, 0.034, {"comm": 1.5})
+    assert str(report).splitlines() == [
+        "calibrated in 32 s; costs 0123; median errors of the fit:",
+        "  attention              6.1%",
+        "  whole step             5.0%",
+        "  split step           100.0%",
+        "next to whole steps, split ones take 3.4% longer than predicted (upper quartile)",
+        "slower while another lane runs, by a factor of: comm 1.50",
+    ]
+
+
+def test_without_a_path_costs_are_used_and_not_written(
+    forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
+    forward.costs.settle(RuntimeConfig(calibrate=True))
+    assert forward.runtime.planner is not None
+    (figures,) = log.find("planning by costs")
+    assert figures["source"] == "calibration"
+    assert figures["digest"] == forward.runtime.planner.table.digest
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_settings_ask_for_a_calibration_that_is_written(
+    forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text("an old file, which nobody reads")
+    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
+    forward.costs.settle(RuntimeConfig(calibrate=True, costs=str(path)))
+    assert forward.runtime.planner is not None
+    assert load_costs(path) == forward.runtime.planner.table
+
+
+def test_costs_of_a_file_are_planned_by(
+    calibrated: tuple[Path, str, str], one_rank: Engine, forward: SplitForward, log: Lines
+) -> None:
+    path, _, digest = calibrated
+    forward.costs.settle(RuntimeConfig(costs=str(path)))
+    assert forward.runtime.planner is not None
+    assert forward.runtime.planner.table == load_costs(path)
+    ((level, event, figures),) = log.lines
+    assert (level, event) == ("info", "planning by costs")
+    assert (figures["source"], figures["kind"], figures["digest"]) == (str(path), "measured", digest)
+    one_rank.generate(PROMPTS)
+    assert forward.last_step is not None
+    assert forward.last_step.expected is not None
+
+
+def test_without_settings_there_are_no_costs(forward: SplitForward, log: Lines) -> None:
+    forward.costs.settle(RuntimeConfig())
+    assert forward.runtime.planner is None
+    assert log.lines == []
+
+
+def test_costs_are_settled_when_vllm_has_warmed_up_and_before_anything_is_split(
+    one_rank: Engine, forward: SplitForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = SimpleNamespace(model_runner=one_rank.runner, compile_or_warm_up_model=lambda: "warm")
+    hooks._wrap_warm_up(worker)
+    monkeypatch.setattr(forward.planner, "serving", False)
+    seen = []
+    monkeypatch.setattr(forward.costs, "settle", lambda config: seen.append((config, forward.planner.serving)))
+    assert worker.compile_or_warm_up_model() == "warm"
+    assert seen == [(forward.runtime.config, False)]
+    assert forward.planner.serving
+
+
+def edit(change: Callable[[Any], object]) -> Callable[[str], str]:
+    """Return what changes the content of a cost file."""
+
+    def rewrite(text: str) -> str:
+        content = json.loads(text)
+        change(content)
+        return json.dumps(content)
+
+    return rewrite
+
+
+REFUSED: dict[str, tuple[Callable[[str], str], str]] = {
+    "cut off": (lambda text: text[: len(text) // 2], "it is not JSON"),
+    "empty": (lambda _: "", "it is not JSON"),
+    "of another format": (edit(lambda content: content.update(format=7)), "format is 7"),
+    "with a negative cost": (
+        edit(lambda content: content["ops"]["moe"].update(fixed_us=-1)),
+        "ops.moe.fixed_us is -1",
+    ),
+    "of another machine": (
+        edit(lambda content: content["machine"].update(chip="A64FX")),
+        "machine.chip is 'A64FX', here it is '",
+    ),
+    "of another transport": (
+        edit(lambda content: content["machine"].update(transport="network")),
+        "machine.transport is 'network', here it is 'none'",
+    ),
+    "of another model": (
+        edit(lambda content: content["model"].update(hidden_size="7168")),
+        "model.hidden_size is '7168', here it is '128'",
+    ),
+    "of another dtype": (
+        edit(lambda content: content["model"].update(dtype="bfloat16")),
+        "model.dtype is 'bfloat16', here it is 'float32'",
+    ),
+    "of more ranks": (
+        edit(lambda content: content["parallel"].update(tensor=16)),
+        "parallel.tensor is 16, here it is 1",
+    ),
+    "of another program": (
+        edit(lambda content: content["program"]["runs"][1].update(repeat=58)),
+        "it is of another program than the adapter records now",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_that_does_not_fit_is_refused_by_name_and_serving_goes_on_without(
+    case: str,
+    calibrated: tuple[Path, str, str],
+    one_rank: Engine,
+    forward: SplitForward,
+    log: Lines,
+    tmp_path: Path,
+) -> None:
+    rewrite, words = REFUSED[case]
+    path = tmp_path / "costs.json"
+    path.write_text(rewrite(calibrated[0].read_text()))
+    with pytest.raises(ConfigError) as raised:
+        forward.costs.load(str(path))
+    for part in (f"cost file {path}: ", words, REMEDY):
+        assert part in str(raised.value)
+    assert_serves_on_without_costs(RuntimeConfig(costs=str(path)), str(raised.value), one_rank, forward, log)
+
+
+def assert_serves_on_without_costs(
+    config: RuntimeConfig, reason: str, engine: Engine, forward: SplitForward, log: Lines
+) -> None:
+    """Assert that these settings give one warning, and that steps are then split by the thresholds."""
+    forward.costs.settle(config)
+    warning = "no costs to plan with; DBO_MODE=auto goes by the thresholds"
+    assert log.lines == [("warning", warning, {"reason": reason})]
+    assert forward.runtime.planner is None
+    engine.generate(PROMPTS)
+    assert forward.last_step is not None
+    assert (forward.last_step.way, forward.last_step.expected) == ("split", None)
+
+
+def test_a_file_that_is_not_there_is_refused(
+    one_rank: Engine, forward: SplitForward, log: Lines, tmp_path: Path
+) -> None:
+    path = tmp_path / "absent.json"
+    with pytest.raises(ConfigError, match=rf"cost file {path} cannot be read .*{REMEDY}") as raised:
+        forward.costs.load(str(path))
+    assert_serves_on_without_costs(RuntimeConfig(costs=str(path)), str(raised.value), one_rank, forward, log)
+
+
+def test_a_file_of_other_versions_is_used_with_a_warning(
+    calibrated: tuple[Path, str, str], forward: SplitForward, log: Lines, tmp_path: Path
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(edit(lambda content: content["versions"].update(vllm="0.29.1"))(calibrated[0].read_text()))
+    forward.costs.settle(RuntimeConfig(costs=str(path)))
+    assert forward.runtime.planner is not None
+    (first, second) = log.lines
+    assert first[:2] == ("warning", "costs were measured with other versions")
+    assert first[2]["then"]["vllm"] == "0.29.1"
+    assert first[2]["now"]["vllm"] != "0.29.1"
+    assert second[:2] == ("info", "planning by costs")
+
+
+def refuse_to_measure(*_: Any) -> Measurements:
+    raise UnsupportedError("the dummy batches of vLLM's second model runner are not known")
+
+
+@pytest.mark.parametrize(
+    ("measure", "words"),
+    [
+        (refuse_to_measure, "the dummy batches of vLLM's second model runner are not known"),
+        (lambda *_: Measurements(), "no op was measured"),
+    ],
+    ids=["cannot be measured", "nothing was measured"],
+)
+def test_where_calibration_fails_serving_goes_on_without(
+    measure: Any,
+    words: str,
+    one_rank: Engine,
+    forward: SplitForward,
+    log: Lines,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(cost_source, "measure", measure)
+    path = tmp_path / "costs.json"
+    with pytest.raises((UnsupportedError, ConfigError), match=words) as raised:
+        forward.costs.calibrate(str(path))
+    assert not path.exists()
+    config = RuntimeConfig(calibrate=True, costs=str(path))
+    assert_serves_on_without_costs(config, str(raised.value), one_rank, forward, log)
+
+
+def test_whatever_the_fit_fails_with_all_ranks_hear_of_it_and_serving_goes_on_without(
+    one_rank: Engine, forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
+    monkeypatch.setattr(cost_source, "fit_steps", lambda *_: 1 / 0)
+    reason = "the costs cannot be fitted: ZeroDivisionError('division by zero')"
+    assert_serves_on_without_costs(RuntimeConfig(calibrate=True), reason, one_rank, forward, log)
+
+
+def test_where_the_file_cannot_be_written_the_costs_are_used_all_the_same(
+    forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
+    path = str(tmp_path / "absent" / "costs.json")
+    report = forward.costs.calibrate(path)
+    assert forward.runtime.planner is not None
+    assert forward.runtime.planner.table.digest == report.digest
+    (told,) = log.find("the costs are in use, but not saved")
+    assert f"cost file {path} cannot be written" in told["reason"]
+
+
+def test_costs_that_are_refused_leave_those_in_use(forward: SplitForward, log: Lines, tmp_path: Path) -> None:
+    planner = forward.runtime.planner = make_planner(forward.runtime.program)
+    with pytest.raises(ConfigError):
+        forward.costs.load(str(tmp_path / "absent.json"))
+    assert forward.runtime.planner is planner
+
+
+def test_ranks_calibrate_to_the_same_costs(two_ranks: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    try:
+        (report, digest), other = two_ranks.llm.collective_rpc(calibrate_few, args=(str(path),))
+    finally:
+        two_ranks.llm.collective_rpc(forget_costs)
+    table = load_costs(path)
+    assert digest == other[1] == table.digest
+    assert digest == report["digest"]
+    assert table.origin.parallel["tensor"] == 2
+    assert table.origin.machine["transport"] == "shared memory"
+
+    write = edit(lambda content: content["host"].update(split_us=content["host"]["split_us"] + 1))
+    (tmp_path / "other.json").write_text(write(path.read_text()))
+    (tmp_path / "corrupt.json").write_text("{")
+    same, differing, corrupt, missing = (
+        two_ranks.llm.collective_rpc(load_on_rank, args=((str(path), str(tmp_path / name)),))
+        for name in ("costs.json", "other.json", "corrupt.json", "missing.json")
+    )
+    assert same == [digest, digest]
+    assert differing[0] == differing[1]
+    assert re.search(rf"differs between ranks; copy one to all hosts\. rank 0: costs {digest}; rank 1: ", differing[0])
+    assert corrupt[0] == corrupt[1]
+    assert re.search(r"corrupt\.json: it is not JSON", corrupt[0])
+    assert missing[0] == missing[1]
+    assert re.search(r"missing\.json cannot be read", missing[0])
+
+
+def load_on_rank(worker: Any, paths: tuple[str, str]) -> str:
+    """Load a file of its own on each of two ranks; return the digest, or why the rank has none."""
+    forward = worker.model_runner.get_model().forward
+    try:
+        forward.costs.load(paths[forward.costs._group.rank_in_group])
+        digest: str = forward.runtime.planner.table.digest
+    except ConfigError as error:
+        assert forward.runtime.planner is None
+        return re.sub(r"^\S+ differs", "differs", str(error))
+    finally:
+        forward.runtime.planner = None
+    return digest
+
+
+PROGRAM = record_layers(4)  # of one compute op and one that communicates
+TABLE = make_table(PROGRAM, COSTS)
+HANDOVER = 30e-6
+HANDOVERS = 2 * (2 * 4 - 1)  # each op of a micro-batch but its first waits for one on the other lane
+FIXED, PER_TOKEN = {"whole": -1e-4, "alternate": 4e-3}, {"whole": 5e-7, "alternate": 2e-6}
+ALTERNATE = RuntimeConfig(policy=("alternate", 0))
+
+
+def make_steps(sizes: tuple[int, ...], spread: tuple[float, ...] = (1.0,)) -> list[StepSample]:
+    """Return steps that take what is predicted with HANDOVER, and FIXED and PER_TOKEN more; repeats spread a little."""
+    planner = Planner(PROGRAM, replace(TABLE, host=HostCost(handover=HANDOVER)))
+    steps = []
+    for tokens in sizes:
+        whole, half = Load(tokens), Load(tokens // 2)
+        seconds = {"whole": planner.predict_whole(whole), "alternate": planner.predict_split([half] * 2, ALTERNATE)}
+        for factor in spread:
+            steps.append(StepSample("sequential", (half, half), 1.0, HANDOVERS * HANDOVER * factor))
+            for way, loads in (("whole", (whole,)), ("alternate", (half, half))):
+                taken = seconds[way] + FIXED[way] + PER_TOKEN[way] * tokens
+                steps.append(StepSample(way, loads, taken * factor, 0.0))
+    return steps
+
+
+@pytest.mark.parametrize("spread", [(1.0,), (0.9, 1.0, 1.2)])
+def test_what_steps_take_beside_their_ops_is_found_again(spread: tuple[float, ...]) -> None:
+    table, errors = fit_steps(TABLE, PROGRAM, make_steps((64, 512, 4096), spread))
+    host = table.host
+    assert host.handover == pytest.approx(HANDOVER)
+    assert (host.whole, host.split) == pytest.approx((FIXED["whole"], FIXED["alternate"]))
+    assert (host.whole_per_token, host.split_per_token) == pytest.approx((PER_TOKEN["whole"], PER_TOKEN["alternate"]))
+    worst = 0.0 if len(spread) == 1 else 1 / 9  # of 0.9, 1.0 and 1.2 times: 1/9, 0 and 1/6 of what was measured
+    assert errors == pytest.approx({"whole": worst, "split": worst}, abs=1e-9)
+    assert replace(table, host=TABLE.host, split_error=0.0) == TABLE
+    assert table.split_error == pytest.approx(0.0, abs=1e-9)  # each turn's whole and split step are off alike
+
+
+def test_what_split_steps_take_longer_than_predicted_is_told_by_the_time_that_they_take() -> None:
+    def run(way: str, seconds: float) -> StepSample:
+        return StepSample(way, (Load(8),), seconds, 0.0)
+
+    def measure(*steps: tuple[float, float]) -> float:
+        """Return the error where steps take so long whole, and so many times as long split; half is predicted."""
+        whole = [(run("whole", seconds), 1.0) for seconds, _ in steps]
+        return find_split_error(whole, [(run("alternate", seconds * ratio), 0.5) for seconds, ratio in steps])
+
+    assert measure() == 0.0
+    assert measure((1.0, 0.6)) == pytest.approx(0.2)
+    assert measure((1.0, 0.4)) == 0.0  # faster than predicted is no error
+    assert measure(*[(0.01, 1.0)] * 10, (1.0, 0.55)) == pytest.approx(0.1)  # short steps are many, but matter little
+    assert measure((1.0, 0.55), (1.0, 0.6), (1.0, 0.65), (1.0, 0.7)) == pytest.approx(0.3)
+    free = [(run("whole", 1.0), 1.0)], [(run("alternate", 1.0), 0.0)]
+    assert find_split_error(*free) == 0.0
+
+
+def test_a_planner_of_the_fitted_costs_predicts_the_steps() -> None:
+    steps = make_steps((64, 512, 4096))
+    planner = Planner(PROGRAM, fit_steps(TABLE, PROGRAM, steps)[0])
+    for step in steps:
+        if step.way == "whole":
+            assert planner.predict_whole(step.loads[0]) == pytest.approx(step.seconds)
+        if step.way == "alternate":
+            assert planner.predict_split(step.loads, ALTERNATE) == pytest.approx(step.seconds)
+
+
+def test_steps_of_one_size_give_no_more_than_a_constant() -> None:
+    host = fit_steps(TABLE, PROGRAM, make_steps((512,)))[0].host
+    assert (host.whole_per_token, host.split_per_token) == (0.0, 0.0)
+    assert host.whole == pytest.approx(FIXED["whole"] + PER_TOKEN["whole"] * 512)
+    assert host.split == pytest.approx(FIXED["alternate"] + PER_TOKEN["alternate"] * 512)
+
+
+def test_without_steps_costs_stay_as_they_are() -> None:
+    assert fit_steps(TABLE, PROGRAM, []) == (TABLE, {"whole": 0.0, "split": 0.0})
+
+
+def test_idle_time_below_nothing_is_no_handover() -> None:
+    """Rounding of a timeline in which no lane is ever idle."""
+    loads = (Load(64),) * 2
+    assert fit_steps(TABLE, PROGRAM, [StepSample("sequential", loads, 1.0, -1e-18)])[0].host.handover == 0.0
+
+
+def test_a_rest_is_fitted_to_medians_of_repeats_and_to_relative_errors() -> None:
+    def run(tokens: int, seconds: float, predicted: float) -> tuple[StepSample, float]:
+        return StepSample("whole", (Load(tokens),), seconds, 0.0), predicted
+
+    assert fit_rest([]) == (0.0, 0.0)
+    disturbed = [run(10, 3.0, 1.0), run(10, 3.0, 1.0), run(10, 99.0, 1.0)]
+    assert fit_rest(disturbed) == pytest.approx((2.0, 0.0))
+    assert fit_rest([*disturbed, run(110, 13.0, 1.0)]) == pytest.approx((1.0, 0.1))
+    # No line goes through these. Of least squares, absolute ones would miss the small sizes by many times.
+    sizes = ((1, 1.0), (2, 2.0), (1000, 1000.0), (2000, 3000.0))
+    fixed, per_token = fit_rest([run(tokens, seconds, 0.0) for tokens, seconds in sizes])
+    assert all(fixed + per_token * tokens == pytest.approx(seconds, rel=0.4) for tokens, seconds in sizes)

@@ -1,0 +1,248 @@
+"""What makes a model or a step run whole, and nothing else does."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from dbo_runtime.batch import Batch, BatchSlice, Decline, slice_batch
+from dbo_runtime.vllm_plugin.context.checks import (
+    find_agreed_hazard,
+    find_config_hazard,
+    find_context_hazard,
+    find_prefix_hazard,
+)
+
+
+def make_config(**changes: Any) -> SimpleNamespace:
+    """Return the part of a VllmConfig that is looked at, with no feature in use but *changes*."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            enable_elastic_ep=False,
+            enable_eplb=False,
+            use_sequence_parallel_moe=False,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+        ),
+        model_config=SimpleNamespace(
+            is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, enable_return_routed_experts=False
+        ),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+        kv_transfer_config=None,
+        speculative_config=None,
+        lora_config=None,
+    )
+    parts = (config, config.parallel_config, config.model_config, config.compilation_config.pass_config)
+    for name, value in changes.items():
+        owners = [owner for owner in parts if hasattr(owner, name)]
+        assert len(owners) == 1, name
+        setattr(owners[0], name, value)
+    return config
+
+
+FEATURES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"pipeline_parallel_size": 2, "enable_sp": True},
+        "pipeline parallel with sequence parallelism (enable_sp)",
+    ),
+    ({"enable_elastic_ep": True}, "elastic expert parallel"),
+    ({"enable_eplb": True}, "expert load balancing (EPLB)"),
+    ({"use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
+    ({"decode_context_parallel_size": 2}, "decode context parallel"),
+    ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
+    ({"enable_return_routed_experts": True}, "returning the routed experts"),
+    ({"use_ubatching": True}, "vLLM's own micro-batching (--enable-dbo)"),
+    ({"kv_transfer_config": object()}, "a KV connector"),
+    ({"speculative_config": object()}, "speculative decoding"),
+    ({"lora_config": object()}, "LoRA"),
+    ({"is_hybrid": True}, "a state-space model"),
+    ({"is_attention_free": True}, "a state-space model"),
+    ({"is_encoder_decoder": True}, "an encoder-decoder model"),
+]
+
+
+@pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}], ids=str)
+def test_a_config_without_any_of_the_features_can_be_split(changes: dict[str, Any]) -> None:
+    assert find_config_hazard(make_config(**changes)) is None
+
+
+@pytest.mark.parametrize(("changes", "feature"), FEATURES, ids=[next(iter(changes)) for changes, _ in FEATURES])
+def test_a_feature_that_splitting_does_not_support_is_named(changes: dict[str, Any], feature: str) -> None:
+    assert find_config_hazard(make_config(**changes)) == f"not supported yet: {feature}"
+
+
+def test_of_several_features_one_is_named() -> None:
+    config = make_config(lora_config=object(), enable_eplb=True)
+    assert find_config_hazard(config) == "not supported yet: expert load balancing (EPLB)"
+
+
+def make_context(**changes: Any) -> SimpleNamespace:
+    """Return the part of a ForwardContext of 8 tokens that is looked at."""
+    context = {
+        "attn_metadata": {"layers.0": object()},
+        "cudagraph_runtime_mode": SimpleNamespace(name="NONE"),
+        "dp_metadata": None,
+        "is_padding": None,
+    }
+    return SimpleNamespace(**{**context, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attn_metadata": [{"layers.0": object()}] * 2}, "attention metadata is split already"),
+        ({"cudagraph_runtime_mode": SimpleNamespace(name="FULL")}, "full-graph step"),
+        ({"is_padding": np.zeros(9, dtype=bool)}, "padded batch"),
+    ],
+)
+def test_a_step_with_a_context_that_cannot_be_split_declines(changes: dict[str, Any], reason: str) -> None:
+    assert find_context_hazard(make_context(**changes), 8) == Decline(reason)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"cudagraph_runtime_mode": SimpleNamespace(name="PIECEWISE")}, {"is_padding": np.zeros(8, dtype=bool)}],
+    ids=["eager", "piecewise graphs", "a mask of this batch's tokens"],
+)
+def test_a_plain_context_can_be_split(changes: dict[str, Any]) -> None:
+    assert find_context_hazard(make_context(**changes), 8) is None
+
+
+def test_data_parallel_ranks_decline_graphs_together() -> None:
+    """Whether a rank was padded to a graph's size is its own affair; that there is a graph, all of them know."""
+    graph = make_context(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"), dp_metadata=object())
+    assert find_agreed_hazard(graph) == Decline("padded to the size of a graph on all data parallel ranks")
+    assert find_agreed_hazard(make_context(dp_metadata=object())) is None
+    assert find_agreed_hazard(make_context()) == Decline("no data parallel metadata")
+
+
+BLOCK = 4
+HAZARD = Decline("a request reads prefix-cache blocks that a later micro-batch writes")
+
+
+def find(
+    query_lens: list[int], computed: list[int], blocks: list[list[int]], *cuts: int, block_size: int = BLOCK
+) -> Decline | None:
+    """Ask for the hazard of requests with these query lengths, computed tokens and KV blocks."""
+    width = max(map(len, blocks))
+    table = np.array([[*row, *[0] * (width - len(row))] for row in blocks], dtype=np.int32)  # vLLM pads rows, too
+    starts = np.array([0, *accumulate(query_lens)], dtype=np.int32)
+    seq_lens = np.array(query_lens, dtype=np.int32) + np.array(computed, dtype=np.int32)
+    slices = slice_batch(Batch(tuple(query_lens), sum(query_lens), decode_len=0), cuts)
+    return find_prefix_hazard(slices, starts, seq_lens, table, block_size)
+
+
+def test_reading_blocks_that_a_later_micro_batch_writes_declines() -> None:
+    assert find([4, 8], [8, 0], [[5, 6, 7], [5, 6]], 4) == HAZARD
+
+
+def test_reading_a_block_of_which_a_later_micro_batch_writes_the_end_declines() -> None:
+    """The writer has come half through block 6 in earlier steps, and fills it in this one."""
+    assert find([4, 2], [8, 6], [[5, 6, 7], [5, 6]], 4) == HAZARD
+
+
+def test_reading_blocks_that_an_earlier_micro_batch_writes_is_fine() -> None:
+    assert find([8, 4], [0, 8], [[5, 6], [5, 6, 7]], 8) is None
+
+
+def test_reading_blocks_that_the_same_micro_batch_writes_is_fine() -> None:
+    assert find([4, 8, 4], [8, 0, 0], [[5, 6, 7], [5, 6], [8]], 12) is None
+
+
+def test_reading_blocks_that_were_written_in_earlier_steps_is_fine() -> None:
+    assert find([4, 4], [8, 8], [[5, 6, 7], [5, 6, 8]], 4) is None
+
+
+def test_blocks_of_its_own_are_no_hazard_to_a_request_cut_inside() -> None:
+    assert find([12], [6], [[5, 6, 7, 8, 9]], 6) is None
+
+
+def test_a_writer_cut_inside_declines_only_if_its_later_part_writes_what_is_read() -> None:
+    """The writer's tokens 0 to 7 fill blocks 5 and 6; the reader before it reads block 5, or 5 and 6."""
+    reads_one, reads_two = [5, 8, 9], [5, 6, 9]
+    assert find([4, 12], [4, 0], [reads_one, [5, 6, 7]], 4 + 4) is None
+    assert find([4, 12], [4, 0], [reads_one, [5, 6, 7]], 4 + 3) == HAZARD
+    assert find([4, 12], [8, 0], [reads_two, [5, 6, 7]], 4 + 8) is None
+    assert find([4, 12], [8, 0], [reads_two, [5, 6, 7]], 4 + 7) == HAZARD
+
+
+def test_a_reader_cut_inside_declines_if_a_later_micro_batch_writes_what_it_reads() -> None:
+    assert find([8, 4], [4, 0], [[5, 6, 7], [5]], 4) == HAZARD
+
+
+def test_a_hazard_between_two_later_micro_batches_is_found() -> None:
+    query_lens, computed, blocks = [4, 4, 8], [0, 8, 0], [[4], [5, 6, 7], [5, 6]]
+    assert find(query_lens, computed, blocks, 4) is None
+    assert find(query_lens, computed, blocks, 4, 8) == HAZARD
+
+
+def test_without_computed_tokens_nothing_is_read_and_nothing_declines() -> None:
+    assert find([4, 4], [0, 0], [[5], [5]], 4) is None
+
+
+def test_a_partly_filled_block_is_a_requests_own_and_not_looked_at() -> None:
+    """Only full blocks are ever shared: block 6, of which the first request has computed half, is not from a hit."""
+    assert find([2, 8], [6, 0], [[5, 6], [9, 6]], 2) is None
+
+
+@st.composite
+def steps_with_hits(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[int]], int, list[int]]:
+    """Return query lengths, computed tokens, blocks, block size and cuts, with prefix-cache hits as vLLM makes them."""
+    block_size = draw(st.integers(1, 4))
+    rows = range(draw(st.integers(2, 5)))
+    query_lens = [draw(st.integers(1, 9)) for _ in rows]
+    computed = [draw(st.sampled_from([0, block_size, 2 * block_size, 2 * block_size + 1])) for _ in rows]
+    lengths = [query + count for query, count in zip(query_lens, computed, strict=True)]
+    blocks = [[100 * row + column for column in range(-(-lengths[row] // block_size))] for row in rows]
+    for reader in draw(st.permutations(rows)):
+        writer = draw(st.sampled_from(rows[::-1]))
+        hit = min(computed[reader], lengths[writer]) // block_size  # it is on whole blocks
+        blocks[reader][:hit] = blocks[writer][:hit]
+    cuts = draw(st.sets(st.integers(1, sum(query_lens) - 1), min_size=1, max_size=3))
+    return query_lens, computed, blocks, block_size, sorted(cuts)
+
+
+def reads_too_early(
+    query_lens: list[int], computed: list[int], blocks: list[list[int]], block_size: int, cuts: list[int]
+) -> bool:
+    """Run one layer token by token: does a token attend to a place of the cache that is written only later?"""
+    tokens = [(request, computed[request] + i) for request, length in enumerate(query_lens) for i in range(length)]
+    place = {
+        (request, position): (blocks[request][position // block_size], position % block_size)
+        for request in range(len(query_lens))
+        for position in range(computed[request] + query_lens[request])
+    }
+    unwritten = {place[token] for token in tokens}
+    for first, last in pairwise([0, *cuts, len(tokens)]):
+        unwritten -= {place[token] for token in tokens[first:last]}
+        for request, position in tokens[first:last]:
+            if any(place[request, earlier] in unwritten for earlier in range(position + 1)):
+                return True
+    return False
+
+
+@settings(max_examples=300)
+@given(steps_with_hits())
+def test_it_declines_exactly_where_a_token_would_read_too_early(
+    step: tuple[list[int], list[int], list[list[int]], int, list[int]],
+) -> None:
+    query_lens, computed, blocks, block_size, cuts = step
+    expected = reads_too_early(query_lens, computed, blocks, block_size, cuts)
+    event("declines" if expected else "runs split")
+    found = find(query_lens, computed, blocks, *cuts, block_size=block_size)
+    assert found == (HAZARD if expected else None)
+
+
+def test_the_end_of_the_batch_is_no_cut() -> None:
+    """One slice that holds everything has no later micro-batch."""
+    whole = [BatchSlice(0, 2, 0, 8)]
+    table = np.array([[5, 6], [5, 6]])
+    assert find_prefix_hazard(whole, np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK) is None

@@ -1,0 +1,562 @@
+"""Attention metadata and forward contexts of micro-batches, on vLLM's own classes and without an engine."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, groupby, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
+from vllm.forward_context import BatchDescriptor, ForwardContext
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from dbo_runtime.batch import Batch, BatchSlice, Decline, slice_batch
+from dbo_runtime.vllm_plugin.context.splitter import (
+    ContextSplitter,
+    Origin,
+    trace_builders,
+)
+
+BLOCK = 16
+CONFIG: Any = SimpleNamespace()  # stands for a VllmConfig, which is only handed on
+QUERY_LENS = (5, 3, 8, 4)
+COMPUTED = (0, 20, 2, 7)
+TOKENS = sum(QUERY_LENS)
+UNTRACED = getattr(AttentionGroup.get_metadata_builder, "_dbo_origin", AttentionGroup.get_metadata_builder)
+
+
+def slice_common(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
+    return ContextSplitter(CONFIG)._slice_common(common, slices)
+
+
+def find_hazard(origin: Origin, tokens: int) -> Decline | None:
+    return ContextSplitter(CONFIG)._find_common_hazard(origin, tokens)
+
+
+@dataclass
+class AscendLike(CommonAttentionMetadata):
+    """What a platform may add."""
+
+    scale: float = 0.5
+    buffer: torch.Tensor | None = None
+
+
+def make_common(
+    query_lens: Sequence[int] = QUERY_LENS,
+    computed: Sequence[int] = COMPUTED,
+    cls: type[CommonAttentionMetadata] = CommonAttentionMetadata,
+    **changes: Any,
+) -> Any:
+    """Return the metadata of a batch of requests with these new and computed tokens."""
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+    seq_lens = torch.tensor(query_lens, dtype=torch.int32) + torch.tensor(computed, dtype=torch.int32)
+    requests, tokens = len(query_lens), sum(query_lens)
+    values: dict[str, Any] = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts.clone(),
+        "seq_lens": seq_lens,
+        "seq_lens_cpu_upper_bound": seq_lens.clone(),
+        "num_reqs": requests,
+        "num_actual_tokens": tokens,
+        "max_query_len": max(query_lens),
+        "max_seq_len": 1024,
+        "block_table_tensor": torch.arange(requests * 4, dtype=torch.int32).reshape(requests, 4),
+        "slot_mapping": torch.arange(tokens) + 1000,
+        "positions": torch.cat([torch.arange(c, c + q) for q, c in zip(query_lens, computed, strict=True)]),
+        "is_prefilling": torch.tensor([query > 1 for query in query_lens]),
+    }
+    return cls(**{**values, **changes})
+
+
+def cut(*cuts: int, query_lens: Sequence[int] = QUERY_LENS) -> tuple[BatchSlice, ...]:
+    return slice_batch(Batch(tuple(query_lens), sum(query_lens), decode_len=0), cuts)
+
+
+def as_plain(value: Any) -> Any:
+    """Return something that compares by content."""
+    return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor | np.ndarray) else value
+
+
+def as_dict(common: Any) -> dict[str, Any]:
+    return {field.name: as_plain(getattr(common, field.name)) for field in fields(common)}
+
+
+def expect(first: int, last: int) -> dict[str, Any]:
+    """Derive a micro-batch's metadata from the list of its tokens."""
+    tokens = [(request, COMPUTED[request] + i) for request, length in enumerate(QUERY_LENS) for i in range(length)]
+    pieces = [
+        (request, [p for _, p in group]) for request, group in groupby(tokens[first:last], lambda token: token[0])
+    ]
+    whole = make_common()
+    rows = [request for request, _ in pieces]
+    starts = torch.tensor([0, *accumulate(len(positions) for _, positions in pieces)], dtype=torch.int32)
+    seq_lens = torch.tensor([positions[-1] + 1 for _, positions in pieces], dtype=torch.int32)
+    part = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        seq_lens_cpu_upper_bound=seq_lens,
+        num_reqs=len(rows),
+        num_actual_tokens=last - first,
+        max_query_len=max(len(positions) for _, positions in pieces),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=whole.block_table_tensor[rows],
+        slot_mapping=whole.slot_mapping[first:last],
+        positions=torch.tensor([p for _, positions in pieces for p in positions]),
+        is_prefilling=whole.is_prefilling[rows],
+    )
+    return as_dict(part)
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [(8,), (16,), (6,), (11,), (18,), (5, 16), (6, 11), (8, 12), (10, 13), (5, 8, 16)],
+    ids=str,
+)
+def test_every_field_of_a_slice_is_what_its_tokens_say(cuts: tuple[int, ...]) -> None:
+    parts = slice_common(make_common(), cut(*cuts))
+    edges = [0, *cuts, TOKENS]
+    assert [as_dict(part) for part in parts] == [expect(*edge) for edge in pairwise(edges)]
+
+
+def test_slicing_leaves_the_whole_as_it_was() -> None:
+    common = make_common()
+    before = copy.deepcopy(as_dict(common))
+    for part in slice_common(common, cut(6, 11)):
+        part.query_start_loc.zero_()
+        part.query_start_loc_cpu.zero_()
+    assert as_dict(common) == before
+
+
+def test_the_head_of_a_cut_request_ends_where_it_is_cut_and_the_tail_at_the_end() -> None:
+    head, tail = slice_common(make_common((4, 10), (0, 6)), cut(9, query_lens=(4, 10)))
+    assert head.seq_lens.tolist() == [4, 6 + 5]
+    assert tail.seq_lens.tolist() == [6 + 10]
+    assert (head.max_seq_len, tail.max_seq_len) == (11, 16)
+
+
+def test_the_class_and_the_fields_of_a_platform_are_kept() -> None:
+    buffer = torch.zeros(64)
+    parts = slice_common(make_common(cls=AscendLike, scale=0.25, buffer=buffer), cut(8))
+    assert [type(part) for part in parts] == [AscendLike, AscendLike]
+    assert [part.scale for part in parts] == [0.25, 0.25]
+    assert all(part.buffer is buffer for part in parts)
+
+
+def test_a_causal_flag_of_each_request_is_sliced_and_a_common_one_kept() -> None:
+    each = torch.tensor([True, False, True, False])
+    assert [p.causal.tolist() for p in slice_common(make_common(causal=each), cut(8))] == [[True, False]] * 2
+    assert [p.causal for p in slice_common(make_common(causal=False), cut(8))] == [False, False]
+
+
+def test_request_tables_that_are_there_are_sliced() -> None:
+    common = make_common(
+        req_idx=np.array([7, 5, 3, 1]),
+        rswa_prefix_lens=torch.tensor([1, 2, 3, 4]),
+        replayssm_decode_base_cpu=torch.tensor([4, 3, 2, 1]),
+    )
+    _, tail = slice_common(common, cut(11))
+    assert tail.req_idx.tolist() == [3, 1]
+    assert tail.rswa_prefix_lens.tolist() == [3, 4]
+    assert tail.replayssm_decode_base_cpu.tolist() == [2, 1]
+
+
+def test_positions_of_several_dimensions_are_sliced_by_token() -> None:
+    positions = torch.arange(3 * TOKENS).reshape(3, TOKENS)
+    head, tail = slice_common(make_common(positions=positions), cut(8))
+    assert torch.equal(torch.cat([head.positions, tail.positions], dim=1), positions)
+
+
+def test_caches_are_not_inherited() -> None:
+    common = make_common()
+    common.compute_num_computed_tokens()
+    common._token_to_req_indices_cache = torch.zeros(TOKENS, dtype=torch.int32)
+    _, tail = slice_common(common, cut(11))
+    assert tail._token_to_req_indices_cache is None
+    assert tail.compute_num_computed_tokens().tolist() == [2 + 3, 7]
+
+
+def make_origin(common: Any, common_prefix_len: int = 0) -> Origin:
+    return Origin(weakref.ref(common), [], None, common, {}, common_prefix_len)
+
+
+def test_a_plain_batch_has_no_hazard() -> None:
+    assert find_hazard(make_origin(make_common()), TOKENS) is None
+
+
+def test_cascade_attention_declines() -> None:
+    assert find_hazard(make_origin(make_common(), common_prefix_len=32), TOKENS) == Decline("cascade attention")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes"),
+    [(TOKENS + 4, {}), (TOKENS, {"num_actual_tokens": TOKENS + 4}), (TOKENS + 4, {"num_actual_tokens": TOKENS + 4})],
+    ids=["input padded", "metadata padded", "both padded"],
+)
+def test_a_padded_batch_declines(tokens: int, changes: dict[str, Any]) -> None:
+    found = find_hazard(make_origin(make_common(**changes)), tokens)
+    assert found is not None
+    assert found.reason == "padded batch"
+    assert found.detail.startswith(f"{tokens} tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_logits_indices", 3),
+        ("encoder_seq_lens", torch.tensor([9, 9, 9, 9])),
+        ("dcp_local_seq_lens", torch.tensor([3, 12, 5, 6])),
+        ("mm_req_doc_ranges", {0: [(0, 3)]}),
+    ],
+)
+def test_a_field_of_an_unsupported_feature_declines_by_name(name: str, value: Any) -> None:
+    found = find_hazard(make_origin(make_common(**{name: value})), TOKENS)
+    assert found == Decline("attention metadata field not supported yet", name)
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_logits_indices", 0), ("mm_req_doc_ranges", {})])
+def test_a_field_of_an_unsupported_feature_that_is_empty_is_fine(name: str, value: Any) -> None:
+    assert find_hazard(make_origin(make_common(**{name: value})), TOKENS) is None
+
+
+def test_lengths_that_the_host_does_not_know_decline() -> None:
+    found = find_hazard(make_origin(make_common(seq_lens_cpu_upper_bound=None)), TOKENS)
+    assert found == Decline("attention metadata without sequence lengths on the host")
+
+
+@dataclass
+class Unknown(CommonAttentionMetadata):
+    """A field that no version of vLLM known here has."""
+
+    surprise: Any = None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(4), torch.zeros(5), torch.zeros(TOKENS), torch.zeros(4, 9), np.zeros(4), [0] * TOKENS, (1, 2, 3, 4)],
+    ids=["per request", "starts", "per token", "rows per request", "array", "list", "tuple"],
+)
+def test_an_unknown_field_that_seems_to_be_per_request_or_per_token_declines(value: Any) -> None:
+    found = find_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS)
+    assert found == Decline("unknown per-request or per-token attention metadata", "surprise")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 4, torch.tensor(4), torch.zeros(64), np.zeros(1), [1, 2], "four", {1: 2}],
+    ids=["nothing", "number", "scalar", "buffer", "array", "list", "text", "dict"],
+)
+def test_an_unknown_field_of_another_size_is_harmless(value: Any) -> None:
+    assert find_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS) is None
+
+
+@dataclass
+class Metadata:
+    """What FakeBuilder builds."""
+
+    common: Any
+    builder: Any
+    common_prefix_len: int
+    fast_build: bool
+
+
+class FakeBuilder:
+    """A builder as far as the plugin goes, with the constructor that all of vLLM's have."""
+
+    reorder_batch_threshold: int | None = None
+    supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        self.kv_cache_spec = kv_cache_spec
+        self.layer_names = layer_names
+        self.vllm_config = vllm_config
+        self.device = device
+        self.kernel_block_size: int | None = None
+        self.current_config = get_current_vllm_config_or_none()
+        self.built = 0
+
+    def set_kernel_block_size(self, kernel_block_size: int) -> None:
+        self.kernel_block_size = kernel_block_size
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        self.built += 1
+        return Metadata(common_attn_metadata, self, common_prefix_len, fast_build)
+
+    def update_block_table(self, metadata: Metadata, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> Metadata:
+        """Make the metadata of another group of layers, as vLLM's FlashAttention does."""
+        other = copy.copy(metadata)
+        other.common = metadata.common.replace(block_table_tensor=block_table, slot_mapping=slot_mapping)
+        return other
+
+
+class DecodeFirst(FakeBuilder):
+    reorder_batch_threshold = 4
+
+
+class NeedsWidth(FakeBuilder):
+    """A builder that takes more to be made."""
+
+    def __init__(self, *args: Any, block_table_width: int) -> None:
+        super().__init__(*args)
+        self.block_table_width = block_table_width
+
+
+@dataclass(frozen=True)
+class FrozenMetadata:
+    common: Any
+
+
+class SlottedMetadata:
+    __slots__ = ("common",)
+
+    def __init__(self, common: Any) -> None:
+        self.common = common
+
+
+@pytest.fixture
+def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace builders, from vLLM's own accessor on, whatever an engine in this process has done before."""
+    monkeypatch.setattr(AttentionGroup, "get_metadata_builder", UNTRACED)
+    trace_builders()
+    yield
+    assert AttentionGroup.get_metadata_builder is not UNTRACED
+
+
+def make_group(cls: type[FakeBuilder] = FakeBuilder, *layers: str, **arguments: Any) -> AttentionGroup:
+    names = list(layers or ("layers.0", "layers.1"))
+    spec = SimpleNamespace(block_size=BLOCK)
+    builder = cls(spec, names, CONFIG, torch.device("cpu"), **arguments)
+    return AttentionGroup(None, names, spec, 0, [builder])
+
+
+def make_context(attn_metadata: Any, **changes: Any) -> ForwardContext:
+    slots = torch.arange(TOKENS) + 1000
+    values: dict[str, Any] = {
+        "no_compile_layers": {"layers.0": object()},
+        "attn_metadata": attn_metadata,
+        "slot_mapping": dict.fromkeys(attn_metadata, slots),
+        "is_padding": torch.zeros(TOKENS, dtype=torch.bool),
+        "batch_descriptor": BatchDescriptor(TOKENS),
+        "moe_layer_index": 3,
+        "additional_kwargs": {"platform": "data"},
+        "cudagraph_runtime_mode": CUDAGraphMode.NONE,
+    }
+    return ForwardContext(**{**values, **changes})
+
+
+def build(group: AttentionGroup, common: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Build metadata the way vLLM's runner does, for each layer of the group."""
+    metadata = group.get_metadata_builder().build(0, common or make_common(), *args, **kwargs)
+    return dict.fromkeys(group.layer_names, metadata)
+
+
+def make_splitter() -> ContextSplitter:
+    return ContextSplitter(CONFIG)
+
+
+@pytest.mark.usefixtures("_traced")
+def test_tracing_twice_is_tracing_once() -> None:
+    accessor = AttentionGroup.get_metadata_builder
+    trace_builders()
+    assert AttentionGroup.get_metadata_builder is accessor
+
+
+@pytest.mark.usefixtures("_traced")
+def test_metadata_remembers_what_it_was_built_from() -> None:
+    group, common = make_group(), make_common()
+    metadata = group.get_metadata_builder().build(common_prefix_len=0, common_attn_metadata=common, fast_build=True)
+    origin, builder = metadata._dbo_origin, group.metadata_builders[0]
+    assert (metadata.common, metadata.builder, metadata.fast_build) == (common, builder, True)
+    assert (origin.metadata(), origin.common) == (metadata, common)
+    assert (origin.layer_names, origin.builder, origin.arguments) == (group.layer_names, builder, {"fast_build": True})
+
+
+@pytest.mark.usefixtures("_traced")
+def test_arguments_may_be_given_by_position_and_a_builder_be_fetched_often() -> None:
+    group = make_group()
+    builder = group.get_metadata_builder()
+    assert group.get_metadata_builder() is builder
+    metadata = group.get_metadata_builder().build(8, make_common(), True)
+    assert (metadata.common_prefix_len, metadata.fast_build) == (8, True)
+    assert (metadata._dbo_origin.common_prefix_len, metadata._dbo_origin.arguments) == (8, {"fast_build": True})
+
+
+@pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize("cls", [FrozenMetadata, SlottedMetadata])
+def test_metadata_that_cannot_be_marked_declines_by_its_type(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeBuilder, "build", lambda self, prefix, common, fast_build=False: cls(common))
+    context = make_context(build(make_group()))
+    found = make_splitter().read_batch(context, TOKENS)
+    assert found == Decline("attention metadata of unknown origin", cls.__name__)
+
+
+@pytest.mark.usefixtures("_traced")
+def test_metadata_that_was_copied_for_another_group_of_layers_declines() -> None:
+    """Its origin is the first group's, and so are the block table and slots that it would be built again from."""
+    group = make_group()
+    builder = group.get_metadata_builder()
+    metadata = builder.build(0, make_common())
+    other = builder.update_block_table(metadata, torch.zeros(4, 4, dtype=torch.int32), torch.zeros(TOKENS))
+    found = make_splitter().read_batch(make_context({"layers.0": metadata, "layers.1": other}), TOKENS)
+    assert found == Decline("attention metadata of unknown origin", "Metadata")
+
+
+@pytest.mark.usefixtures("_traced")
+def test_a_batch_is_read_as_its_query_and_context_lengths() -> None:
+    found = make_splitter().read_batch(make_context(build(make_group())), TOKENS)
+    assert found == Batch(QUERY_LENS, prefill_tokens=TOKENS, cuttable=True, decode_len=1, context_lens=COMPUTED)
+
+
+@pytest.mark.usefixtures("_traced")
+def test_what_a_backend_takes_as_decodes_is_not_counted_as_prefill() -> None:
+    context = make_context({**build(make_group(FakeBuilder, "layers.0")), **build(make_group(DecodeFirst, "layers.1"))})
+    found = make_splitter().read_batch(context, TOKENS)
+    assert found == Batch(QUERY_LENS, prefill_tokens=5 + 8, cuttable=True, decode_len=4, context_lens=COMPUTED)
+
+
+@pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize("causal", [False, torch.tensor([True, True, True, True])], ids=["none", "each its own"])
+def test_requests_are_not_cut_inside_unless_all_attention_is_causal(causal: Any) -> None:
+    context = make_context(
+        {
+            **build(make_group(FakeBuilder, "layers.0")),
+            **build(make_group(FakeBuilder, "layers.1"), make_common(causal=causal)),
+        }
+    )
+    found = make_splitter().read_batch(context, TOKENS)
+    assert isinstance(found, Batch)
+    assert not found.cuttable
+
+
+@pytest.mark.usefixtures("_traced")
+def test_unknown_data_for_each_token_in_the_context_declines_by_name() -> None:
+    for name, put in (("mask", "additional_kwargs"), ("mc2_mask", "context")):
+        context = make_context(build(make_group()))
+        if put == "context":
+            setattr(context, name, torch.zeros(3, TOKENS))
+        else:
+            context.additional_kwargs = {name: torch.zeros(TOKENS)}
+        found = make_splitter().read_batch(context, TOKENS)
+        assert found == Decline("unknown per-token data in the forward context", name)
+
+
+@pytest.mark.usefixtures("_traced")
+def test_a_hazard_of_any_group_of_layers_declines() -> None:
+    one, other = make_group(FakeBuilder, "layers.0"), make_group(FakeBuilder, "layers.1")
+    context = make_context({**build(one), **build(other, make_common(num_logits_indices=2))})
+    found = make_splitter().read_batch(context, TOKENS)
+    assert found == Decline("attention metadata field not supported yet", "num_logits_indices")
+
+
+@pytest.mark.usefixtures("_traced")
+def test_a_hazard_of_the_context_declines() -> None:
+    context = make_context(build(make_group()), is_padding=torch.zeros(TOKENS + 4, dtype=torch.bool))
+    assert make_splitter().read_batch(context, TOKENS) == Decline("padded batch")
+
+
+def split(context: ForwardContext, *cuts: int, splitter: ContextSplitter | None = None) -> list[Any]:
+    parts = (splitter or make_splitter()).split(context, cut(*cuts))
+    assert isinstance(parts, list)
+    return parts
+
+
+@pytest.mark.usefixtures("_traced")
+def test_contexts_are_copies_that_share_nothing_that_a_step_changes() -> None:
+    context = make_context(build(make_group()))
+    context.from_a_platform = object()
+    before = copy.copy(context.__dict__)
+    parts = split(context, 8)
+    for part in parts:
+        part.additional_kwargs["mine"] = True
+        part.attn_metadata["layers.9"] = None
+        part.slot_mapping["layers.9"] = None
+    assert context.__dict__ == before
+    assert context.additional_kwargs == {"platform": "data"}
+    assert list(context.attn_metadata) == list(context.slot_mapping) == ["layers.0", "layers.1"]
+    assert all(type(part) is ForwardContext and part.from_a_platform is context.from_a_platform for part in parts)
+    assert all(part.no_compile_layers is context.no_compile_layers for part in parts)
+    assert [part.additional_kwargs for part in parts] == [{"platform": "data", "mine": True}] * 2
+
+
+@pytest.mark.usefixtures("_traced")
+def test_a_context_says_what_a_micro_batch_needs_to_run() -> None:
+    mask = torch.arange(TOKENS) % 2 == 0
+    parts = split(make_context(build(make_group()), is_padding=mask), 6, 11)
+    for part, (first, last) in zip(parts, [(0, 6), (6, 11), (11, TOKENS)], strict=True):
+        assert [slots.tolist() for slots in part.slot_mapping.values()] == [list(range(1000 + first, 1000 + last))] * 2
+        assert torch.equal(part.is_padding, mask[first:last])
+        assert part.skip_compiled
+        assert (part.ubatch_slices, part.batch_descriptor, part.moe_layer_index) == (None, None, 0)
+
+
+@pytest.mark.usefixtures("_traced")
+def test_a_context_without_a_mask_gives_contexts_without() -> None:
+    assert [part.is_padding for part in split(make_context(build(make_group()), is_padding=None), 8)] == [None, None]
+
+
+@pytest.mark.usefixtures("_traced")
+def test_metadata_is_built_once_for_each_slice_with_the_arguments_of_the_whole() -> None:
+    common = make_common()
+    parts = split(make_context(build(make_group(), common, fast_build=True)), 6, 11)
+    for part, expected in zip(parts, slice_common(common, cut(6, 11)), strict=True):
+        metadata = part.attn_metadata["layers.0"]
+        assert part.attn_metadata["layers.1"] is metadata
+        assert as_dict(metadata.common) == as_dict(expected)
+        assert (metadata.common_prefix_len, metadata.fast_build) == (0, True)
+        assert metadata.builder.built == 1
+
+
+@pytest.mark.usefixtures("_traced")
+def test_each_group_of_layers_is_built_by_its_own_backend() -> None:
+    one, other = make_group(FakeBuilder, "layers.0"), make_group(DecodeFirst, "layers.1")
+    for part in split(make_context({**build(one), **build(other)}), 8):
+        assert type(part.attn_metadata["layers.0"].builder) is FakeBuilder
+        assert type(part.attn_metadata["layers.1"].builder) is DecodeFirst
+
+
+@pytest.mark.usefixtures("_traced")
+def test_each_micro_batch_has_a_builder_of_its_own_and_keeps_it() -> None:
+    group, splitter = make_group(), make_splitter()
+    whole = group.get_metadata_builder()
+    whole.set_kernel_block_size(32)
+
+    def find_builders(*cuts: int) -> list[FakeBuilder]:
+        parts = split(make_context(build(group)), *cuts, splitter=splitter)
+        return [part.attn_metadata["layers.0"].builder for part in parts]
+
+    two, three = find_builders(8), find_builders(5, 11)
+    assert len({id(builder) for builder in (whole, *three)}) == 4
+    assert all(one is other for one, other in zip(two, three, strict=False))
+    for builder in three:
+        assert builder.kv_cache_spec is whole.kv_cache_spec
+        assert (builder.layer_names, builder.device) == (whole.layer_names, whole.device)
+        assert builder.vllm_config is builder.current_config is CONFIG
+        assert builder.kernel_block_size == 32
+
+
+@pytest.mark.usefixtures("_traced")
+def test_a_builder_that_cannot_be_made_again_declines() -> None:
+    context = make_context(build(make_group(NeedsWidth, block_table_width=4)))
+    found = make_splitter().split(context, cut(8))
+    assert isinstance(found, Decline)
+    assert found.reason == "the attention backend's builder cannot be made again"
+    assert found.detail.startswith("NeedsWidth: ")
+    assert "block_table_width" in found.detail
+
+
+@pytest.mark.usefixtures("_traced")
+def test_reading_from_the_prefix_cache_too_early_declines() -> None:
+    table = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11], [8, 5, 6, 7], [12, 13, 14, 15]], dtype=torch.int32)
+    context = make_context(build(make_group(), make_common(computed=(0, 16, 0, 7), block_table_tensor=table)))
+    splitter = make_splitter()
+    found = splitter.split(context, cut(8))
+    assert found == Decline("a request reads prefix-cache blocks that a later micro-batch writes")
+    assert isinstance(splitter.split(context, cut(5)), list)

@@ -1,0 +1,365 @@
+"""Vision encoders with a host plan, split and unsplit: vLLM's very bits, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dbo_models.toy import ToyCollectives
+from dbo_runtime.adapter import find_encoder_adapter
+from dbo_runtime.batch import Decline
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.errors import SplitError
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder, find_encoder, get_encoder
+from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
+from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_plan, make_lengths, plan_attention
+
+ROOT = Path(__file__).parents[3]
+FAMILIES = ("qwen2.5", "qwen3")
+ALWAYS = RuntimeConfig(enabled=True, mode="always")
+
+
+def run_ranks(folder: Path, family: str, ranks: int, batches: int, *words: str) -> list[dict[str, Any]]:
+    """Let ranks run batches of images in all ways, and return what each of them found."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": folder.name, "VLLM_LOGGING_LEVEL": "ERROR"}
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.vllm_plugin.encoder_ranks",
+                family,
+                str(rank),
+                str(ranks),
+                folder,
+                str(batches),
+                *words,
+            ],
+            cwd=ROOT,
+            env=env,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        assert [process.wait(timeout=300) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def count_operations(family: str, ranks: int) -> list[float]:
+    """Return what images of 4x4 and of 8x8 patches, and a video of two such, take: four blocks of width 64 and 96."""
+    mlp = 3 if family == "qwen2.5" else 2
+    linear = 2 * 4 * (4 * 64 * 64 + mlp * 64 * 96) / ranks
+    lengths = {16: 4 * 16, 64: 2 * 64 + 2 * 16 if family == "qwen2.5" else 4 * 64}  # over blocks
+    return [patches * (linear + 4 * 64 / ranks * lengths[frame]) for patches, frame in ((16, 16), (64, 64), (128, 64))]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("ranks", "batches"),
+    [(2, 12), pytest.param(1, 200, marks=pytest.mark.slow), pytest.param(2, 200, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_cut_or_whole_embeddings_are_vllms_own(tmp_path: Path, family: str, ranks: int, batches: int) -> None:
+    found = run_ranks(tmp_path, family, ranks, batches)
+    for rank in found:
+        assert rank["differing"] == []
+        assert rank["runs"]["planned"] == batches
+        assert rank["runs"]["cut"] > batches
+        assert rank["statistics"] == found[0]["statistics"]
+        assert rank["statistics"]["split"] > 2 * batches
+        assert set(rank["statistics"]["declined"]) <= {"one image cannot be cut", "images cannot be shared out"}
+        assert rank["work"] == count_operations(family, ranks)
+        # vLLM's own reads lengths in each of the four blocks. What is left reads, once a role, what the host has.
+        assert rank["reads"]["plain"]["tolist"] == 4
+        assert "tolist" not in rank["reads"]["planned"]
+        assert sum(rank["reads"]["planned"].values()) == (4 if family == "qwen2.5" else 0)
+
+
+@pytest.mark.vllm
+def test_lengths_that_the_first_block_left_for_all_are_found_out(tmp_path: Path) -> None:
+    """The mistake of vllm-ascend #6448: blocks that attend within whole images were given windows."""
+    (rank,) = run_ranks(tmp_path, "qwen2.5", 1, 6, "forgetful")
+    assert {line.split()[0] for line in rank["differing"]} == {"planned", "cut", "always"}
+
+
+class Doubling(torch.nn.Module):
+    """An encoder that doubles patches, and remembers the grids it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole: list[Any] = []
+        self.statements: list[str] = []
+
+    def forward(self, x: torch.Tensor, grid_thw: Any, *, encoder_metadata: Any = None) -> torch.Tensor:
+        self.whole.append(grid_thw)
+        return x * 2
+
+
+class DoublingAdapter:
+    """Splits it, and remembers the grids, too."""
+
+    def __init__(self, factor: float = 2.0, refusal: str | None = None) -> None:
+        self.split: list[Any] = []
+        self.factor, self.refusal = factor, refusal
+
+    def decline(self, encoder: Any) -> str | None:
+        return self.refusal
+
+    def weigh(self, encoder: Any, grid: Sequence[int]) -> float:
+        return float(grid[0] * grid[1] * grid[2])
+
+    def record(self, p: ProgramBuilder, encoder: Any, collectives: Any, pixels: Value, grids: Value) -> Value:
+        def double(pixels: torch.Tensor, grids: Any) -> torch.Tensor:
+            self.split.append(grids)
+            return pixels * self.factor
+
+        doubled: Value = p.compute("double", double, pixels, grids)
+        return doubled
+
+
+def make_split(adapter: DoublingAdapter, config: RuntimeConfig = ALWAYS, transport: str = "network") -> Any:
+    encoder = Doubling()
+    p = ProgramBuilder()
+    pixels, grids = p.input("pixels"), p.input("grids")
+    program = p.build(adapter.record(p, encoder, ToyCollectives(), pixels, grids))
+    runtime = MicroBatchRuntime(program, CpuDevice(), config, open_log(quiet=True), 1 if transport == "none" else 2)
+    agreement: Any = SimpleNamespace(compare=encoder.statements.append)
+    encoder.forward = SplitEncoder(encoder, adapter, runtime, transport, agreement)  # type: ignore[method-assign]
+    return encoder
+
+
+GRIDS = [[1, 2, 2], [1, 4, 4], [2, 2, 2], [1, 2, 4]]  # 4, 16, 8, 8 patches
+
+
+def make_patches(grids: Sequence[Sequence[int]] = GRIDS) -> torch.Tensor:
+    return torch.arange(float(sum(t * h * w for t, h, w in grids)))[:, None]
+
+
+@pytest.mark.parametrize(
+    ("parts", "shares"),
+    [(2, [GRIDS[:2], GRIDS[2:]]), (3, [GRIDS[:1], GRIDS[1:2], GRIDS[2:]])],
+)
+def test_images_are_shared_out_by_work_and_stay_whole(parts: int, shares: list[Any]) -> None:
+    adapter = DoublingAdapter()
+    encoder = make_split(adapter, RuntimeConfig(enabled=True, mode="always", micro_batches=parts))
+    for given in (GRIDS, torch.tensor(GRIDS)):
+        adapter.split.clear()
+        assert torch.equal(encoder(make_patches(), given), make_patches() * 2)
+        assert adapter.split == shares
+    assert encoder.whole == []
+    assert get_encoder(torch.nn.ModuleList([encoder])) is encoder.forward
+
+
+@pytest.mark.parametrize(
+    ("grids", "patches", "given", "reason"),
+    [
+        (GRIDS[:1], 4, {}, "one image cannot be cut"),
+        ([], 0, {}, "no images"),
+        (GRIDS, 35, {}, "images and their grids do not match (36 patches, not 35)"),
+        (None, 36, {"encoder_metadata": {}}, "the encoder is given more than images (encoder_metadata)"),
+        ([[1, 2, 2], [0, 2, 2]], 4, {}, "images cannot be shared out (2 of 4 patches)"),
+    ],
+)
+def test_what_cannot_be_cut_is_handed_to_vllm_as_it_came(
+    grids: Any, patches: int, given: dict[str, Any], reason: str
+) -> None:
+    adapter = DoublingAdapter()
+    encoder = make_split(adapter)
+    declined: list[Decline] = []
+    encoder.forward.runtime.decline = declined.append
+    x = torch.ones(patches, 1)
+    assert torch.equal(encoder(x, grids, **given), x * 2)
+    assert (encoder.whole, adapter.split) == ([grids], [])
+    assert list(map(str, declined)) == [reason]
+
+
+@pytest.mark.parametrize(
+    ("settings", "transport", "reason"),
+    [
+        ({"mode": "off"}, "network", "DBO_MODE is off"),
+        ({"mode": "auto"}, "none", "no communication to hide"),
+        ({"mode": "auto"}, "shared memory", "no communication to hide"),
+        ({"mode": "auto"}, "network", "fewer tokens than DBO_MIN_TOKENS"),
+        ({"mode": "auto", "min_tokens": 36}, "network", None),
+        ({"mode": "auto", "min_tokens": 36, "micro_batches": 4}, "network", None),
+        ({"mode": "always"}, "none", None),
+    ],
+)
+def test_the_settings_decide(settings: dict[str, Any], transport: str, reason: str | None) -> None:
+    encoder = make_split(DoublingAdapter(), RuntimeConfig(enabled=True, **settings), transport)
+    encoder(make_patches(), GRIDS)
+    assert list(encoder.forward.runtime.statistics.declined) == ([] if reason is None else [reason])
+    assert encoder.forward.runtime.statistics.split == (reason is None)
+
+
+def test_a_wrong_program_is_found_out_by_a_check() -> None:
+    encoder = make_split(DoublingAdapter(factor=2.1), RuntimeConfig(enabled=True, mode="always", check=True))
+    with pytest.raises(SplitError, match=r"split and unsplit embeddings of images are .* apart .* cuts at \[20\]"):
+        encoder(make_patches(), GRIDS)
+    encoder(make_patches(GRIDS[:1]), GRIDS[:1])
+    split, whole = encoder.statements  # which all ranks compare
+    assert split.endswith(", cuts at [20]")
+    assert whole == "one image cannot be cut"
+
+
+def test_a_thumbnail_beside_a_page_is_not_worth_it() -> None:
+    grids = [[1, 40, 40], [1, 2, 2]]
+    encoder = make_split(DoublingAdapter(), RuntimeConfig(enabled=True, mode="auto"))
+    encoder(make_patches(grids), grids)
+    assert list(encoder.forward.runtime.statistics.declined) == ["no balanced cut"]
+
+
+def make_config(**changes: Any) -> Any:
+    settings = {"compile_mm_encoder": False, "cudagraph_mm_encoder": False, "lora": None, "mode": "weights", **changes}
+    multimodal = SimpleNamespace(mm_encoder_tp_mode=settings["mode"])
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        compilation_config=SimpleNamespace(**{name: settings[name] for name in list(settings)[:2]}),
+        lora_config=settings["lora"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"compile_mm_encoder": True}, "not supported yet: a compiled encoder"),
+        ({"cudagraph_mm_encoder": True}, "not supported yet: graphs of the encoder"),
+        ({"lora": object()}, "not supported yet: LoRA"),
+        ({"mode": "data"}, "each rank embeds images of its own, so there is no communication to hide"),
+        ({}, "its encoder is a whim"),
+    ],
+)
+def test_an_encoder_that_cannot_be_split_says_why(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    adapter = DoublingAdapter(refusal="its encoder is a whim")
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.find_encoder_adapter", lambda name: adapter)
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.list_encoders", lambda: {"Doubling"})
+    collectives: Any = ToyCollectives()
+    assert find_encoder(torch.nn.ModuleList([Doubling()]), make_config(**changes), collectives) == reason
+
+
+def test_a_feature_of_vllm_ascend_that_splitting_does_not_support_speaks_against_encoders_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collectives: Any = ToyCollectives()
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.find_encoder_adapter", lambda name: DoublingAdapter())
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.list_encoders", lambda: {"Doubling"})
+    monkeypatch.setattr(compat, "find_platform", lambda: "npu")
+    monkeypatch.setattr(ascend, "find_config_hazard", lambda config: "not supported yet: its own MLP group")
+    model = torch.nn.ModuleList([Doubling()])
+    assert find_encoder(model, make_config(), collectives) == "not supported yet: its own MLP group"
+    monkeypatch.setattr(ascend, "find_config_hazard", lambda config: None)
+    assert not isinstance(find_encoder(model, make_config(), collectives), str)
+
+
+def test_an_encoder_of_a_class_that_nobody_registered_runs_whole() -> None:
+    collectives: Any = ToyCollectives()
+    found = find_encoder(torch.nn.ModuleList([Doubling()]), make_config(), collectives)
+    assert found == "no adapter is registered for its encoder"
+    assert find_encoder_adapter("Doubling") is None
+    assert get_encoder(torch.nn.ModuleList([Doubling()])) is None
+
+
+class StageMissingLayer(torch.nn.Module):
+    """What vLLM puts in the place of an encoder that may get no images."""
+
+
+def test_an_encoder_that_vllm_left_out_is_told_of() -> None:
+    collectives: Any = ToyCollectives()
+    found = find_encoder(torch.nn.ModuleList([StageMissingLayer()]), make_config(), collectives)
+    assert found == "its encoder is not loaded"
+
+
+def test_parts_that_are_not_known_are_declined() -> None:
+    adapter: Any = find_encoder_adapter("Qwen3_VisionTransformer")
+    attn = SimpleNamespace(attn=SimpleNamespace(fp8_enabled=False))
+    block = SimpleNamespace(attn=attn, mlp=SimpleNamespace())
+    encoder = SimpleNamespace(merger=SimpleNamespace(), blocks=[block])
+    assert adapter.decline(encoder) == "its encoder's parts are not known: SimpleNamespace"
+
+
+class OwnAttention:
+    """Encoder attention of somebody else, which keeps what it was given."""
+
+    name = "mm_encoder_attn"
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.num_heads = self.num_kv_heads = 2
+        self.head_size, self.scale = 4, 0.5
+        self.factor = factor
+        self.given: list[tuple[Any, ...]] = []
+
+    def forward_cpu(self, query: torch.Tensor, *others: Any) -> torch.Tensor:
+        self.given.append(others)
+        if query.dim() == 3 or query.shape[0] > 1 or others[2] is None:
+            return query
+        attention = CpuAttention(2, 2, 4, 0.5)
+        ends = others[2].tolist()
+        counts = [right - left for left, right in pairwise(ends)]
+        return attention.attend(query[0], others[0][0], others[1][0], counts)[None] * self.factor
+
+    forward_oot = forward_cpu
+
+
+def make_attention(check: bool = False, factor: float = 1.0) -> Any:
+    return plan_attention(OwnAttention, "cpu", check)(factor)
+
+
+PACKED = torch.randn(1, 12, 2, 4, generator=torch.Generator().manual_seed(0))
+ENDS = np.array([0, 4, 8, 12], dtype=np.int32)
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 8), (2, 6, 2, 4), (1, 12, 2, 4)])
+def test_attention_that_was_not_planned_is_left_to_whoever_had_it(shape: tuple[int, ...]) -> None:
+    attention, query = make_attention(), torch.ones(shape)
+    lengths = None if shape == (1, 12, 2, 4) else make_lengths(ENDS)
+    assert attention.forward_cpu(query, query, query, None, None, lengths) is query
+    assert len(attention.given) == 1
+
+
+def test_a_plan_for_other_images_is_refused() -> None:
+    with pytest.raises(SplitError, match="12 patches came to an encoder's attention that was planned for 8"):
+        make_attention().forward_cpu(PACKED, PACKED, PACKED, None, None, make_lengths(ENDS[:3]))
+
+
+def test_under_a_check_both_ways_are_computed_and_compared() -> None:
+    given = (PACKED, PACKED, PACKED, torch.from_numpy(ENDS), None, make_lengths(ENDS))
+    planned, checked = make_attention(), make_attention(check=True)
+    assert torch.equal(planned.forward_cpu(*given), checked.forward_cpu(*given))
+    assert (len(planned.given), len(checked.given)) == (0, 1)
+    with pytest.raises(SplitError, match=r"images' attention with the host plan and without are .* lengths"):
+        make_attention(check=True, factor=1.1).forward_cpu(*given)
+
+
+@pytest.mark.vllm
+def test_the_plan_lies_once_on_top_of_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor import custom_op
+
+    monkeypatch.setitem(custom_op.op_registry_oot, NAME, OwnAttention)
+    for _ in range(2):
+        install_host_plan()
+    planned = custom_op.op_registry_oot[NAME]
+    assert planned.__mro__[1] is OwnAttention
+    assert planned.__name__ == NAME

@@ -1,0 +1,226 @@
+"""One of the ranks that share a vision encoder: it runs batches of images in all ways and tells how they compare.
+
+python -m tests.vllm_plugin.encoder_ranks FAMILY RANK RANKS FOLDER BATCHES
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor import custom_op
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionTransformer
+from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer
+
+from dbo_runtime.adapter import find_encoder_adapter
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices import Device
+from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.encoder.forward import FoundEncoder, SplitEncoder, find_encoder
+from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
+from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_plan
+from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
+
+SIZES = {
+    "depth": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "in_channels": 3,
+    "out_hidden_size": 48,
+}
+MERGED = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen2.5": (
+        Qwen2_5_VisionTransformer,
+        {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1, 3], "hidden_act": "silu"},
+    ),
+    "qwen3": (
+        Qwen3_VisionTransformer,
+        {
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 2],
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    ),
+}
+Grids = list[list[int]]
+
+
+def make_encoder(family: str, seed: int = 0, **sizes: Any) -> Any:
+    """Return an encoder of vLLM's with random weights, the same on all ranks."""
+    cls, own = FAMILIES[family]
+    vision = SimpleNamespace(**{**SIZES, **MERGED, **own, **sizes})
+    encoder = cls(vision)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in encoder.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise / math.sqrt(parameter[0].numel()) if parameter.dim() > 1 else 1 + 0.1 * noise
+    for module in encoder.modules():
+        if hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+    return encoder.eval()
+
+
+@contextmanager
+def join(rank: int, ranks: int, meeting: str) -> Iterator[Any]:
+    """Be one of the ranks that share an encoder; the group of all is what they reduce in.
+
+    Args:
+        rank: this one.
+        ranks: how many there are.
+        meeting: where they meet, as torch.distributed has it.
+    """
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        parallel_state.init_distributed_environment(ranks, rank, meeting, rank, "gloo")
+        parallel_state.initialize_model_parallel(ranks)
+        yield parallel_state.get_tp_group()
+
+
+@contextmanager
+def unplanned() -> Iterator[None]:
+    """Make encoders as vLLM does without us."""
+    with patch.dict(custom_op.op_registry_oot):
+        custom_op.op_registry_oot.pop(NAME, None)
+        yield
+
+
+@contextmanager
+def split(encoder: Any, group: Any, config: RuntimeConfig, device: Device) -> Iterator[SplitEncoder]:
+    """Let an encoder be split as the plugin would."""
+    collectives = ModelCollectives(group)
+    multimodal = SimpleNamespace(mm_encoder_tp_mode="weights")
+    vllm_config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        compilation_config=SimpleNamespace(compile_mm_encoder=False, cudagraph_mm_encoder=False),
+        lora_config=None,
+    )
+    found = find_encoder(torch.nn.ModuleList([encoder]), vllm_config, collectives)
+    assert isinstance(found, FoundEncoder), found
+    collectives.connect()
+    found.attach(device, config, group, 2, None, open_log(quiet=True))
+    try:
+        yield encoder.forward
+    finally:
+        del encoder.forward
+
+
+def draw_grids(rng: random.Random, most: int = 5) -> Grids:
+    """Return what a batch of images, and now and then a video, is like."""
+    return [
+        [rng.choice((1, 1, 1, 2)), 2 * rng.randint(1, 6), 2 * rng.randint(1, 6)] for _ in range(rng.randint(1, most))
+    ]
+
+
+def make_pixels(encoder: Any, grids: Grids, seed: int) -> torch.Tensor:
+    """Return patches for them [patches, values]."""
+    values = encoder.patch_embed.proj.weight[0].numel()
+    patches = sum(math.prod(grid) for grid in grids)
+    return torch.randn(patches, values, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def forget_roles() -> Iterator[None]:
+    """Let the first block's lengths serve all, as vllm-ascend #6448 did."""
+    kept: dict[int, Sequence[int]] = {}
+    right = CpuAttention.attend
+
+    def attend(self: CpuAttention, *tensors: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return right(self, *tensors, kept.setdefault(sum(counts), counts))
+
+    with patch.object(CpuAttention, "attend", lambda self, q, k, v, counts: attend(self, q, k, v, counts=counts)):
+        yield
+
+
+def count_host_reads(run: Callable[[], Any]) -> Counter[str]:
+    """Return how often tensors were turned into what the host reads: on a device, each is a copy and a wait."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        method = getattr(torch.Tensor, name)
+
+        def count(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return method(self, *args, **kwargs)
+
+        return count
+
+    with ExitStack() as stack:
+        for name in ("tolist", "item", "cpu", "numpy"):
+            stack.enter_context(patch.object(torch.Tensor, name, counting(name)))
+        run()
+    return counted
+
+
+def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
+    """Run batches in all ways; return how many runs there were of each, and those that were not vLLM's very bits."""
+    with unplanned():
+        plain = make_encoder(family)
+    install_host_plan()
+    planned = make_encoder(family)
+    device = CpuDevice(capture_state=capture_thread_state)
+    runs: Counter[str] = Counter()
+    differing: list[str] = []
+
+    def note(way: str, wanted: torch.Tensor, found: torch.Tensor, grids: Grids) -> None:
+        runs[way] += 1
+        if not torch.equal(wanted, found):
+            differing.append(f"{way} {grids}: {(wanted - found).abs().max().item():.1e}")
+
+    with torch.inference_mode(), split(planned, group, RuntimeConfig(enabled=True, mode="always"), device) as forward:
+        for seed in seeds:
+            grids = draw_grids(random.Random(seed))
+            pixels = make_pixels(plain, grids, seed)
+            wanted = plain(pixels, grids)
+            forward.choose_cuts = lambda grids: []
+            note("planned", wanted, planned(pixels, grids), grids)
+            for cut in range(1, len(grids)):
+                forward.choose_cuts = lambda grids, cut=cut: [cut]  # type: ignore[misc]
+                note("cut", wanted, planned(pixels, grids), grids)
+            forward.choose_cuts = None
+            for parts in (2, 3):
+                forward.runtime.config = RuntimeConfig(enabled=True, mode="always", micro_batches=parts)
+                note(f"always {parts}", wanted, planned(pixels, grids), grids)
+        statistics = forward.runtime.statistics.as_dict()
+        grids = [[1, 8, 8], [1, 4, 12], [2, 4, 4]]
+        pixels = make_pixels(plain, grids, 0)
+        forward.choose_cuts = lambda grids: []
+        reads = {
+            "plain": count_host_reads(lambda: plain(pixels, grids)),
+            "planned": count_host_reads(lambda: planned(pixels, grids)),
+        }
+    device.close()
+    weighed = find_encoder_adapter(type(plain).__name__)
+    assert weighed is not None
+    work = [weighed.weigh(plain, grid) for grid in ([1, 4, 4], [1, 8, 8], [2, 8, 8])]
+    return {"work": work, "runs": runs, "differing": differing, "statistics": statistics, "reads": reads}
+
+
+def main() -> None:
+    """Be the rank that the command line says."""
+    family, rank, ranks, folder, batches, *mistake = sys.argv[1:]
+    with ExitStack() as stack:
+        group = stack.enter_context(join(int(rank), int(ranks), f"file://{folder}/rendezvous"))
+        if mistake:
+            stack.enter_context(forget_roles())
+        found = compare(family, group, range(int(batches)))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

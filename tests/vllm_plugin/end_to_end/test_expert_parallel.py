@@ -1,0 +1,350 @@
+"""Experts on other ranks: split and unsplit agree, ranks always agree, and nothing ever hangs. Real vLLM, two ranks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import accumulate
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from dbo_runtime.batch import Decline
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.online import correction
+from dbo_runtime.vllm_plugin.calibration.measurement import Measurements
+from tests.vllm_plugin.conftest import ENVIRONMENT, TINY
+from tests.vllm_plugin.costs import calibrate_few, forget_costs, measure_few
+from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
+from tests.vllm_plugin.ranks import Ranks
+from tests.vllm_plugin.calibration.test_measurement import assert_complete
+from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, CLOSE, MIXED, PROMPTS, assert_close, run_cut, run_whole
+
+LENGTHS = ((96, 64, 160, 128, 80), (32, 200, 48, 48, 120, 16))
+BATCHES = [
+    [make_prompt(length, 10 * rank + seed) for seed, length in enumerate(own)] for rank, own in enumerate(LENGTHS)
+]
+EDGES = [list(accumulate(own))[:-1] for own in LENGTHS]
+TURNS = 20
+ARRIVALS = ((0, 0, 2, 2, 3), (0, 1, 1, 2, 4, 4))
+
+# What does not depend on how tokens travel is tried with one way.
+one_dispatch = pytest.mark.parametrize("data_parallel", ["all_gather"], indirect=True)
+
+
+@pytest.mark.parametrize("cuts", [(edge,) for edge in BOUNDARIES] + [(17,), (263,), (100, 300), (96, 160, 320)])
+def test_tensor_and_expert_parallel_prefill_is_close(expert_ranks: Engine, cuts: tuple[int, ...]) -> None:
+    assert_close(run_whole(expert_ranks, PROMPTS), run_cut(expert_ranks, cuts, PROMPTS))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
+def test_tensor_and_expert_parallel_decode_and_mixed_steps_are_close(
+    expert_ranks: Engine, cuts: tuple[int, ...]
+) -> None:
+    assert_close(run_whole(expert_ranks, PROMPTS, 6, MIXED), run_cut(expert_ranks, cuts, PROMPTS, 6, MIXED))
+
+
+def generate(
+    engine: Engine, rank: int, mode: str, cuts: Any, tokens: int, arrive: Any, batches: Any = BATCHES
+) -> tuple[list[Answer], int, list[str]]:
+    """Run this rank's prompts; return answers, steps split, and reasons not to."""
+    engine.configure(DBO_MODE=mode)
+    engine.llm.collective_rpc("dbo_cut_at", args=(cuts,))
+    before = engine.statistics()[0]
+    answers = run_prompts(engine, batches[rank], tokens, arrive[rank] if arrive else ())
+    engine.cut_by_settings()
+    engine.configure(DBO_MODE="always")
+    after = engine.statistics()[0]
+    return answers, after["split"] - before["split"], list(count_since(before["declined"], after["declined"]))
+
+
+def run_prompts(engine: Engine, prompts: Any, tokens: int, arrive: Any = ()) -> list[Answer]:
+    """Run prompts in as many turns as any rank needs; return the answers in the prompts' order."""
+    arrivals: dict[int, list[list[int]]] = {}
+    names = []
+    for prompt, turn in zip(prompts, arrive or [0] * len(prompts), strict=True):
+        names.append(f"{turn}-{len(arrivals.setdefault(turn, []))}")
+        arrivals[turn].append(prompt)
+    answers = engine.serve(arrivals, TURNS, tokens)
+    return [answers[name] for name in names]
+
+
+def count_since(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {reason: more for reason, count in after.items() if (more := count - before.get(reason, 0))}
+
+
+def assert_split_is_close(ranks: Ranks, cuts: Any, tokens: int = 1, arrive: Any = (), batches: Any = BATCHES) -> None:
+    whole = ranks.run(generate, "off", None, tokens, arrive, batches)
+    split = ranks.run(generate, "always", cuts, tokens, arrive, batches)
+    for (expected, _, _), (answers, _, _) in zip(whole, split, strict=True):
+        assert_close(expected, answers)
+    counts = {count for _, count, _ in split}
+    assert len(counts) == 1
+    assert counts.pop() > 0, "nothing was split, so nothing was compared"
+
+
+@pytest.mark.parametrize("edge", range(4))
+def test_data_parallel_prefill_cut_at_every_request_boundary_is_close(data_parallel: Ranks, edge: int) -> None:
+    assert_split_is_close(data_parallel, [[EDGES[0][edge]], [EDGES[1][edge]]])
+    assert_split_is_close(data_parallel, [[EDGES[0][edge]], [EDGES[1][-1 - edge]]])
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        None,
+        [[263], [232]],
+        [[17], [449]],
+        [[1], [463]],
+        [[97], [31]],  # a piece of one token: a prefill's, and one that looks like a decode
+        [[100, 300], [20, 40]],
+        [[96, 160, 320], [150, 151, 152]],
+    ],
+    ids=str,
+)
+def test_data_parallel_prefill_cut_inside_requests_is_close(data_parallel: Ranks, cuts: Any) -> None:
+    assert_split_is_close(data_parallel, cuts)
+
+
+@pytest.mark.parametrize("cuts", [None, [[1], [2]], [[2, 4], [1, 3]], [[40], [20]], [[3, 100], [2, 20]]], ids=str)
+def test_data_parallel_decode_and_mixed_steps_are_close(data_parallel: Ranks, cuts: Any) -> None:
+    assert_split_is_close(data_parallel, cuts, 6, ARRIVALS)
+
+
+@one_dispatch
+@pytest.mark.parametrize("policy", ["sequential", "staggered:1", "staggered:2"])
+def test_data_parallel_prefill_is_close_with_every_policy(data_parallel: Ranks, policy: str) -> None:
+    data_parallel.run(configure, {"DBO_POLICY": policy})
+    whole = data_parallel.run(generate, "off", None, 2, ())
+    data_parallel.run(configure, {"DBO_POLICY": policy, "DBO_MICRO_BATCHES": "3"})
+    split = data_parallel.run(generate_as_configured, 2)
+    data_parallel.run(configure, {})
+    for (expected, _, _), answers in zip(whole, split, strict=True):
+        assert_close(expected, answers)
+
+
+def configure(engine: Engine, rank: int, settings: dict[str, str]) -> None:
+    engine.configure(**settings)
+
+
+def generate_as_configured(engine: Engine, rank: int, tokens: int) -> list[Answer]:
+    before = engine.count_split()
+    answers = run_prompts(engine, BATCHES[rank], tokens)
+    assert engine.count_split() > before
+    return answers
+
+
+@one_dispatch
+def test_the_check_of_every_step_passes(data_parallel: Ranks) -> None:
+    data_parallel.run(configure, {"DBO_CHECK": "1"})
+    try:
+        data_parallel.run(generate_as_configured, 3)
+    finally:
+        data_parallel.run(configure, {})
+
+
+@one_dispatch
+def test_an_idle_rank_keeps_everyone_whole_with_the_same_reason(data_parallel: Ranks) -> None:
+    batches = [BATCHES[0], []]
+    whole = data_parallel.run(generate, "off", None, 4, (), batches)
+    (answers, split, reasons), (_, idle_split, idle_reasons) = data_parallel.run(
+        generate, "always", None, 4, (), batches
+    )
+    assert_close(whole[0][0], answers)
+    assert split == idle_split == 0
+    assert reasons == idle_reasons == ["nowhere to cut"]
+
+
+def test_very_unequal_ranks_split_what_both_can(data_parallel: Ranks) -> None:
+    """2,000 tokens beside 1 stay whole; beside 40 they are split, with sizes that differ by 50 times."""
+    long = [make_prompt(1000, 1), make_prompt(1000, 2)]
+    whole = data_parallel.run(generate, "always", None, 1, (), [long, [make_prompt(1, 3)]])
+    assert [(split, reasons) for _, split, reasons in whole] == [(0, ["nowhere to cut"])] * 2
+    assert_split_is_close(data_parallel, None, 1, (), [long, [make_prompt(40, 3)]])
+
+
+def test_a_dummy_batch_takes_the_same_path(data_parallel: Ranks) -> None:
+    """vLLM's dummy batches have one token on CPU; with more, an idle rank takes part in what the others split."""
+    alone = data_parallel.run(step_beside_a_dummy, "off")
+    together = data_parallel.run(step_beside_a_dummy, "always")
+    assert [split for _, split in together] == [1, 1]
+    assert find_difference(alone[1][0], together[1][0]) <= CLOSE
+
+
+def step_beside_a_dummy(engine: Engine, rank: int, mode: str) -> tuple[list[Answer], int]:
+    engine.configure(DBO_MODE=mode)
+    before = engine.count_split()
+    answers: list[Answer] = []
+    if rank == 0:
+        engine.runner._dummy_run(64)
+    else:
+        answers = engine.step_once(make_prompt(50, 5))
+    engine.configure()
+    return answers, engine.count_split() - before
+
+
+@one_dispatch
+def test_one_ranks_own_reason_stops_all_of_them(data_parallel: Ranks) -> None:
+    """With prefix caching a rank may see a hazard in its own blocks. Ranks then vote; nobody waits for ever."""
+    found = data_parallel.run(generate_with_a_hazard, 1)
+    for _, split, declined in found:
+        assert split > 0
+        assert declined == {"a hazard that only rank 1 sees": 2}
+    whole = data_parallel.run(generate, "off", None, 6, ())
+    for (expected, _, _), (answers, _, _) in zip(whole, found, strict=True):
+        assert_close(expected, answers)
+
+
+def generate_with_a_hazard(engine: Engine, rank: int, blind: int) -> tuple[list[Answer], int, dict[str, int]]:
+    """Let rank *blind* refuse its second and fourth step."""
+    forward = engine.runner.get_model().forward
+    splitter, agreement = forward.planner._splitter, forward.planner._agreement
+    calls = iter(range(100))
+
+    def split(context: Any, slices: Any, sizes: Any = ()) -> Any:
+        if next(calls) in (1, 3) and rank == blind:
+            return Decline("a hazard that only rank 1 sees")
+        return type(splitter).split(splitter, context, slices, sizes)
+
+    splitter.split, agreement._votes = split, True
+    before = engine.statistics()[0]
+    try:
+        answers = run_prompts(engine, BATCHES[rank], 6)
+    finally:
+        del splitter.split
+        agreement._votes = False
+    after = engine.statistics()[0]
+    declined = count_since(before["declined"], after["declined"])
+    return answers, after["split"] - before["split"], declined
+
+
+def measure_on_rank(engine: Engine, rank: int) -> Measurements:
+    found: Measurements = engine.llm.collective_rpc(measure_few)[0][0]
+    return found
+
+
+@one_dispatch
+def test_data_parallel_ranks_measure_dispatch_alone_too(data_parallel: Ranks) -> None:
+    found, other = data_parallel.run(measure_on_rank)
+    assert found == other
+    ops = Counter(sample.op for sample in found.samples)
+    assert {"dispatch", "combine", "shared_experts", "experts"} <= set(ops)
+    assert_complete(found, ops)
+    assert any(sample.beside for sample in found.samples if sample.op == "dispatch")
+
+
+COUNTS = ((500, 400), (64, 2000), (3, 5), (1, 8))  # tokens of both ranks
+
+
+@one_dispatch
+def test_data_parallel_ranks_that_calibrated_decide_alike_and_answer_as_whole(data_parallel: Ranks) -> None:
+    """On one host, too, costs may say that it pays; DBO_CHECK compares in each step what ranks are about to do."""
+    whole = data_parallel.run(generate, "off", None, 4, ARRIVALS)
+    try:
+        digests = data_parallel.run(calibrate_on_rank)
+        decisions = data_parallel.run(decide_on_rank)
+        always, auto = (data_parallel.run(generate_by_costs, mode) for mode in ("always", "auto"))
+    finally:
+        data_parallel.run(forget_costs_on_rank)
+    assert digests[0] == digests[1]
+    assert decisions[0] == decisions[1]
+    assert [sum(map(sum, sizes)) for sizes, _ in decisions[0]] == [900, 2064, 8]
+    for found in (always, auto):
+        assert found[0][1] == found[1][1], "ranks decided differently"
+        for (expected, _, _), (answers, _) in zip(whole, found, strict=True):
+            assert_close(expected, answers)
+        assert found[0][1]["factors"] != (1.0, 1.0), "nothing was learnt"
+    assert always[0][1]["split"] > 0
+    assert "no communication to hide" not in auto[0][1]["declined"]
+
+
+def calibrate_on_rank(engine: Engine, rank: int) -> str:
+    ((_, digest),) = engine.llm.collective_rpc(calibrate_few)
+    return str(digest)
+
+
+def decide_on_rank(engine: Engine, rank: int) -> list[tuple[Any, str]]:
+    """Return how both ranks would split steps, and in which order; without those that cannot be split."""
+    planner = engine.runner.get_model().forward.runtime.planner
+    choices = [planner.choose_together(tokens, RuntimeConfig(mode="always")) for tokens in COUNTS]
+    return [(choice.sizes, choice.order.name) for choice in choices if not isinstance(choice, Decline)]
+
+
+def generate_by_costs(engine: Engine, rank: int, mode: str) -> tuple[list[Answer], dict[str, Any]]:
+    """Run this rank's prompts; return answers, and what both ranks must have done, counted and learnt alike."""
+    engine.configure(DBO_MODE=mode, DBO_CHECK="1")
+    before = engine.statistics()[0]
+    with patch.object(correction, "PERIOD", 3):  # ranks learn from each other after every third step
+        answers = run_prompts(engine, BATCHES[rank], 4, ARRIVALS[rank])
+    engine.configure()
+    after = engine.statistics()[0]
+    learnt = engine.runner.get_model().forward.runtime.planner.correction
+    return answers, {
+        "split": after["split"] - before["split"],
+        "declined": count_since(before["declined"], after["declined"]),
+        "counted": learnt._steps,
+        "factors": (learnt.factor("whole"), learnt.factor("split")),
+    }
+
+
+def forget_costs_on_rank(engine: Engine, rank: int) -> None:
+    engine.llm.collective_rpc(forget_costs)
+    engine.configure()
+
+
+STEPS = 500
+
+
+@pytest.mark.slow
+@one_dispatch
+def test_requests_that_arrive_at_random_never_hang_and_decide_alike(data_parallel: Ranks) -> None:
+    """500 steps on either rank; what a rank does is a function of numbers that all hold, so all do the same."""
+    split = data_parallel.run(serve_at_random, timeout=400)
+    data_parallel.run(configure, {"DBO_MODE": "off"})
+    whole = data_parallel.run(serve_at_random, timeout=400)
+    data_parallel.run(configure, {})
+    assert split[0][1] == split[1][1], "ranks decided differently"
+    counts = split[0][1]
+    assert counts["split"] > 100
+    assert counts["declined"]["nowhere to cut"] > 50, "no rank was ever idle"
+    assert counts["split"] + sum(counts["declined"].values()) >= STEPS
+    for (answers, _), (expected, _) in zip(split, whole, strict=True):
+        assert answers.keys() == expected.keys()
+        assert len(answers) > 50
+        for name in answers:
+            assert_close([expected[name]], [answers[name]])
+
+
+def serve_at_random(engine: Engine, rank: int) -> tuple[dict[str, Answer], dict[str, Any]]:
+    """Run STEPS steps or more with requests of random length at random moments, bursts and pauses among them."""
+    dice = random.Random(1000 + rank)
+    before = engine.statistics()[0]
+    arrivals: dict[int, list[list[int]]] = {}
+    for turn in range(STEPS + 30):
+        busy = (turn // 40 + rank) % 3 > 0  # either rank pauses, at times of its own
+        count = dice.choice((0, 0, 0, 0, 1, 1, 3)) if busy else 0
+        arrivals[turn] = [make_prompt(dice.randint(1, 90), dice.randint(0, 50)) for _ in range(count)]
+    answers = engine.serve(arrivals, STEPS + 80, tokens=5, log_probs=0)
+    after = engine.statistics()[0]
+    declined = count_since(before["declined"], after["declined"])
+    return answers, {"split": after["split"] - before["split"], "declined": declined}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
+    "experts in shards, whole steps compiled": (2, {}, {"enable_expert_parallel": False, "enforce_eager": False}),
+    "three ranks, uneven experts": (3, {"DBO_DISPATCH": "all_to_all"}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_of_ranks_are_close(layout: str) -> None:
+    size, settings, options = LAYOUTS[layout]
+    ranks = Ranks(TINY, size, {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **settings}, **options)
+    try:
+        batches = [BATCHES[rank % 2] for rank in range(size)]
+        assert_split_is_close(ranks, None, 3, [ARRIVALS[rank % 2] for rank in range(size)], batches)
+    finally:
+        ranks.close()

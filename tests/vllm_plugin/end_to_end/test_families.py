@@ -1,0 +1,78 @@
+"""Each family that has an adapter, end to end: the real vLLM, two ranks, split and unsplit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from dbo_runtime.adapter import GROUP
+from tests.vllm_plugin.conftest import ENVIRONMENT, share_cores, start
+from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.vllm_plugin.families import FAMILIES, find_backend, make_family
+from tests.vllm_plugin.ranks import Ranks
+from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_whole
+from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
+from tests.vllm_plugin.vision_families import QWEN3, QWEN25
+
+OURS = tuple(name for name in FAMILIES if name != "GraniteForCausalLM")  # which has the tutorial's, or none
+LENGTHS = (96, 64, 160, 128, 80)
+PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+PREFILL_CUTS = [(96,), (320,), (17,), (263,), (96, 160, 320), (132, 264, 396)]
+MIXED_CUTS = [(1,), (2, 4), (40,), (2, 162)]
+
+
+@pytest.fixture(scope="module", params=OURS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = make_family(request.param, tmp_path_factory.mktemp(request.param))
+    options = {"enable_prefix_caching": False, "attention_backend": find_backend(request.param)}
+    yield from start(2, share_cores(), model, **options)
+
+
+def assert_split_says_what_whole_does(engine: Engine) -> None:
+    """Compare prefills, and steps that mix prefill and decode, at several cuts."""
+    whole = run_whole(engine, PROMPTS)
+    for cuts in PREFILL_CUTS:
+        assert_close(whole, run_cut(engine, cuts, PROMPTS))
+    mixed = run_whole(engine, PROMPTS, 6, MIXED)
+    for cuts in MIXED_CUTS:
+        assert_close(mixed, run_cut(engine, cuts, PROMPTS, 6, MIXED))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_split_steps_say_what_whole_ones_do(family: Engine) -> None:
+    """One test a family, so that one engine serves all of it."""
+    assert_split_says_what_whole_does(family)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_tokens_of_qwen3_moe_travel_to_experts_on_other_ranks(tmp_path: Path) -> None:
+    name = "Qwen3MoeForCausalLM"
+    options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+    environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    ranks = Ranks(make_family(name, tmp_path), 2, environment, **options)
+    try:
+        assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
+        assert_split_is_close(ranks, [[100, 300], [60, 200]])
+        assert_split_is_close(ranks, [[2], [3]], 6, ARRIVALS)
+    finally:
+        ranks.close()
+
+
+def test_every_architecture_that_we_register_is_among_them() -> None:
+    ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
+    assert ours == {*OURS, QWEN25, QWEN3}  # the last two in test_qwen_vl.py
+
+
+def test_every_adapter_is_short() -> None:
+    modules = {entry.value.partition(":")[0] for entry in entry_points(group=GROUP)}
+    paths = [
+        Path(__file__).parents[3] / "models" / f"{name.rpartition('.')[2]}.py"
+        for name in modules
+        if "dbo_models" in name
+    ]
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 100 for path in paths)

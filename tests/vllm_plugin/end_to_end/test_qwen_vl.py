@@ -1,0 +1,66 @@
+"""Models that see, end to end: the real vLLM, two ranks, encoder and language model split and unsplit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.vllm_plugin.conftest import share_cores, start
+from tests.vllm_plugin.engine import Answer, Engine
+from tests.vllm_plugin.end_to_end.test_equivalence import assert_close
+from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+KINDS = (1, 3, 0, 2, 1)  # pictures of each request: text only and mixed, too
+OPTIONS = {
+    "attention_backend": "CPU_ATTN",
+    "enable_prefix_caching": False,
+    "limit_mm_per_prompt": {"image": 3, "video": 0},
+    "mm_processor_cache_gb": 0,
+    "max_model_len": 512,
+}
+
+
+@pytest.fixture(scope="module", params=[QWEN25, QWEN3])
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = make_vision_family(request.param, tmp_path_factory.mktemp(request.param))
+    yield from start(2, share_cores(), model, **OPTIONS)
+
+
+def count_encoder(engine: Engine) -> int:
+    """Return how many forwards of the encoder were split so far; all ranks must agree."""
+    counts = {rank["split"] for rank in engine.llm.collective_rpc("dbo_encoder_statistics")}
+    assert len(counts) == 1
+    return int(counts.pop())
+
+
+def ask(engine: Engine, requests: list[dict[str, Any]], **settings: Any) -> list[Answer]:
+    """Ask at once, so that decodes follow steps with images at their front, and again while others are answered."""
+    engine.configure(**settings)
+    try:
+        return engine.generate(requests, tokens=3) + engine.generate(requests, tokens=4, arrive=(0, 0, 0, 1, 2))
+    finally:
+        engine.configure(DBO_MODE="always")
+
+
+def test_split_steps_and_encoders_say_what_whole_ones_do(seeing: Engine) -> None:
+    """One test a family, so that one engine serves all of it."""
+    requests = make_requests(KINDS)
+    before = seeing.count_split(), count_encoder(seeing)
+    whole = ask(seeing, requests, DBO_MODE="off")
+    assert (seeing.count_split(), count_encoder(seeing)) == before
+    for parts in ("2", "3"):
+        steps, forwards = seeing.count_split(), count_encoder(seeing)
+        assert_close(whole, ask(seeing, requests, DBO_MODE="always", DBO_MICRO_BATCHES=parts))
+        assert seeing.count_split() > steps
+        assert count_encoder(seeing) > forwards
+    for cut in (1, 2, 3):
+        seeing.llm.collective_rpc("dbo_cut_images_at", args=([cut],))
+        seeing.cut_at(20 * cut)
+        assert_close(whole, ask(seeing, requests, DBO_MODE="always"))
+    seeing.llm.collective_rpc("dbo_cut_images_at", args=(None,))
+    seeing.cut_by_settings()
+    assert_close(whole, ask(seeing, requests, DBO_MODE="always", DBO_CHECK="1"))

@@ -1,0 +1,172 @@
+"""All-reduces taken out of the modules that end in one, and made elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbo_runtime.errors import ProgramError
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+
+ROOT = Path(__file__).parents[3]
+
+
+class FakeGroup:
+    """A group of ranks that all hold the same: the reduce multiplies, into new memory as vLLM's does."""
+
+    def __init__(self, world_size: int = 2) -> None:
+        self.world_size = world_size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.world_size
+
+
+class Linear:
+    """A module that ends in an all-reduce."""
+
+    def __init__(self, group: FakeGroup) -> None:
+        self.group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(x + 1)
+
+
+class ReducesTwice(Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(self.group.all_reduce(x))
+
+
+class ReducesNever(Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class ScalesAfterwards(Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(x) * 0.5
+
+
+class ReturnsARow(Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(x)[:1]
+
+
+class ReturnsOtherBits(Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(x).view(torch.int32)
+
+
+class Fails(Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no memory for it")
+
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def test_a_module_gives_this_ranks_part_of_the_sum() -> None:
+    group = FakeGroup()
+    module = Linear(group)
+    assert torch.equal(module(X), (X + 1) * 2)
+    assert torch.equal(ModelCollectives(group).without_reduce(module)(X), X + 1)
+
+
+def test_the_group_reduces_again_afterwards() -> None:
+    group = FakeGroup()
+    module = Linear(group)
+    ModelCollectives(group).without_reduce(module)(X)
+    assert "all_reduce" not in vars(group)
+    assert torch.equal(module(X), (X + 1) * 2)
+
+
+def test_the_group_reduces_again_after_a_module_that_failed() -> None:
+    group = FakeGroup()
+    with pytest.raises(MemoryError, match="no memory for it"):
+        ModelCollectives(group).without_reduce(Fails(group))(X)
+    assert "all_reduce" not in vars(group)
+    assert torch.equal(group.all_reduce(X), X * 2)
+
+
+@pytest.mark.parametrize(
+    ("cls", "made"),
+    [
+        (ReducesTwice, r"it made 2\."),
+        (ReducesNever, r"it made 0\."),
+        (ScalesAfterwards, "it made 1 and returned something else"),
+        (ReturnsARow, "it made 1 and returned something else"),
+        (ReturnsOtherBits, "it made 1 and returned something else"),
+    ],
+)
+def test_a_module_that_does_not_end_in_one_all_reduce_is_refused_by_name(cls: type[Linear], made: str) -> None:
+    group = FakeGroup()
+    reduced = ModelCollectives(group).without_reduce(cls(group))
+    with pytest.raises(ProgramError, match=rf"^{cls.__name__} must end in one all-reduce .*{made}"):
+        reduced(X)
+    assert torch.equal(group.all_reduce(X), X * 2)
+
+
+def attend(group: FakeGroup, x: torch.Tensor) -> torch.Tensor:
+    return group.all_reduce(x) + 1
+
+
+def test_a_partial_function_is_refused_by_the_functions_name() -> None:
+    group = FakeGroup()
+    with pytest.raises(ProgramError, match=r"^attend must end in one all-reduce"):
+        ModelCollectives(group).without_reduce(partial(attend, group))(X)
+
+
+def test_with_one_rank_modules_and_values_pass_through() -> None:
+    parallel = ModelCollectives(SimpleNamespace(world_size=1))
+    assert parallel.without_reduce(attend) is attend
+    assert parallel.all_reduce(X) is X
+
+
+def run_rank(rank: int, store: str) -> None:
+    """Reduce a contiguous and a non-contiguous tensor over two ranks, in a process of its own."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+    try:
+        sibling = dist.new_group(backend="gloo")
+        parallel = ModelCollectives(SimpleNamespace(world_size=2, make_sibling_device_group=lambda name: sibling))
+        parallel.connect()
+        whole = torch.arange(12.0).reshape(3, 4) * (rank + 1)
+        reduced = parallel.all_reduce(whole)
+        assert reduced is whole
+        assert torch.equal(whole, torch.arange(12.0).reshape(3, 4) * 3)
+
+        columns = (torch.arange(12.0).reshape(3, 4) * (rank + 1))[:, 1:3]
+        assert not columns.is_contiguous()
+        assert torch.equal(parallel.all_reduce(columns), torch.arange(12.0).reshape(3, 4)[:, 1:3] * 3)
+
+        half = torch.full((4, 2), rank + 0.5, dtype=torch.bfloat16)
+        assert torch.equal(parallel.all_reduce(half), torch.full((4, 2), 2.0, dtype=torch.bfloat16))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_all_reduce_sums_over_the_ranks_and_in_place_where_it_can(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    code = "import sys; from tests.vllm_plugin.parallel.test_collectives import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs

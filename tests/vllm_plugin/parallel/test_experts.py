@@ -1,0 +1,249 @@
+"""MoE layers taken apart: which can be, what is said of the others, and what the program then looks like."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dbo_models.deepseek import DeepseekAdapter
+from dbo_runtime.adapter import record_program
+from dbo_runtime.errors import ScheduleError, UnsupportedError
+from dbo_runtime.policies import alternate
+from dbo_runtime.program import Program
+from dbo_runtime.ranks import RankPlan, validate_ranks
+from dbo_runtime.schedule import lower
+from dbo_runtime.validate import validate
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts, find_expert_hazard, travels
+from tests.vllm_plugin.engine import Engine
+
+ONE = SimpleNamespace(world_size=1)
+TWO = SimpleNamespace(world_size=2)
+
+
+class MoEPrepareAndFinalizeNaiveDPEPModular:
+    """Goes by the name of vLLM's dispatch that gathers."""
+
+
+class DeepEPHTPrepareAndFinalize:
+    """Goes by the name of one that keeps state of its own."""
+
+
+class MoERunner(SimpleNamespace):
+    """Goes by the name of vLLM's runner."""
+
+
+class DerivedRunner(MoERunner):
+    """Looks like it and may do anything."""
+
+
+class UnquantizedFusedMoEMethod(SimpleNamespace):
+    """Goes by the name of what applies unquantized weights."""
+
+
+class DeepseekV2MoE(SimpleNamespace):
+    """Goes by the name of DeepSeek's mixture of experts."""
+
+
+def make_runner(prepare: Any = MoEPrepareAndFinalizeNaiveDPEPModular, **changes: Any) -> MoERunner:
+    """Return the part of an MoE runner that is looked at: under data parallel, unquantized, with a gate."""
+    experts = SimpleNamespace(quant_config=SimpleNamespace(quant_dtype=None), expects_unquantized_inputs=False)
+    kernel = SimpleNamespace(impl=SimpleNamespace(prepare_finalize=prepare(), fused_experts=experts))
+    runner = MoERunner(
+        moe_config=SimpleNamespace(
+            dp_size=2, hidden_dim=8, hidden_dim_unpadded=8, is_sequence_parallel=False, skip_final_all_reduce=False
+        ),
+        routed_experts=SimpleNamespace(
+            quant_method=UnquantizedFusedMoEMethod(moe_kernel=kernel),
+            apply_router_weight_on_input=False,
+            expert_map=torch.tensor([0, 1, -1, -1]),
+        ),
+        router=SimpleNamespace(),
+        gate=object(),
+        shared_experts=object(),
+        routed_input_transform=None,
+        routed_output_transform=None,
+        _fse_fuse_gate=False,
+        _fused_output_is_reduced=False,
+    )
+    owners = (runner, runner.moe_config, runner.routed_experts, experts, experts.quant_config)
+    for name, value in changes.items():
+        next(owner for owner in owners if hasattr(owner, name)).__dict__[name] = value
+    return runner
+
+
+class ZeroExpertRouter:
+    """Goes by the name of a router that adds to the result."""
+
+
+def test_a_plain_layer_can_be_taken_apart() -> None:
+    assert travels(make_runner())
+    assert find_expert_hazard(make_runner()) is None
+    assert find_expert_hazard(make_runner(quant_dtype=torch.int8, expects_unquantized_inputs=True)) is None
+
+
+def test_a_kernel_that_reduces_its_own_output_cannot_be_taken_apart() -> None:
+    with pytest.raises(UnsupportedError, match="the MoE kernel reduces its own output"):
+        travels(make_runner(_fused_output_is_reduced=True))
+
+
+OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_method.moe_kernel)
+
+
+@pytest.mark.parametrize(
+    ("runner", "reason"),
+    [
+        (make_runner(DeepEPHTPrepareAndFinalize), "the MoE dispatch DeepEPHTPrepareAndFinalize cannot be taken apart"),
+        (make_runner(quant_method=SimpleNamespace(moe_kernel=None)), "the MoE dispatch NoneType cannot be taken apart"),
+        (make_runner(quant_method=OTHER_METHOD), "the MoE method SimpleNamespace cannot be taken apart"),
+        (make_runner(quant_dtype=torch.int8), "quantizes tokens before it sends them"),
+        (make_runner(gate=None), "does not hold a gate of its own"),
+        (make_runner(_fse_fuse_gate=True), "does not hold a gate of its own"),
+        (make_runner(routed_input_transform=object()), "transforms tokens before the experts"),
+        (make_runner(routed_output_transform=object()), "transforms results after the experts"),
+        (make_runner(apply_router_weight_on_input=True), "weights tokens before the experts"),
+        (make_runner(hidden_dim=16), "pads its hidden states"),
+        (make_runner(router=ZeroExpertRouter()), "adds an output of its router"),
+        (make_runner(is_sequence_parallel=True), "is sequence parallel"),
+        (make_runner(skip_final_all_reduce=True), "leaves its last all-reduce to the model"),
+    ],
+)
+def test_a_layer_that_cannot_be_taken_apart_says_why(runner: Any, reason: str) -> None:
+    assert reason in str(find_expert_hazard(runner))
+    with pytest.raises(UnsupportedError, match="the MoE"):
+        ModelCollectives(ONE, TWO).take_apart(runner)
+
+
+def test_a_class_that_nobody_knows_is_named() -> None:
+    for unknown in (DerivedRunner(**vars(make_runner())), SimpleNamespace()):
+        with pytest.raises(UnsupportedError, match=f"the MoE class {type(unknown).__name__} is not one that can be"):
+            ModelCollectives(ONE, TWO).take_apart(unknown)
+
+
+def test_without_data_parallel_a_layer_stays_whole() -> None:
+    assert ModelCollectives(TWO).take_apart(make_runner(dp_size=1)) is None
+
+
+def test_a_layer_of_the_real_vllm_without_data_parallel_stays_whole(one_rank: Engine) -> None:
+    runner = one_rank.runner.get_model().model.layers[1].mlp.experts
+    assert not travels(runner)
+    assert "MoEPrepareAndFinalizeNoDPEPModular cannot be taken apart" in str(find_expert_hazard(runner))
+
+
+@pytest.mark.parametrize(
+    ("collectives", "runner", "reason"),
+    [
+        (ModelCollectives(TWO, TWO, "all_to_all"), make_runner(), "no tensor parallel"),
+        (ModelCollectives(ONE, TWO, "all_to_all"), make_runner(expert_map=None), "--enable-expert-parallel"),
+    ],
+)
+def test_all_to_all_needs_every_expert_on_one_rank(collectives: ModelCollectives, runner: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        collectives.take_apart(runner)
+
+
+def test_all_to_all_needs_the_same_placement_in_all_layers() -> None:
+    collectives = ModelCollectives(ONE, TWO, "all_to_all")
+    assert collectives.take_apart(make_runner()) is not None
+    assert collectives.take_apart(make_runner()) is not None
+    with pytest.raises(UnsupportedError, match="on the same ranks"):
+        collectives.take_apart(make_runner(expert_map=torch.tensor([-1, -1, 0, 1])))
+
+
+def test_only_a_lone_tensor_parallel_rank_under_data_parallel_has_nothing_to_reduce() -> None:
+    assert [ModelCollectives(*groups).reduces for groups in ((ONE,), (TWO,), (ONE, TWO), (TWO, TWO))] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def record(collectives: ModelCollectives, dp_size: int = 2) -> Program:
+    layer = SimpleNamespace(
+        self_attn=None,
+        input_layernorm=lambda x, residual: (x, residual),
+        post_attention_layernorm=lambda x, residual: (x, residual),
+        mlp=lambda x: x,
+    )
+    layers = [layer, SimpleNamespace(**{**vars(layer), "mlp": DeepseekV2MoE(experts=make_runner(dp_size=dp_size))})]
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers, norm=None))
+    return record_program(DeepseekAdapter(), model, collectives)
+
+
+TRAVELS = ["attn_norm", "attention", "mlp_norm", "gate", "dispatch", "shared_experts", "experts", "combine", "merge"]
+
+
+def test_under_data_parallel_dispatch_and_combine_are_ops_of_the_comm_lane() -> None:
+    program = record(ModelCollectives(ONE, TWO))
+    layer = [op for op in program.ops if op.layer == 1]
+    assert [op.name for op in layer] == TRAVELS
+    assert [op.name for op in program.ops if op.layer == 0] == ["attn_norm", "attention", "mlp_norm", "mlp"]
+    comm = {op.name: op.communicator for op in layer if op.lane == "comm"}
+    assert comm == {"dispatch": "experts", "combine": "experts"}
+    assert not any(op.host_sync for op in layer)
+
+
+def test_all_to_all_exchanges_sizes_and_then_syncs_the_host() -> None:
+    layer = [op for op in record(ModelCollectives(ONE, TWO, "all_to_all", sizes_apart=True)).ops if op.layer == 1]
+    assert [op.name for op in layer] == [
+        *TRAVELS[:4],
+        "sizes",
+        "shared_experts",
+        "dispatch",
+        "experts",
+        "combine",
+        "merge",
+    ]  # the shared experts are issued before the host waits
+    assert [op.name for op in layer if op.host_sync] == ["dispatch"]
+
+
+def test_a_lane_that_may_wait_by_itself_exchanges_sizes_within_dispatch() -> None:
+    layer = [op for op in record(ModelCollectives(ONE, TWO, "all_to_all")).ops if op.layer == 1]
+    assert [op.name for op in layer] == TRAVELS
+    assert not any(op.host_sync for op in layer)
+
+
+def test_a_schedule_that_syncs_the_host_is_refused_for_capture_by_the_ops_name() -> None:
+    programs = [record(ModelCollectives(ONE, TWO, "all_to_all", sizes_apart=True))] * 2
+    schedule = lower(programs, alternate(programs))
+    validate(schedule)
+    with pytest.raises(ScheduleError, match=r"L1\.dispatch/0 blocks the host"):
+        validate(schedule, capture=True)
+
+
+def test_tensor_parallel_below_data_parallel_still_reduces() -> None:
+    names = [op.name for op in record(ModelCollectives(TWO, TWO)).ops if op.layer == 1]
+    assert names == [*TRAVELS[:2], "attn_reduce", *TRAVELS[2:], "mlp_reduce"]
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_all_ranks_schedules_fit_together_and_experts_run_beside_the_others_dispatch(dispatch: str) -> None:
+    programs = [record(ModelCollectives(ONE, TWO, dispatch))] * 2
+    schedule = lower(programs, alternate(programs))
+    validate_ranks([RankPlan(schedule, ((3, 4), (4, 4)))] * 2)
+    order = [step.label for step in schedule.steps if step.op.name in ("dispatch", "experts", "combine")]
+    assert order == [
+        f"L1.{name}" for name in ("dispatch/0", "dispatch/1", "experts/0", "combine/0", "experts/1", "combine/1")
+    ]
+    by_label = {step.label: step for step in schedule.steps}
+    waits = {
+        programs[0].ops[issue.position].label + f"/{issue.micro_batch}" for issue in by_label["L1.experts/0"].waits
+    }
+    assert waits == {"L1.dispatch/0"}, "experts of one micro-batch must not wait for the other's dispatch"
+
+
+def test_merge_scales_and_adds_as_the_runner_does() -> None:
+    def scale(shared: Any, routed: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        routed *= 2.5
+        return shared, routed
+
+    runner = make_runner(shared_experts=None)
+    runner._maybe_apply_routed_scale_to_output = scale
+    parts = SplitExperts(runner, lambda: None, exchanges_sizes=False)
+    assert not parts.has_shared_experts
+    assert torch.equal(parts.merge(torch.ones(2, 2)), torch.full((2, 2), 2.5))
+    assert torch.equal(parts.merge(torch.ones(2, 2), torch.ones(2, 2)), torch.full((2, 2), 3.5))

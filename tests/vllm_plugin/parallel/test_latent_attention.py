@@ -1,0 +1,99 @@
+"""Which latent attention is taken apart, and what becomes of its rotary embedding. No engine needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.parallel.latent_attention import SplitLatentAttention, find_attention_hazard, find_latent_module
+
+ONE = SimpleNamespace(world_size=1)
+LAYER = {"use_pcp": False, "hisparse_cache": None}
+MODULE = {
+    "fuse_qkv_rmsnorm": False,
+    "is_sparse": False,
+    "indexer": None,
+    "g_proj": None,
+    "dcp_q_replicate": False,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+}
+
+
+def make(name: str, **attributes: Any) -> Any:
+    """Return an object whose class has this name."""
+    return type(name, (SimpleNamespace,), {})(**attributes)
+
+
+def make_module(
+    name: str = "MultiHeadLatentAttentionWrapper",
+    rotary: str = "RotaryEmbedding",
+    layer: dict[str, Any] | None = None,
+    **attributes: Any,
+) -> Any:
+    rotary_emb = make(rotary, use_flashinfer=attributes.pop("use_flashinfer", False))
+    return make(
+        name, rotary_emb=rotary_emb, mla_attn=SimpleNamespace(**{**LAYER, **(layer or {})}), **{**MODULE, **attributes}
+    )
+
+
+@pytest.mark.parametrize("rotary", ["RotaryEmbedding", "DeepseekScalingRotaryEmbedding"])
+def test_vllms_own_module_is_taken_apart(rotary: str) -> None:
+    collectives = ModelCollectives(ONE)
+    parts = collectives.take_attention_apart(SimpleNamespace(mla_attn=make_module(rotary=rotary)))
+    assert isinstance(parts, SplitLatentAttention)
+    assert parts.has_latent
+    assert collectives.whole_attention is None
+    assert not SplitLatentAttention(make_module(q_lora_rank=None)).has_latent
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (make_module("AscendMultiHeadLatentAttention"), "AscendMultiHeadLatentAttention runs it as one op"),
+        (make_module(rotary="MRotaryEmbedding"), "the rotary embedding MRotaryEmbedding is not known to turn queries"),
+        (make_module(use_flashinfer=True), "one kernel turns queries and keys"),
+        (make_module(fuse_qkv_rmsnorm=True), "one kernel norms queries and keys"),
+        (make_module(is_sparse=True), "it is sparse"),
+        (make_module(indexer=object()), "it is sparse"),
+        (make_module(g_proj=object()), "its output is gated"),
+        (make_module(dcp_q_replicate=True), "it is context parallel"),
+        (make_module(layer={"use_pcp": True}), "it is context parallel"),
+        (make_module(layer={"hisparse_cache": object()}), "its cache is a hierarchy"),
+    ],
+)
+def test_what_is_not_known_to_come_apart_stays_one_op_and_says_why(module: Any, reason: str) -> None:
+    collectives = ModelCollectives(ONE)
+    assert collectives.take_attention_apart(SimpleNamespace(mla_attn=module)) is None
+    assert str(collectives.whole_attention).startswith(reason)
+    assert find_attention_hazard(module) == collectives.whole_attention
+
+
+def test_attention_of_another_kind_is_nothing_to_speak_of() -> None:
+    collectives = ModelCollectives(ONE)
+    for attention in (SimpleNamespace(), SimpleNamespace(mla_attn=None), SimpleNamespace(attn=object())):
+        assert find_latent_module(attention) is None
+        assert collectives.take_attention_apart(attention) is None
+    assert collectives.whole_attention is None
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_queries_and_keys_turn_apart_as_they_do_together(is_scaled: bool) -> None:
+    """With vLLM's own embeddings, in plain torch, as they run compiled and on CUDA."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import DeepseekScalingRotaryEmbedding, RotaryEmbedding
+
+    with set_current_vllm_config(VllmConfig()):
+        if is_scaled:
+            rotary: Any = DeepseekScalingRotaryEmbedding(64, 64, 128, 10000.0, False, 4.0, torch.float32)
+        else:
+            rotary = RotaryEmbedding(64, 64, 128, 10000.0, False, torch.float32)
+    parts = SplitLatentAttention(SimpleNamespace(rotary_emb=rotary, q_lora_rank=8, mla_attn=None))
+    queries, keys, positions = torch.randn(5, 3, 64), torch.randn(5, 1, 64), torch.arange(5) * 7
+    expected = rotary(positions, queries.clone(), keys.clone())
+    assert torch.equal(parts._turn(positions, queries.clone()), expected[0])
+    assert torch.equal(parts._turn(positions, keys.clone()), expected[1])

@@ -1,0 +1,196 @@
+"""Counts of steps, from whoever counts to whoever asks, through the real prometheus_client."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
+
+import dbo_runtime
+from dbo_runtime.batch import Batch, Decline
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices.virtual import VirtualDevice
+from dbo_runtime.observe.counts import FOLDER, SHARED, find_folder
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
+from tests.programs import record_toy
+
+NOTHING = {
+    "split": 0,
+    "whole": 0,
+    "beside": 0,
+    "encoder_forwards": {"split": 0, "whole": 0},
+    "micro_batches": 0,
+    "tokens": 0,
+    "declined": {},
+    "predicted_seconds": {},
+    "measured_seconds": {},
+    "sampled": 0,
+    "communication_seconds": 0.0,
+    "hidden_seconds": 0.0,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(SHARED, raising=False)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def make_plan(*tokens: int) -> Plan:
+    runtime = MicroBatchRuntime(record_toy(), VirtualDevice(), RuntimeConfig(), open_log(quiet=True))
+    plan = runtime.plan(Batch(tokens, sum(tokens)), [sum(tokens[: n + 1]) for n in range(len(tokens) - 1)])
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def scrape(folder: Path) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return samples by name and the values of model, engine and other labels, as a Prometheus server reads them."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(folder))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in families:
+        for sample in family.samples:
+            others = sorted(set(sample.labels) - {"model_name", "engine"})
+            labels = tuple(sample.labels[name] for name in ("model_name", "engine", *others))
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def test_steps_are_counted_by_way_and_reason(folder: Path) -> None:
+    metrics = Metrics(folder, "tiny", 0)
+    metrics.count_step(make_plan(100, 28))
+    metrics.count_step(make_plan(4, 4, 20000))
+    metrics.count_step(Decline("padded batch", "7 tokens"))
+    metrics.count_step(Decline("padded batch", "8 tokens"))
+    whole = make_plan(32, 32)
+    metrics.count_step(replace(whole, slices=whole.slices[:1]))
+    found = scrape(folder)
+    steps = found["vllm:dbo_steps_total"]
+    assert steps == {("tiny", "0", "split"): 2, ("tiny", "0", "whole"): 2, ("tiny", "0", "beside"): 1}
+    assert list(found["vllm:dbo_declines_total"].values()) == [2]
+    assert list(found["vllm:dbo_micro_batches_total"].values()) == [5]
+    buckets = {float(labels[-1]): value for labels, value in found["vllm:dbo_micro_batch_tokens_bucket"].items()}
+    assert (buckets[1], buckets[8], buckets[32], buckets[128], buckets[16384], buckets[float("inf")]) == (
+        0,
+        2,
+        3,
+        4,
+        4,
+        5,
+    )
+    assert list(found["vllm:dbo_micro_batch_tokens_sum"].values()) == [20136]
+    assert list(found["vllm:dbo_micro_batch_tokens_count"].values()) == [5]
+
+
+def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
+    for engine in range(2):
+        metrics = Metrics(folder, "tiny", engine)
+        metrics.count_step(make_plan(100, 28))
+        metrics.count_step(Decline("nowhere to cut"))
+        metrics.count_time("split", 0.5, 0.75)
+        metrics.count_encoder(make_plan(16, 16))
+        spans = (Span("compute", "a", 0, 0.0, 3.0), Span("comm", "b", 1, 2.0, 6.0), Span("aux", "c", 0, 2.5, 3.5))
+        metrics.add_sample(Timeline(spans))
+    assert dbo_runtime.statistics() == {
+        "split": 2,
+        "whole": 2,
+        "beside": 0,
+        "encoder_forwards": {"split": 2, "whole": 0},
+        "micro_batches": 4,
+        "tokens": 256,
+        "declined": {"nowhere to cut": 2},
+        "predicted_seconds": {"split": 1.0},
+        "measured_seconds": {"split": 1.5},
+        "sampled": 2,
+        "communication_seconds": 10.0,
+        "hidden_seconds": 3.0,
+    }
+    assert len(scrape(folder)["vllm:dbo_steps_total"]) == 6  # an engine each, split, whole and beside
+
+
+def test_where_nobody_counts_everything_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARED, raising=False)
+    monkeypatch.delenv(FOLDER, raising=False)
+    assert dbo_runtime.statistics() == NOTHING
+
+
+def test_an_engine_that_has_run_nothing_yet_shows_zeros(folder: Path) -> None:
+    Metrics(folder, "tiny", 0)
+    assert dbo_runtime.statistics() == NOTHING
+    found = scrape(folder)
+    assert set(found["vllm:dbo_steps_total"].values()) == {0}
+    assert set(found["vllm:dbo_micro_batch_tokens_bucket"].values()) == {0}
+
+
+def test_with_several_api_servers_counts_lie_where_vllm_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED, str(tmp_path))
+    monkeypatch.setenv(FOLDER, "/nowhere")
+    Metrics(tmp_path, "tiny", 0).count_step(make_plan(100, 28))
+    assert dbo_runtime.statistics()["split"] == 1
+
+
+def count_in_worker() -> None:
+    """Count a step as a worker does, in the folder of whoever started this process."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    Metrics(str(find_folder()), "tiny", 0).count_step(make_plan(100, 28))
+
+
+# An engine's process, the worker that it has multiprocessing start, and another program that it starts.
+ENGINE = """
+import json, multiprocessing, os, subprocess, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+import dbo_runtime
+from dbo_runtime.observe.counts import find_folder
+from tests.vllm_plugin.telemetry.test_metrics import count_in_worker
+
+folder = find_folder()
+worker = multiprocessing.get_context("spawn").Process(target=count_in_worker)
+worker.start()
+worker.join()
+load_general_plugins()
+program = subprocess.run([sys.executable, "-c", sys.argv[1]], check=True, capture_output=True, text=True)
+from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.metrics.reader import get_metrics_snapshot
+snapshot = {metric.name: metric.value for metric in get_metrics_snapshot() if metric.name == "vllm:dbo_micro_batches"}
+shown = "vllm:dbo_steps_total" in generate_latest(REGISTRY).decode()
+print(json.dumps([folder, find_folder(), program.stdout.split(), dbo_runtime.statistics(), snapshot, shown]))
+"""
+PROGRAM = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from dbo_runtime.observe.counts import find_folder
+print(find_folder())
+"""
+
+
+def test_what_a_worker_counts_its_engine_serves_and_removes_at_its_end() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "DBO_", "_DBO_"))}
+    env.update(VLLM_ASCEND_ENABLE_DBO="1", VLLM_LOGGING_LEVEL="ERROR", PYTHONPATH=str(Path(__file__).parents[3]))
+    done = subprocess.run([sys.executable, "-c", ENGINE, PROGRAM], env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    folder, later, others, found, snapshot, shown = json.loads(done.stdout.splitlines()[-1])
+    assert folder == later
+    assert (found["split"], found["micro_batches"], found["tokens"]) == (1, 2, 128)
+    assert snapshot == {"vllm:dbo_micro_batches": 2}
+    assert shown
+    assert not Path(folder).exists()
+    (other,) = others  # counts of another server do not mix with ours, although it inherits our environment
+    assert other != folder

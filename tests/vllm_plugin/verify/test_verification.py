@@ -1,0 +1,115 @@
+"""What adapters are tried by: right ones pass, and of wrong ones the first wrong op is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dbo_models.dense import DenseAdapter
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.errors import UnsupportedError
+from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
+from dbo_runtime.vllm_plugin.verify.verification import Fault, Trial, try_adapter
+from tests.vllm_plugin.conftest import TINY
+from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.vision_families import QWEN3, make_vision_family
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_family("LlamaForCausalLM", tmp_path_factory.mktemp("llama")))
+
+
+class Wrapped(DenseAdapter):
+    """Replaces the function of one op."""
+
+    def __init__(self, label: str, function: Any) -> None:
+        self.label, self.function = label, function
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        declare = p.op
+
+        def op(name: str, fn: Any, *reads: Value, **declaration: Any) -> Any:
+            label = name if p._layer is None else f"L{p._layer}.{name}"
+            return declare(name, self.function(fn) if label == self.label else fn, *reads, **declaration)
+
+        p.op = op  # type: ignore[method-assign]
+        return super().record(p, model, collectives, x, positions)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_registered_adapter_passes(llama: str) -> None:
+    trial = try_adapter(llama)
+    assert not trial.faults, str(trial)
+    assert trial.cuts > 12
+    count = f"{len(trial.program.ops)} ops, unsplit, in two stages and cut at {trial.cuts} places"
+    assert str(trial) == f"equal to the model's own forward: {count}"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_latent_attention_taken_apart_passes_at_every_cut() -> None:
+    trial = try_adapter(str(TINY), has_side=True, attention_backend="CPU_MLA")
+    assert not trial.faults, str(trial)
+    assert {op.name for op in trial.program.ops if op.lane == "side"} == {"keys"}
+    assert trial.in_stages
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_model_that_keeps_inputs_by_token_is_tried_with_them(tmp_path: Path) -> None:
+    model = make_vision_family(QWEN3, tmp_path / "model")
+    trial = try_adapter(str(model), skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0})
+    assert not trial.faults, str(trial)
+    assert "take_features" in {op.name for op in trial.program.ops}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_op_that_computes_something_else_is_named(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process that has run an engine with overlap: a split forward would not be the model's own."""
+    hooks.install()
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_DBO", "1")
+    monkeypatch.setenv("DBO_MODE", "always")
+    trial = try_adapter(llama, Wrapped("L1.mlp", lambda fn: lambda x: fn(x) * 1.01))
+    assert {fault.op for fault in trial.faults if fault.cut is None} == {"L1.mlp"}, str(trial)
+    assert trial.faults[0].declared_at.startswith(__file__)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_op_that_depends_on_the_cut_is_named_with_the_cut(llama: str) -> None:
+    """It adds how many tokens there are, and those of a micro-batch are fewer than the step's."""
+    trial = try_adapter(llama, Wrapped("L2.attn_reduce", lambda fn: lambda x: fn(x) + x.shape[0]))
+    assert {fault.op for fault in trial.faults if fault.cut is not None} == {"L2.attn_reduce"}, str(trial)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_what_is_declined_is_not_tried(llama: str) -> None:
+    class Declining(DenseAdapter):
+        def decline(self, model: Any) -> str | None:
+            return "on a whim"
+
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM is declined: on a whim"):
+        try_adapter(llama, Declining())
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_without_an_adapter_there_is_nothing_to_try(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="no adapter is registered for GraniteForCausalLM"):
+        try_adapter(str(make_family("GraniteForCausalLM", tmp_path)))
+
+
+def test_faults_read_as_lines() -> None:
+    fault = Fault("L1.mlp", "adapter.py:7", 5, "prefill of 21 tokens", 0.25)
+    line = "prefill of 21 tokens, cut at token 5: L1.mlp differs first, by 2.5e-01 of the largest value (adapter.py:7)"
+    assert (
+        str(Trial(None, 1, faults=[fault, fault._replace(cut=None)]))
+        == f"{line}\n{line.replace('cut at token 5', 'unsplit')}"
+    )  # type: ignore[arg-type]
