@@ -3,12 +3,13 @@
 The names here need neither torch nor vLLM. vLLM finds the plugin by itself; see the README.
 """
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline
+from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError, DboError, DeviceError, ProgramError, ScheduleError, SplitError
 from dbo_runtime.observe.counts import statistics
 from dbo_runtime.program import Op, Program, ProgramBuilder, Value
-from dbo_runtime.schedule import Issue, Schedule, Step, lower
+from dbo_runtime.schedule import Instruction, Issue, Schedule, lower
 
 __all__ = [
     "Batch",
@@ -17,6 +18,7 @@ __all__ = [
     "DboError",
     "Decline",
     "DeviceError",
+    "Instruction",
     "Issue",
     "Op",
     "Program",
@@ -26,7 +28,6 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SplitError",
-    "Step",
     "Value",
     "lower",
     "read_environment",

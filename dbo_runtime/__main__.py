@@ -41,7 +41,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "dbo_runtime.planner.whatif.plan_command", "predict from a cost file what splitting brings; needs no device"
         ),
         "calibrate": Command(
-            "dbo_runtime.vllm_plugin.calibration.calibrate_command", "measure a model's costs with vLLM", "vllm", passes_on=True
+            "dbo_runtime.vllm_plugin.calibration.calibrate_command",
+            "measure a model's costs with vLLM",
+            "vllm",
+            passes_on=True,
         ),
         "adapter": Command(
             "dbo_runtime.vllm_plugin.verify.adapter_command", "try a model's adapter against the model itself", "vllm"

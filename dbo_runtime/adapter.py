@@ -65,7 +65,7 @@ class LatentAttention(Protocol):
     def has_latent(self) -> bool:
         """Whether queries and keys begin with one projection, `project`. Otherwise each has its own, inside its op."""
 
-    def find_slots(self) -> Any:
+    def get_slots(self) -> Any:
         """Return where in the KV cache this micro-batch's tokens are written to [tokens], or None: nowhere."""
 
     def project(self, x: Any) -> Any:
@@ -91,14 +91,14 @@ class Collectives(Protocol):
     def reduces(self) -> bool:
         """Whether modules leave a sum over ranks to be made. Without one, declare no op for it."""
 
-    def take_apart(self, experts: Any) -> ExpertParallel | None:
+    def decompose(self, experts: Any) -> ExpertParallel | None:
         """Return the parts of a mixture of experts, or None if its tokens stay where they are: then it is one op.
 
         Raises:
-            UnsupportedError: if tokens travel in a way that cannot be taken apart. The model then runs unsplit.
+            DeclineError: if tokens travel in a way that cannot be taken apart. The model then runs unsplit.
         """
 
-    def take_attention_apart(self, attention: Any) -> LatentAttention | None:
+    def decompose_attention(self, attention: Any) -> LatentAttention | None:
         """Return the parts of a latent attention, or None where it is one op: of another kind, or fused."""
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ class EncoderAdapter(Protocol):
     def decline(self, encoder: Any) -> str | None:
         """Return why this very encoder (as configured and loaded) cannot be split, or None if it can."""
 
-    def weigh(self, encoder: Any, grid: Sequence[int]) -> float:
+    def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
         """Return how much computing an image or a video of *grid* (time, height, width, in patches) takes.
 
         In any unit: micro-batches are balanced by it.
@@ -188,7 +188,7 @@ def record_program(
     return program
 
 
-def find_adapter(architecture: str) -> ModelAdapter | None:
+def get_adapter(architecture: str) -> ModelAdapter | None:
     """Return the adapter registered for an architecture name, or None if nobody registered one.
 
     Adapters are entry points of the group `dbo_runtime.adapters`, named like the architecture, that load to a class.
@@ -200,10 +200,10 @@ def find_adapter(architecture: str) -> ModelAdapter | None:
     return None if entry is None else cast(ModelAdapter, _load(entry, ModelAdapter))
 
 
-def find_encoder_adapter(name: str) -> EncoderAdapter | None:
+def get_encoder_adapter(name: str) -> EncoderAdapter | None:
     """Return the adapter registered for encoders of a class of this name, or None if nobody registered one.
 
-    As `find_adapter`, in the group `dbo_runtime.encoders`.
+    As `get_adapter`, in the group `dbo_runtime.encoders`.
     """
     entry = _find_entry(ENCODERS, name)
     return None if entry is None else cast(EncoderAdapter, _load(entry, EncoderAdapter))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 
 # A request boundary this near to the even cut (as a share of a micro-batch) is taken instead of a cut inside a request:
@@ -79,24 +80,6 @@ class BatchSlice:
         return self.last_token - self.first_token
 
 
-@dataclass(frozen=True, slots=True)
-class Decline:
-    """A refusal to split.
-
-    Attributes:
-        reason: a fixed phrase to count by.
-        detail: the figures of this case.
-        expected: seconds that the whole step was predicted to take, where it was.
-    """
-
-    reason: str
-    detail: str = ""
-    expected: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.reason} ({self.detail})" if self.detail else self.reason
-
-
 def decline_early(tokens: int, config: RuntimeConfig) -> Decline | None:
     """Return why a step of *tokens* tokens runs whole whatever is in it, so that nobody need look at what is."""
     if config.mode == "off":
@@ -120,7 +103,7 @@ def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decl
             "fewer prefill tokens than DBO_MIN_PREFILL_TOKENS",
             f"{batch.prefill_tokens} < {config.min_prefill_tokens}",
         )
-    cuts = find_cuts(batch, share_evenly(batch, config.parts))
+    cuts = place_cuts(batch, share_evenly(batch, config.parts))
     if not cuts:
         return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")
     slices = slice_batch(batch, cuts)
@@ -130,7 +113,7 @@ def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decl
     return slices
 
 
-def decide_together(tokens: Sequence[int], config: RuntimeConfig) -> tuple[tuple[int, ...], ...] | Decline:
+def decide_data_parallel(tokens: Sequence[int], config: RuntimeConfig) -> tuple[tuple[int, ...], ...] | Decline:
     """Decide for all data parallel ranks at once: the tokens of every rank in each micro-batch [micro-batches][ranks].
 
     A pure function of the one thing that ranks know of each other, *tokens* of each [ranks], so that each of them knows
@@ -141,10 +124,10 @@ def decide_together(tokens: Sequence[int], config: RuntimeConfig) -> tuple[tuple
     early = decline_early(least, config)
     if early is not None:
         return Decline(early.reason, f"{early.detail} on rank {tokens.index(least)}") if early.detail else early
-    return share_together(tokens, config.parts)
+    return share_data_parallel(tokens, config.parts)
 
 
-def share_together(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:
+def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:
     """Return the tokens of every rank in each of *parts* micro-batches [micro-batches][ranks], as even as can be."""
     least = min(tokens)
     if least < parts:
@@ -181,7 +164,7 @@ def _fill(work: Sequence[float], most: float) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def find_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
+def place_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
     """Return the token offsets at which to cut: as near to *targets* as can be, a near request boundary preferred.
 
     Unlike #941, which took the first boundary within its tolerance, this takes the nearest.

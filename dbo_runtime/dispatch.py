@@ -6,8 +6,8 @@ depends on the routing, so ranks exchange sizes first and the host has to read t
 do the same). An all-to-all padded to what a rank may get at most would need no sizes either, but the most is all tokens
 of a rank, so it would move what `AllGather` moves.
 
-Both keep what they need between dispatch and combine in the `WayBack` they return and nothing in themselves, so that
-any number of micro-batches may be on their way at once.
+Both keep what they need between dispatch and combine in the `CombineHandle` they return and nothing in themselves, so
+that any number of micro-batches may be on their way at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Routing(NamedTuple):
     chosen: torch.Tensor | None = None
 
 
-class Arrived(NamedTuple):
+class DispatchedTokens(NamedTuple):
     """What arrived at this rank from all ranks, in rank order.
 
     Attributes:
@@ -55,7 +55,7 @@ class Arrived(NamedTuple):
     ids: torch.Tensor
 
 
-class WayBack(NamedTuple):
+class CombineHandle(NamedTuple):
     """How results return: kept until `combine`, while the tokens that arrived may be dropped before.
 
     Attributes:
@@ -83,14 +83,14 @@ class Dispatcher(Protocol):
     def exchange_sizes(self, routing: Routing) -> Routing:
         """Tell every rank how much it will get. Collective. `dispatch` does it, too, where it has not been done."""
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
         """Send the tokens *x* [tokens, hidden] to their experts' ranks. Collective.
 
         Raises:
             SplitError: if *x* has not the number of tokens that the other ranks were told of.
         """
 
-    def combine(self, partial: torch.Tensor, back: WayBack) -> torch.Tensor:
+    def combine(self, partial: torch.Tensor, back: CombineHandle) -> torch.Tensor:
         """Send results [received, hidden] back and add them up -> [tokens, hidden]. Collective."""
 
 
@@ -116,14 +116,14 @@ class AllGather:
         """Return *routing*: all sizes are known."""
         return routing
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
         """Gather the tokens of all ranks, and with them their routing."""
         _check_size(x, routing, self._rank)
         weights, ids = _send_routing(routing, lambda packed: gather_rows(packed, routing.sizes, self._group))
-        arrived = Arrived(gather_rows(x, routing.sizes, self._group), weights, ids)
-        return arrived, WayBack((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
+        arrived = DispatchedTokens(gather_rows(x, routing.sizes, self._group), weights, ids)
+        return arrived, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
 
-    def combine(self, partial: torch.Tensor, back: WayBack) -> torch.Tensor:
+    def combine(self, partial: torch.Tensor, back: CombineHandle) -> torch.Tensor:
         """Return this rank's tokens, summed over the ranks in rank order."""
         return reduce_rows(partial, back.received, self._group)
 
@@ -157,7 +157,7 @@ class AllToAll:
         dist.all_to_all_single(received, sent, group=self._group)
         return routing._replace(counts=torch.stack([sent, received]))
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
         """Send each token's row to every rank marked for it, after waiting for the sizes."""
         _check_size(x, routing, self._rank)
         if routing.counts is None:
@@ -168,10 +168,10 @@ class AllToAll:
             Routing(routing.weights[rows], routing.ids[rows], routing.sizes),
             lambda packed: exchange_rows(packed, sent, received, self._group),
         )
-        arrived = Arrived(exchange_rows(x[rows], sent, received, self._group), weights, ids)
-        return arrived, WayBack(sent, received, x.shape[0], rows)
+        arrived = DispatchedTokens(exchange_rows(x[rows], sent, received, self._group), weights, ids)
+        return arrived, CombineHandle(sent, received, x.shape[0], rows)
 
-    def combine(self, partial: torch.Tensor, back: WayBack) -> torch.Tensor:
+    def combine(self, partial: torch.Tensor, back: CombineHandle) -> torch.Tensor:
         """Return this rank's tokens, each the sum of what its ranks sent back, added in fp32.
 
         On CUDA torch adds in no fixed order, so the last bit may differ from run to run.

@@ -23,10 +23,6 @@ class SplitError(DboError):
     """A batch cannot be split the way it was asked to be."""
 
 
-class UnsupportedError(DboError):
-    """A model, as it is configured, cannot be split. It runs whole, and the message is the reason."""
-
-
 class DeviceError(DboError):
     """A device cannot do what a schedule asks of it, or was used against its rules."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dbo_runtime.devices import Device, Event
-from dbo_runtime.schedule import Step
+from dbo_runtime.schedule import Instruction
 
 
 class EventTable:
     """(layer, micro-batch, op) -> device event.
 
-    Events are made once and shared by all schedules of a runtime, because making one per step costs more than using
-    it. What may be dropped when is not the table's matter: the frees of a schedule say it.
+    Events are made once and shared by all schedules of a runtime, because making one per instruction costs more than
+    using it. What may be dropped when is not the table's matter: the frees of a schedule say it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -20,9 +20,9 @@ class EventTable:
     def __len__(self) -> int:
         return len(self._events)
 
-    def find(self, step: Step) -> Event:
-        """Return the event of a step's op, making it at first use."""
-        key = step.op.layer, step.issue.micro_batch, step.op.name
+    def find(self, instruction: Instruction) -> Event:
+        """Return the event of an instruction's op, making it at first use."""
+        key = instruction.op.layer, instruction.issue.micro_batch, instruction.op.name
         if key not in self._events:
             self._events[key] = self._device.make_event()
         return self._events[key]

@@ -11,7 +11,7 @@ from dbo_runtime.errors import DeviceError, ProgramError, add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.program import Op, Program, Value
-from dbo_runtime.schedule import Schedule, Slot, Step
+from dbo_runtime.schedule import Instruction, Schedule, Slot
 
 Enter = Callable[[int], Any]
 Inputs = Sequence[Sequence[Any]]
@@ -46,31 +46,31 @@ class Executor:
         self._device = device
         self._slots: dict[Slot, int] = {}
         lanes = dict(zip(schedule.lanes, device.open_lanes(schedule.lanes), strict=True))
-        by_issue = {step.issue: step for step in schedule.steps}
+        by_issue = {instruction.issue: instruction for instruction in schedule.instructions}
         self._inputs = [
             [self._index(mb, value) for value in program.inputs] for mb, program in enumerate(schedule.programs)
         ]
         self._outputs = [
             [self._index(mb, value) for value in program.outputs] for mb, program in enumerate(schedule.programs)
         ]
-        self._steps: list[tuple[int, Lane, tuple[Event, ...], _Task, Event | None]] = [
+        self._instructions: list[tuple[int, Lane, tuple[Event, ...], _Task, Event | None]] = [
             (
-                step.issue.micro_batch,
-                lanes[step.op.lane],
-                tuple(events.find(by_issue[issue]) for issue in step.waits),
-                self._compile(step),
-                events.find(step) if step.records else None,
+                instruction.issue.micro_batch,
+                lanes[instruction.op.lane],
+                tuple(events.find(by_issue[issue]) for issue in instruction.waits),
+                self._compile(instruction),
+                events.find(instruction) if instruction.records else None,
             )
-            for step in schedule.steps
+            for instruction in schedule.instructions
         ]
         self._first_lane = lanes[schedule.lanes[0]]
         self._start = device.make_event()
         self._forks = [lanes[lane] for lane in schedule.forks]
         self._joins = [events.find(by_issue[issue]) for issue in schedule.joins]
-        self._blocking = next((step for step in schedule.steps if step.op.host_sync), None)
+        self._blocking = next((instruction for instruction in schedule.instructions if instruction.op.host_sync), None)
 
     def run(self, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
-        """Issue all steps and return each micro-batch's outputs.
+        """Issue all instructions and return each micro-batch's outputs.
 
         Args:
             inputs: for each micro-batch, its program's inputs in order.
@@ -96,7 +96,7 @@ class Executor:
         try:
             self._issue(values, enter, instrument)
             outputs = [tuple(values[slot] for slot in slots) for slots in self._outputs]
-            self._device.hand_over(outputs)
+            self._device.release_to_caller(outputs)
             self._device.finish()
         except BaseException:
             self._device.abort()
@@ -109,7 +109,7 @@ class Executor:
             for lane in self._forks:
                 lane.wait(self._start)
         current = -1
-        for micro_batch, lane, waits, task, event in self._steps:
+        for micro_batch, lane, waits, task, event in self._instructions:
             for awaited in waits:
                 lane.wait(awaited)
             if micro_batch != current:
@@ -118,16 +118,18 @@ class Executor:
             if instrument is None:
                 lane.launch(task, values)
             else:
-                lane.measure(task, values, partial(instrument.note, task.step))
+                lane.measure(task, values, partial(instrument.note, task.instruction))
             if event is not None:
                 lane.record(event)
         for awaited in self._joins:
             self._first_lane.wait(awaited)
 
-    def _compile(self, step: Step) -> _Task:
-        mb, op = step.issue.micro_batch, step.op
-        frees = [self._index(*slot) for slot in step.frees]
-        return _Task(step, [self._index(mb, v) for v in op.reads], [self._index(mb, v) for v in op.writes], frees)
+    def _compile(self, instruction: Instruction) -> _Task:
+        mb, op = instruction.issue.micro_batch, instruction.op
+        frees = [self._index(*slot) for slot in instruction.frees]
+        return _Task(
+            instruction, [self._index(mb, v) for v in op.reads], [self._index(mb, v) for v in op.writes], frees
+        )
 
     def _index(self, micro_batch: int, value: Value) -> int:
         return self._slots.setdefault(Slot(micro_batch, value), len(self._slots))
@@ -136,11 +138,11 @@ class Executor:
 class _Task:
     """An op bound to the slots of one run's values."""
 
-    __slots__ = ("_fn", "_frees", "_reads", "_single", "_writes", "step")
+    __slots__ = ("_fn", "_frees", "_reads", "_single", "_writes", "instruction")
 
-    def __init__(self, step: Step, reads: list[int], writes: list[int], frees: list[int]) -> None:
-        self.step = step
-        self._fn = step.op.fn
+    def __init__(self, instruction: Instruction, reads: list[int], writes: list[int], frees: list[int]) -> None:
+        self.instruction = instruction
+        self._fn = instruction.op.fn
         self._reads = reads
         self._writes = writes
         self._frees = frees
@@ -156,11 +158,11 @@ class _Task:
             else:
                 self._store(values, result)
         except BaseException as error:
-            add_context(error, f"while running {_describe(self.step)}")
+            add_context(error, f"while running {_describe(self.instruction)}")
             raise
 
     def _store(self, values: Values, result: Any) -> None:
-        for slot, value in zip(self._writes, _unpack(result, self.step.op), strict=True):
+        for slot, value in zip(self._writes, _unpack(result, self.instruction.op), strict=True):
             values[slot] = value
 
 
@@ -177,9 +179,8 @@ def _unpack(result: Any, op: Op) -> Sequence[Any]:
     return result
 
 
-def _describe(step: Step) -> str:
-    op = step.op
+def _describe(instruction: Instruction) -> str:
+    op = instruction.op
     layer = "outside any layer" if op.layer is None else f"layer {op.layer}"
-    return (
-        f"op {op.name!r}, {layer}, micro-batch {step.issue.micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"
-    )
+    where = f"micro-batch {instruction.issue.micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"
+    return f"op {op.name!r}, {layer}, {where}"

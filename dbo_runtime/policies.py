@@ -43,7 +43,7 @@ def alternate(programs: Sequence[Program]) -> Order:
     return staggered(programs, lead=0)
 
 
-def find_policy(name: str, lead: int) -> Policy:
+def get_policy(name: str, lead: int) -> Policy:
     """Return the policy of a setting such as ("staggered", 1).
 
     `optimal` is `alternate` here: searching takes costs, and is the planner's.

@@ -112,7 +112,7 @@ class Program:
         folded = (replace(op, lane=COMPUTE) if op.lane == SIDE and op.name != kept else op for op in self.ops)
         return replace(self, ops=tuple(folded))
 
-    def find_homes(self) -> dict[Value, frozenset[str]]:
+    def get_owning_lanes(self) -> dict[Value, frozenset[str]]:
         """Return the lanes whose allocator may own a value's memory.
 
         A caching allocator hands freed memory to the next allocation on the stream that first allocated it. An op that

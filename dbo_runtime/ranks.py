@@ -17,16 +17,16 @@ from typing import NoReturn
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.program import COMPUTE
 from dbo_runtime.render import render
-from dbo_runtime.schedule import Schedule, Step
+from dbo_runtime.schedule import Instruction, Schedule
 from dbo_runtime.validate import validate
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 """For each communicator the groups of ranks that meet in it; one that is not named is joined by all ranks."""
 
-_Place = tuple[int, int]  # a step: its rank and its number
-_Node = tuple[_Place, ...]  # a step by itself, or the steps of all ranks that meet in one collective
+_Place = tuple[int, int]  # an instruction: its rank and its number
+_Node = tuple[_Place, ...]  # an instruction by itself, or the instructions of all ranks that meet in one collective
 
-_SHOWN = 12  # steps shown on either side of a fault
+_SHOWN = 12  # instructions shown on either side of a fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> N
     """Check the eight rules of each rank's schedule, and rules 9 to 12 between them. Near linear time.
 
     Raises:
-        ScheduleError: naming rank, rule, step, op and line of declaration, with the table of that rank around the
-            step, and what the rank that it was compared with does there.
+        ScheduleError: naming rank, rule, instruction, op and line of declaration, with the table of that rank around
+        the
+            instruction, and what the rank that it was compared with does there.
     """
     for rank, plan in enumerate(plans):
         try:
@@ -62,7 +63,7 @@ def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> N
     comparison.check_deadlock()
 
 
-def find_groups(groups: Groups, communicator: str, ranks: int) -> tuple[tuple[int, ...], ...]:
+def get_groups(groups: Groups, communicator: str, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups that meet in a communicator, of *ranks* ranks.
 
     Raises:
@@ -80,15 +81,15 @@ def find_groups(groups: Groups, communicator: str, ranks: int) -> tuple[tuple[in
 
 
 def find_deadlock(schedules: Sequence[Schedule], groups: Groups | None = None) -> dict[int, int]:
-    """Return the step at which each rank that cannot reach its end stops; nothing if all can.
+    """Return the instruction at which each rank that cannot reach its end stops; nothing if all can.
 
-    The steps of all ranks are the nodes of a graph, in which the steps that meet in a collective are one node; an edge
-    says "must end before the other can begin". What lies on a cycle, or behind one, never begins. Each schedule must
-    be valid and rule 10 hold; the collectives may be on several lanes.
+    The instructions of all ranks are the nodes of a graph, in which the instructions that meet in a collective are one
+    node; an edge says "must end before the other can begin". What lies on a cycle, or behind one, never begins. Each
+    schedule must be valid and rule 10 hold; the collectives may be on several lanes.
     """
     node_of: dict[_Place, _Node] = {}
     for communicator, numbers in _find_collectives(schedules).items():
-        for members in find_groups(groups or {}, communicator, len(schedules)):
+        for members in get_groups(groups or {}, communicator, len(schedules)):
             for meeting in zip(*(numbers[rank] for rank in members), strict=True):
                 node = tuple(zip(members, meeting, strict=True))
                 node_of.update(dict.fromkeys(node, node))
@@ -106,30 +107,30 @@ def find_deadlock(schedules: Sequence[Schedule], groups: Groups | None = None) -
 
 
 def _find_collectives(schedules: Sequence[Schedule]) -> dict[str, list[list[int]]]:
-    """Return, for each communicator in use, the numbers of the steps that use it, in order, by rank."""
+    """Return, for each communicator in use, the numbers of the instructions that use it, in order, by rank."""
     collectives: dict[str, list[list[int]]] = {}
     for rank, schedule in enumerate(schedules):
-        for number, step in enumerate(schedule.steps):
-            if step.op.communicator is not None:
-                collectives.setdefault(step.op.communicator, [[] for _ in schedules])[rank].append(number)
+        for number, instruction in enumerate(schedule.instructions):
+            if instruction.op.communicator is not None:
+                collectives.setdefault(instruction.op.communicator, [[] for _ in schedules])[rank].append(number)
     return collectives
 
 
 def _find_earlier(schedule: Schedule) -> Iterator[set[int]]:
-    """Yield, for each step, the steps of the same rank that must end before it can begin.
+    """Yield, for each instruction, the instructions of the same rank that must end before it can begin.
 
-    Those are the step before it on its lane, what it waits for, and the last step that kept the host from issuing. On
-    the strictest device, the CPU, every step on `compute` does, for it runs on the issuing thread.
+    Those are the instruction before it on its lane, what it waits for, and the last instruction that kept the host from
+    issuing. On the strictest device, the CPU, every instruction on `compute` does, for it runs on the issuing thread.
     """
-    number_of = {step.issue: number for number, step in enumerate(schedule.steps)}
+    number_of = {instruction.issue: number for number, instruction in enumerate(schedule.instructions)}
     lane_end: dict[str, int] = {}
     blocking: set[int] = set()
-    for number, step in enumerate(schedule.steps):
-        lane = step.op.lane
+    for number, instruction in enumerate(schedule.instructions):
+        lane = instruction.op.lane
         on_lane = {lane_end[lane]} if lane in lane_end else set()
-        yield on_lane | blocking | {number_of[issue] for issue in step.waits}
+        yield on_lane | blocking | {number_of[issue] for issue in instruction.waits}
         lane_end[lane] = number
-        if lane == COMPUTE or step.op.host_sync:
+        if lane == COMPUTE or instruction.op.host_sync:
             blocking = {number}
 
 
@@ -154,18 +155,18 @@ class _Comparison:
         places = [
             (rank, number)
             for rank, plan in enumerate(self.plans)
-            for number, step in enumerate(plan.schedule.steps)
-            if step.op.communicator is not None
+            for number, instruction in enumerate(plan.schedule.instructions)
+            if instruction.op.communicator is not None
         ]
         for place in places:
-            lane, first = self._find_step(*place).op.lane, self._find_step(*places[0]).op.lane
+            lane, first = self._find_instruction(*place).op.lane, self._find_instruction(*places[0]).op.lane
             if lane != first:
                 what = f"is a collective on lane {lane!r}, but {self._name(*places[0])} is one on lane {first!r}"
                 self._fail(9, *place, f"{what}; ranks could then disagree on the order of collectives")
 
     def check_order(self) -> None:
         for communicator, numbers in _find_collectives([plan.schedule for plan in self.plans]).items():
-            groups = find_groups(self.groups, communicator, len(self.plans))
+            groups = get_groups(self.groups, communicator, len(self.plans))
             members = set(chain.from_iterable(groups))
             for rank, own in enumerate(numbers):
                 if own and rank not in members:
@@ -202,30 +203,31 @@ class _Comparison:
     def _compare_order(self, communicator: str, rank: int, own: list[int], first: int, others: list[int]) -> None:
         for count, (number, other) in enumerate(zip_longest(own, others), start=1):
             if number is None:
-                last = own[-1] if own else len(self.plans[rank].schedule.steps) - 1
+                last = own[-1] if own else len(self.plans[rank].schedule.instructions) - 1
                 what = f"is followed by no other collective of communicator {communicator!r}"
                 self._fail(10, rank, last, f"{what}, but {self._name(first, other)} is number {count} there")
             what = f"is collective number {count} of communicator {communicator!r}, but "
             if other is None:
                 self._fail(10, rank, number, f"{what}rank {first} has only {len(others)}")
-            if self._find_step(rank, number).label != self._find_step(first, other).label:
+            if self._find_instruction(rank, number).label != self._find_instruction(first, other).label:
                 self._fail(10, rank, number, f"{what}{self._name(first, other)} is that there")
 
     def _find_first(self, rank: int, micro_batch: int) -> int:
-        """Return a micro-batch's first collective, or else its first step."""
-        steps = self.plans[rank].schedule.steps
-        own = [number for number, step in enumerate(steps) if step.issue.micro_batch == micro_batch]
-        return next((number for number in own if steps[number].op.communicator is not None), own[0])
+        """Return a micro-batch's first collective, or else its first instruction."""
+        instructions = self.plans[rank].schedule.instructions
+        own = [
+            number for number, instruction in enumerate(instructions) if instruction.issue.micro_batch == micro_batch
+        ]
+        return next((number for number in own if instructions[number].op.communicator is not None), own[0])
 
-    def _find_step(self, rank: int, number: int) -> Step:
-        return self.plans[rank].schedule.steps[number]
+    def _find_instruction(self, rank: int, number: int) -> Instruction:
+        return self.plans[rank].schedule.instructions[number]
 
     def _name(self, rank: int, number: int) -> str:
-        return f"{self._find_step(rank, number).label} of rank {rank} (step {number})"
+        return f"{self._find_instruction(rank, number).label} of rank {rank} (instruction {number})"
 
     def _fail(self, rule: int, rank: int, number: int, what: str) -> NoReturn:
-        step = self._find_step(rank, number)
+        instruction = self._find_instruction(rank, number)
         table = render(self.plans[rank].schedule, mark=number, around=_SHOWN)
-        raise ScheduleError(
-            f"rank {rank}, rule {rule}, step {number}: {step.label} {what}. ({step.op.declared_at})\n\n{table}"
-        )
+        where = f"rank {rank}, rule {rule}, instruction {number}"
+        raise ScheduleError(f"{where}: {instruction.label} {what}. ({instruction.op.declared_at})\n\n{table}")

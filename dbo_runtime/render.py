@@ -1,8 +1,9 @@
 """A schedule as text, and back: for errors, golden files and people.
 
-One row a step, one column a lane. `wait` names the ops waited for, `*` marks a record, `free` the values dropped:
+One row an instruction, one column a lane. `wait` names the ops waited for, `*` marks a record, `free` the values
+dropped:
 
-    step  compute           comm
+       #  compute           comm
        0  L0.attention/0 *
        1                    L0.attn_reduce/0 *  wait L0.attention/0
        2  L0.attention/1 *                      free %2/0
@@ -15,30 +16,35 @@ from collections.abc import Sequence
 
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.program import Program, Value
-from dbo_runtime.schedule import Issue, Schedule, Slot, Step, find_lanes
+from dbo_runtime.schedule import Instruction, Issue, Schedule, Slot, list_lanes
 
 _MARK = "   <-- here"
+_HEAD, _HASHED_HEAD = "   #", "step"  # of the column of numbers; digests keep the one that they have always had
 
 
 def render(schedule: Schedule, mark: int | None = None, around: int | None = None) -> str:
-    """Return the table of *schedule*, with step *mark* marked.
+    """Return the table of *schedule*, with instruction *mark* marked.
 
-    With *around*, only that many steps on either side of the mark are shown.
+    With *around*, only that many instructions on either side of the mark are shown.
     """
     lanes = schedule.lanes
-    cells = [f"{step.label} *" if step.records else step.label for step in schedule.steps]
+    cells = [
+        f"{instruction.label} *" if instruction.records else instruction.label for instruction in schedule.instructions
+    ]
     width = {
-        lane: max([len(lane), *(len(c) for s, c in zip(schedule.steps, cells, strict=True) if s.op.lane == lane)])
+        lane: max(
+            [len(lane), *(len(c) for s, c in zip(schedule.instructions, cells, strict=True) if s.op.lane == lane)]
+        )
         for lane in lanes
     }
-    rows = ["step  " + "  ".join(lane.ljust(width[lane]) for lane in lanes).rstrip()]
+    rows = [f"{_HEAD}  " + "  ".join(lane.ljust(width[lane]) for lane in lanes).rstrip()]
     if schedule.forks:
         rows.append("fork  " + " ".join(schedule.forks))
-    for number, (step, cell) in enumerate(zip(schedule.steps, cells, strict=True)):
+    for number, (instruction, cell) in enumerate(zip(schedule.instructions, cells, strict=True)):
         if around is not None and mark is not None and abs(number - mark) > around:
             continue
-        columns = "  ".join((cell if lane == step.op.lane else "").ljust(width[lane]) for lane in lanes)
-        row = f"{number:>4}  {columns}  {_render_effects(schedule, step)}".rstrip()
+        columns = "  ".join((cell if lane == instruction.op.lane else "").ljust(width[lane]) for lane in lanes)
+        row = f"{number:>4}  {columns}  {_render_effects(schedule, instruction)}".rstrip()
         rows.append(row + (_MARK if number == mark else ""))
     if schedule.joins:
         rows.append("join  " + " ".join(name_issue(schedule.programs, issue) for issue in schedule.joins))
@@ -54,7 +60,7 @@ def parse(text: str, programs: Sequence[Program]) -> Schedule:
     programs = tuple(programs)
     issues = {f"{op.label}/{mb}": Issue(mb, n) for mb, p in enumerate(programs) for n, op in enumerate(p.ops)}
     values = [{v.index: v for op in program.ops for v in (*op.reads, *op.writes)} for program in programs]
-    steps: list[Step] = []
+    instructions: list[Instruction] = []
     forks: tuple[str, ...] = ()
     joins: tuple[Issue, ...] = ()
     for number, line in enumerate(text.splitlines()):
@@ -64,19 +70,20 @@ def parse(text: str, programs: Sequence[Program]) -> Schedule:
                 forks = tuple(words)
             elif first == "join":
                 joins = tuple(issues[word] for word in words)
-            elif first != "step":
-                steps.append(_parse_step(words, programs, issues, values))
+            elif first != _HEAD.strip():
+                instructions.append(_parse_instruction(words, programs, issues, values))
         except (KeyError, IndexError, ValueError) as error:
             raise ScheduleError(f"line {number + 1} of the schedule cannot be read ({error}): {line!r}") from None
-    unknown = set(forks) - set(find_lanes(programs))
+    unknown = set(forks) - set(list_lanes(programs))
     if unknown:
         raise ScheduleError(f"the schedule forks {', '.join(sorted(unknown))}, which no program has.")
-    return Schedule(programs, tuple(steps), forks, joins)
+    return Schedule(programs, tuple(instructions), forks, joins)
 
 
 def digest(schedule: Schedule) -> str:
     """Return a short hash of the rendered table. Ranks whose digests agree issue the same collectives in one order."""
-    return hashlib.sha256(render(schedule).encode()).hexdigest()[:16]
+    table = render(schedule).replace(_HEAD, _HASHED_HEAD, 1)
+    return hashlib.sha256(table.encode()).hexdigest()[:16]
 
 
 def name_issue(programs: Sequence[Program], issue: Issue) -> str:
@@ -86,18 +93,18 @@ def name_issue(programs: Sequence[Program], issue: Issue) -> str:
     return f"{programs[mb].ops[position].label}/{mb}" if known else str(issue)
 
 
-def _render_effects(schedule: Schedule, step: Step) -> str:
+def _render_effects(schedule: Schedule, instruction: Instruction) -> str:
     effects = []
-    if step.waits:
-        effects.append("wait " + " ".join(name_issue(schedule.programs, issue) for issue in step.waits))
-    if step.frees:
-        effects.append("free " + " ".join(f"%{slot.value.index}/{slot.micro_batch}" for slot in step.frees))
+    if instruction.waits:
+        effects.append("wait " + " ".join(name_issue(schedule.programs, issue) for issue in instruction.waits))
+    if instruction.frees:
+        effects.append("free " + " ".join(f"%{slot.value.index}/{slot.micro_batch}" for slot in instruction.frees))
     return "  ".join(effects)
 
 
-def _parse_step(
+def _parse_instruction(
     words: list[str], programs: Sequence[Program], issues: dict[str, Issue], values: list[dict[int, Value]]
-) -> Step:
+) -> Instruction:
     issue = issues[words[0]]
     sections: dict[str, list[str]] = {"*": [], "wait": [], "free": []}
     section = "*"
@@ -113,7 +120,7 @@ def _parse_step(
         raise ValueError(f"unexpected {sections['*'][0]!r}")
     op = programs[issue.micro_batch].ops[issue.position]
     waits = tuple(issues[word] for word in sections["wait"])
-    return Step(issue, op, waits, records, tuple(_parse_slot(word, values) for word in sections["free"]))
+    return Instruction(issue, op, waits, records, tuple(_parse_slot(word, values) for word in sections["free"]))
 
 
 def _parse_slot(word: str, values: list[dict[int, Value]]) -> Slot:

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline, decide, decide_together, decline_early, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
 from dbo_runtime.config import RuntimeConfig, name_policy
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.instrument import Instrument
-from dbo_runtime.planner.online.planner import Choice, Planner
-from dbo_runtime.policies import find_policy
+from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.policies import get_policy
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.render import digest
@@ -26,7 +27,7 @@ from dbo_runtime.validate import validate
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExecutionPlan:
     """How one batch will run.
 
     Attributes:
@@ -43,7 +44,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class DataParallelSplit:
     """How all data parallel ranks split a step.
 
     Attributes:
@@ -52,7 +53,7 @@ class Shared:
     """
 
     sizes: tuple[tuple[int, ...], ...]
-    choice: Choice | None = None
+    choice: SplitChoice | None = None
 
     @property
     def name(self) -> str:
@@ -129,7 +130,9 @@ class MicroBatchRuntime:
             return decline_early(tokens, self.config)
         return self.planner.decline_early(tokens) if self.config.mode == "auto" else None
 
-    def plan(self, batch: Batch, cuts: Sequence[int] | None = None, shared: Shared | None = None) -> Plan | Decline:
+    def plan(
+        self, batch: Batch, cuts: Sequence[int] | None = None, shared: DataParallelSplit | None = None
+    ) -> ExecutionPlan | Decline:
         """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
 
         Cuts that are part of what *shared* says are those that other ranks count on; see `slice_batch`.
@@ -154,17 +157,19 @@ class MicroBatchRuntime:
         if len(slices) < 2 and choice is None and not self.forces_side:
             return Decline("nowhere to cut", "no cuts were given")
         name = self._find_executor(len(slices), choice)
-        return Plan(slices, self._executors[name], name, None if choice is None else choice.prediction.split)
+        return ExecutionPlan(slices, self._executors[name], name, None if choice is None else choice.prediction.split)
 
-    def plan_together(self, tokens: Sequence[int]) -> Shared | Decline:
+    def plan_data_parallel(self, tokens: Sequence[int]) -> DataParallelSplit | Decline:
         """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
         if self.planner is None or self.config.mode == "off":
-            sizes = decide_together(tokens, self.config)
-            return sizes if isinstance(sizes, Decline) else Shared(sizes)
-        chosen = self.planner.choose_together(tokens, self.config)
-        return chosen if isinstance(chosen, Decline) else Shared(chosen.sizes, chosen)
+            sizes = decide_data_parallel(tokens, self.config)
+            return sizes if isinstance(sizes, Decline) else DataParallelSplit(sizes)
+        chosen = self.planner.choose_data_parallel(tokens, self.config)
+        return chosen if isinstance(chosen, Decline) else DataParallelSplit(chosen.sizes, chosen)
 
-    def run(self, plan: Plan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
+    def run(
+        self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None
+    ) -> Outputs:
         """Run a plan; see `Executor.run`."""
         run = plan.executor.run if self.graphs is None else partial(self.graphs.run, plan.executor)
         try:
@@ -194,7 +199,7 @@ class MicroBatchRuntime:
             self.graphs.close()
         self.device.close()
 
-    def _find_executor(self, micro_batches: int, choice: Choice | None) -> str:
+    def _find_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
         """Return the digest of the schedule, whose executor is made if it is new."""
         policy = self.config.policy
         key = (policy if choice is None else choice.order.name), micro_batches, self.forces_side
@@ -203,7 +208,7 @@ class MicroBatchRuntime:
                 schedule, name = choice.order.schedule, choice.order.name
             else:
                 programs = (self.program if self.forces_side else self.program.fold_side(),) * micro_batches
-                schedule = lower(programs, find_policy(*policy)(programs))
+                schedule = lower(programs, get_policy(*policy)(programs))
                 name = name_policy(*(("alternate", 0) if policy[0] == "optimal" else policy))
             self._named[key] = self._make_executor(schedule, name)
         return self._named[key]
@@ -221,8 +226,8 @@ class MicroBatchRuntime:
             "new plan",
             micro_batches=len(schedule.programs),
             policy=policy,
-            steps=len(schedule.steps),
-            waits=sum(len(step.waits) for step in schedule.steps),
+            steps=len(schedule.instructions),
+            waits=sum(len(step.waits) for step in schedule.instructions),
             digest=name,
         )
         return name

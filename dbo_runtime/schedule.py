@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Instruction:
     """What the host does for one op: wait, drop values, launch, record."""
 
     issue: Issue
@@ -50,27 +50,27 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Steps in issue order.
+    """Instructions in issue order.
 
     Attributes:
         programs: one per micro-batch.
-        steps: in issue order.
+        instructions: in issue order.
         forks: lanes that must wait, before their first op, for what `compute` had to do before the schedule.
         joins: ops that `compute` waits for at the end, so that every lane has returned to it.
     """
 
     programs: tuple[Program, ...]
-    steps: tuple[Step, ...]
+    instructions: tuple[Instruction, ...]
     forks: tuple[str, ...] = ()
     joins: tuple[Issue, ...] = ()
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """Lanes of all programs, `compute` first."""
-        return find_lanes(self.programs)
+        return list_lanes(self.programs)
 
 
-def find_lanes(programs: Sequence[Program]) -> tuple[str, ...]:
+def list_lanes(programs: Sequence[Program]) -> tuple[str, ...]:
     """Return the lanes of all programs, `compute` first, each once."""
     return tuple(dict.fromkeys(lane for program in programs for lane in (COMPUTE, *program.lanes)))
 
@@ -90,18 +90,20 @@ def lower(programs: Sequence[Program], order: Iterable[Issue]) -> Schedule:
     _check_order(programs, order)
     waits, forks, clocks, frees = _derive(programs, order)
     joins = tuple(clocks.find_joins())
-    recorded = {issue for step_waits in waits for issue in step_waits}.union(joins)
-    steps = tuple(
-        Step(issue, programs[issue.micro_batch].ops[issue.position], waits[n], issue in recorded, tuple(frees[n]))
+    recorded = {issue for instruction_waits in waits for issue in instruction_waits}.union(joins)
+    instructions = tuple(
+        Instruction(
+            issue, programs[issue.micro_batch].ops[issue.position], waits[n], issue in recorded, tuple(frees[n])
+        )
         for n, issue in enumerate(order)
     )
-    return Schedule(programs, steps, forks, joins)
+    return Schedule(programs, instructions, forks, joins)
 
 
 def _derive(
     programs: tuple[Program, ...], order: tuple[Issue, ...]
 ) -> tuple[list[tuple[Issue, ...]], tuple[str, ...], _Clocks, list[list[Slot]]]:
-    clocks = _Clocks(find_lanes(programs))
+    clocks = _Clocks(list_lanes(programs))
     needs = Dependencies(programs)
     frees = _Frees(programs, clocks)
     waits: list[tuple[Issue, ...]] = []
@@ -194,7 +196,7 @@ class Dependencies:
         self._readers: dict[Slot, list[Issue]] = defaultdict(list)
         self._holder: dict[str, Issue] = {}
         self._ordered: dict[tuple[int, str], Issue] = {}
-        self._ordered_before = find_ordered_before(programs)
+        self._ordered_before = get_ordered_before(programs)
 
     def find(self, issue: Issue, op: Op) -> set[Issue]:
         """Return the ops noted so far that *op* must come after."""
@@ -229,7 +231,7 @@ class Dependencies:
 
 
 class _Frees:
-    """Finds the first step at which each value can be dropped.
+    """Finds the first instruction at which each value can be dropped.
 
     Dropping hands the memory to whatever its home lanes allocate next, so each home lane must be ordered after every
     use. A value whose last use is issued watches one unmet condition (home lane, lane used, count) at a time and is
@@ -238,7 +240,7 @@ class _Frees:
 
     def __init__(self, programs: tuple[Program, ...], clocks: _Clocks) -> None:
         self._clocks = clocks
-        self._homes = [program.find_homes() for program in programs]
+        self._homes = [program.get_owning_lanes() for program in programs]
         self._kept = [{*program.inputs, *program.outputs} for program in programs]
         self._uses_left = [_count_uses(program) for program in programs]
         self._uses: dict[Slot, dict[int, int]] = defaultdict(dict)
@@ -257,10 +259,10 @@ class _Frees:
             self._uses[slot][lane] = count
             self._uses_left[mb][value] -= 1
             if not self._uses_left[mb][value]:
-                self._watch(slot, self._find_unmet(slot) or self._next_step(slot))
+                self._watch(slot, self._find_unmet(slot) or self._next_instruction(slot))
 
     def collect(self, number: int, lane: str) -> None:
-        """Free at step *number*, on *lane*, what the lane's clock now allows."""
+        """Free at instruction *number*, on *lane*, what the lane's clock now allows."""
         home = self._clocks.index[lane]
         for reached, watchers in zip(self._clocks.clock[home], self._watched[home], strict=True):
             while watchers and watchers[0][0] <= reached:
@@ -270,8 +272,8 @@ class _Frees:
                 else:
                     self._found[number].append(slot)
 
-    def at(self, steps: int) -> list[list[Slot]]:
-        return [self._found[number] for number in range(steps)]
+    def at(self, instructions: int) -> list[list[Slot]]:
+        return [self._found[number] for number in range(instructions)]
 
     def _watch(self, slot: Slot, condition: tuple[int, int, int]) -> None:
         home, other, count = condition
@@ -286,8 +288,8 @@ class _Frees:
                     return home, other, count
         return None
 
-    def _next_step(self, slot: Slot) -> tuple[int, int, int]:
-        """Return a condition that holds at the next step on a home lane: no op can drop what it still reads."""
+    def _next_instruction(self, slot: Slot) -> tuple[int, int, int]:
+        """Return a condition that holds at the next instruction on a home lane: no op can drop what it still reads."""
         home = self._home_indices(slot)[0]
         return home, home, 0
 
@@ -295,7 +297,7 @@ class _Frees:
         return sorted(self._clocks.index[lane] for lane in self._homes[slot.micro_batch][slot.value])
 
 
-def find_ordered_before(programs: Sequence[Program]) -> list[dict[str, int]]:
+def get_ordered_before(programs: Sequence[Program]) -> list[dict[str, int]]:
     """Return, for each micro-batch and ordered op, the nearest earlier micro-batch that has the op, too."""
     latest: dict[str, int] = {}
     before = []

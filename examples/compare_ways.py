@@ -19,13 +19,13 @@ WAYS = {
 }
 
 
-def compare_ways(llm: Any, prefills: list[str], repeat: int, tell: bool = True) -> tuple[str, bool]:
+def compare_ways(llm: Any, prefills: list[str], repeat: int, format_ranks: bool = True) -> tuple[str, bool]:
     """Time all ways for each prefill, such as `4x500`; return a table, and whether all ways gave the same tokens."""
     titles = "".join(f"{way:>22}" for way in WAYS)
     rows = [f"{'prefill':<10}{titles}{'gain':>8}{'by overlap':>12}{'same tokens':>14}"]
     all_same = True
     for prefill in prefills:
-        if tell:
+        if format_ranks:
             print(f"timing {prefill} ...", file=sys.stderr, flush=True)
         prompts, tokens = map(int, prefill.split("x"))
         times, same = time_ways(llm, prompts, tokens, repeat)
@@ -77,7 +77,7 @@ def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
     ]
     if _find_parallel(llm).data_parallel_size > 1:
         for op in ("dispatch", "combine"):
-            experts, attention = (timeline.share_beside(op, other) for other in ("experts", "attention"))
+            experts, attention = (timeline.measure_concurrent_share(op, other) for other in ("experts", "attention"))
             rows.append(
                 f"{experts:.1%} of {op} ran beside another micro-batch's experts, {attention:.1%} its attention"
             )

@@ -21,8 +21,8 @@ from network_hosts import Host
 from two_hosts import add_host_arguments, run_on_hosts
 from two_nodes import OPTIONS, join_tensor_parallel, let_workers_go_first
 
-AGAIN = "off again"
-RUNS = {"off": "off", "auto": "auto", "always": "always", AGAIN: "off"}  # what is timed -> its DBO_MODE
+CONTROL = "off again"
+RUNS = {"off": "off", "auto": "auto", "always": "always", CONTROL: "off"}  # what is timed -> its DBO_MODE
 ORDERS = tuple(permutations(RUNS))  # what ran before leaves its mark on caches and on the link
 STRIDE = 7  # through the orders, so that few turns have different ones
 NO_LIMIT = "none"
@@ -155,17 +155,15 @@ def describe_point(point: Point) -> str:
     cells = "".join(f"{medians[mode] * 1e3:>8.1f} ms" for mode in ("off", "always", "auto"))
     predicted = "".join(f"{seconds * 1e3:>8.1f} ms" for seconds in point.predicted.values())
     errors = "/".join(f"{error:.0%}" for error in point.errors().values())
-    ratios = f"{point.compare(AGAIN):>8.2f}x{point.compare('auto'):>9.2f}x"
+    ratios = f"{point.compare(CONTROL):>8.2f}x{point.compare('auto'):>9.2f}x"
     return f"{point.tokens:>7}{cells}{ratios}  {point.way:<6}{predicted:>28}{errors:>11}"
 
 
 def judge(points: list[Point]) -> bool:
     """Print what the points come to; return whether auto never lost and kept what there was to gain."""
-    worst, noise = (min(points, key=lambda point: point.compare(run)) for run in ("auto", AGAIN))
+    worst, noise = (min(points, key=lambda point: point.compare(run)) for run in ("auto", CONTROL))
     print(f"\nworst off/auto: {worst.compare('auto'):.3f}x at {worst.tokens} tokens, {worst.rate}; 0.98 is asked for")
-    print(
-        f"worst off/off: {noise.compare(AGAIN):.3f}x at {noise.tokens} tokens, {noise.rate}: the noise of this machine"
-    )
+    print(f"worst off/off: {noise.compare(CONTROL):.3f}x at {noise.tokens} tokens, {noise.rate}: this machine's noise")
     worth = [point for point in points if point.gain("always") > 0.10]
     kept = min((point.gain("auto") / point.gain("always") for point in worth), default=1.0)
     print(f"always gains over 10 % at {len(worth)} points; auto keeps at least {kept:.0%} of it; 90 % is asked for")

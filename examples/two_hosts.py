@@ -120,7 +120,7 @@ def run_node(arguments: argparse.Namespace) -> int:
     leads = arguments.node == 0
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
     let_workers_go_first()
-    table, same = compare_ways(llm, arguments.prefills, arguments.repeat, tell=leads)
+    table, same = compare_ways(llm, arguments.prefills, arguments.repeat, format_ranks=leads)
     steps = gather(llm, llm.collective_rpc("dbo_statistics"))
     timeline = draw_timeline(llm, *DRAWN[arguments.parallel])
     if leads:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import find_layers, record_decoder
+from dbo_models.layers import get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -27,7 +27,7 @@ class DeepseekAdapter:
 
     def decline(self, model: Any) -> str | None:
         """Return why this model cannot be split, or None."""
-        config, layers = model.config, list(find_layers(model.model).values())
+        config, layers = model.config, list(get_layers(model.model).values())
         if not hasattr(layers[0].self_attn, "mla_attn"):
             return "DeepSeek with plain attention instead of MLA is not supported"
         if hasattr(config, "index_topk"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import find_layers, find_unknown_parts, record_decoder
+from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -28,7 +28,7 @@ class DenseAdapter:
         unknown: str | None = find_unknown_parts(model.model, KNOWN)
         if unknown is not None:
             return unknown
-        for layer in find_layers(model.model).values():
+        for layer in get_layers(model.model).values():
             if getattr(layer, "ada_rms_norm_t_cond", None) is not None:
                 return "norms that depend on time (Voxtral) are not supported"
             if getattr(layer.self_attn, "dual_chunk_attention_config", None):

@@ -39,7 +39,7 @@ def record_decoder(
     Of a pipeline's stage, the layers that are here: one that is not the first takes the stream's `residual`, too, and
     one that is not the last hands it on, without a norm.
     """
-    layers = find_layers(decoder)
+    layers = get_layers(decoder)
     stream: tuple[Value, ...] = (x,) if 0 in layers else (x, p.input(RESIDUAL))
     for index, layer in layers.items():
         with p.layer(index):
@@ -72,7 +72,7 @@ def record_layer(
     x = record_reduce(p, "attn_reduce", collectives, x)
     stream = x, residual
     x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
-    moe = collectives.take_apart(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
+    moe = collectives.decompose(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
     if moe is not None:
         x = record_experts(p, moe, x)
     else:  # named apart, because ops that are named alike are taken to cost alike
@@ -88,7 +88,7 @@ def record_attention(
 
     `ordered`, because a cut request reads the KV that its head wrote.
     """
-    latent = collectives.take_attention_apart(attention) if p.has_side else None
+    latent = collectives.decompose_attention(attention) if p.has_side else None
     if latent is None:
         whole = collectives.without_reduce(partial(attend, attention))
         attended: Value = p.compute("attention", whole, positions, x, ordered=True)
@@ -103,7 +103,7 @@ def record_latent_attention(
 
     Keys are issued first: they are the shorter way, and what they write must be there when attention reads it.
     """
-    slots = p.compute("slots", latent.find_slots)
+    slots = p.compute("slots", latent.get_slots)
     if latent.has_latent:
         x = p.compute("latent", latent.project, x)
     keys, rotary = p.side("keys", latent.write_keys, x, positions, slots, outputs=2)
@@ -147,7 +147,7 @@ def record_shared_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> l
     return [p.side("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
 
 
-def find_layers(decoder: Any) -> dict[int, Any]:
+def get_layers(decoder: Any) -> dict[int, Any]:
     """Return the layers of a decoder that are on this rank, by number: all of them, or a pipeline stage's.
 
     vLLM puts placeholders in the place of the others.
@@ -158,7 +158,7 @@ def find_layers(decoder: Any) -> dict[int, Any]:
 
 def find_unknown_parts(decoder: Any, known: frozenset[str]) -> str | None:
     """Return why a decoder cannot be taken apart: a class that is not *known*, which may compute something else."""
-    layers = find_layers(decoder).values()
+    layers = get_layers(decoder).values()
     parts = [decoder, *layers, *(layer.self_attn for layer in layers), *(layer.mlp for layer in layers)]
     found = {type(part).__name__ for part in parts}
     unknown = ", ".join(sorted(found - known))

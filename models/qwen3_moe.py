@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import find_layers, find_unknown_parts, record_decoder
+from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -24,7 +24,7 @@ class Qwen3MoeAdapter:
 
     def decline(self, model: Any) -> str | None:
         """Return why this model cannot be split, or None."""
-        layers = find_layers(model.model).values()
+        layers = get_layers(model.model).values()
         unknown: str | None = find_unknown_parts(model.model, KNOWN)
         if unknown is not None:
             return unknown

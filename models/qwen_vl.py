@@ -28,12 +28,12 @@ class Qwen25VisionAdapter:
         """Return why this encoder cannot be split, or None."""
         return find_unknown_parts(encoder, "Qwen2_5_Vision", "Qwen2_5_Vision")
 
-    def weigh(self, encoder: Any, grid: Sequence[int]) -> float:
+    def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
         """Return about how many operations an image or a video takes."""
         full = len(encoder.fullatt_block_indexes)
         window = min(grid[1] * grid[2], (encoder.window_size // encoder.patch_size) ** 2)
-        return weigh_linear(encoder, grid) + sum(
-            layers * weigh_attention(encoder, grid, length)
+        return estimate_linear_flops(encoder, grid) + sum(
+            layers * estimate_attention_flops(encoder, grid, length)
             for layers, length in ((full, grid[1] * grid[2]), (len(encoder.blocks) - full, window))
         )
 
@@ -64,10 +64,10 @@ class Qwen3VisionAdapter:
         """Return why this encoder cannot be split, or None."""
         return find_unknown_parts(encoder, "Qwen3_Vision", "Qwen2_5_Vision")  # whose attention it takes
 
-    def weigh(self, encoder: Any, grid: Sequence[int]) -> float:
+    def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
         """Return about how many operations an image or a video takes."""
-        attention = weigh_attention(encoder, grid, grid[1] * grid[2])
-        return weigh_linear(encoder, grid) + len(encoder.blocks) * attention
+        attention = estimate_attention_flops(encoder, grid, grid[1] * grid[2])
+        return estimate_linear_flops(encoder, grid) + len(encoder.blocks) * attention
 
     def record(self, p: ProgramBuilder, encoder: Any, collectives: Collectives, pixels: Value, grids: Value) -> Value:
         """Declare one micro-batch: patches in, embeddings out."""
@@ -103,7 +103,7 @@ def find_unknown_parts(encoder: Any, own: str, attention: str) -> str | None:
     return None
 
 
-def weigh_linear(encoder: Any, grid: Sequence[int]) -> float:
+def estimate_linear_flops(encoder: Any, grid: Sequence[int]) -> float:
     """Return the operations of this rank's linear layers, two for each weight and patch.
 
     Weights are counted by the shapes that layers were made with: on some platforms they are packed away after loading.
@@ -113,7 +113,7 @@ def weigh_linear(encoder: Any, grid: Sequence[int]) -> float:
     return 2.0 * weights * grid[0] * grid[1] * grid[2]
 
 
-def weigh_attention(encoder: Any, grid: Sequence[int], length: int) -> float:
+def estimate_attention_flops(encoder: Any, grid: Sequence[int], length: int) -> float:
     """Return those of one layer's attention on this rank, within sequences of *length* patches: scores and values."""
     width: float = encoder.hidden_size / encoder.tp_size
     return 4.0 * width * length * grid[0] * grid[1] * grid[2]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from dbo_models.dense import KNOWN
-from dbo_models.layers import find_layers, find_unknown_parts, record_decoder
+from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -53,7 +53,7 @@ class Qwen3VLAdapter:
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens and their features in, normed hidden states out."""
         decoder = model.language_model.model
-        levels = model.deepstack_num_level if 0 in find_layers(decoder) else 0  # vLLM adds all on the first stage
+        levels = model.deepstack_num_level if 0 in get_layers(decoder) else 0  # vLLM adds all on the first stage
         features: list[Value] = []
         if levels:
             x, *features = p.compute("take_features", partial(_take_apart, levels + 1), x, outputs=levels + 1)

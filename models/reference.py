@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm, silu
 
 from dbo_models.layers import record_experts
 from dbo_runtime.adapter import Collectives, ExpertParallel
-from dbo_runtime.dispatch import Arrived, Dispatcher, Routing
+from dbo_runtime.dispatch import DispatchedTokens, Dispatcher, Routing
 from dbo_runtime.program import ProgramBuilder, Value
 
 SHARED = -1  # the last expert is the one that every token passes
@@ -113,7 +113,7 @@ class ReferenceExperts:
         """Run the expert that every token passes."""
         return self._moe.run_expert(SHARED, x)
 
-    def experts(self, arrived: Arrived) -> torch.Tensor:
+    def experts(self, arrived: DispatchedTokens) -> torch.Tensor:
         """Add up, for each row that arrived, what its experts on this rank make of it -> [received, hidden]."""
         routed = torch.zeros_like(arrived.x)
         for expert in self._collectives.experts:
@@ -145,7 +145,7 @@ class ReferenceCollectives:
         """Turn to a micro-batch; *sizes* are the tokens that ranks agreed on [micro-batches][ranks]."""
         self.sizes = sizes[micro_batch]
 
-    def take_apart(self, experts: ReferenceMoe) -> ExpertParallel:
+    def decompose(self, experts: ReferenceMoe) -> ExpertParallel:
         """Return this rank's part."""
         return ReferenceExperts(experts, self)
 
@@ -173,7 +173,7 @@ class ReferenceAdapter:
             with p.layer(index):
                 x = p.compute("attention", layer.attend, positions, x, ordered=True)
                 normed = p.compute("norm", norm, x)
-                moe = collectives.take_apart(layer.moe)
+                moe = collectives.decompose(layer.moe)
                 routed = p.compute("moe", layer.moe, normed) if moe is None else record_experts(p, moe, normed)
                 x = p.compute("add", torch.add, x, routed)
         result: Value = p.compute("final_norm", norm, x)

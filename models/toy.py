@@ -48,7 +48,7 @@ class ToyCollectives:
     def __init__(self, ranks: int = 2) -> None:
         self.ranks = ranks
 
-    def take_apart(self, experts: Any) -> None:
+    def decompose(self, experts: Any) -> None:
         """The toy has no experts."""
 
     def without_reduce(self, module: Any) -> Any:

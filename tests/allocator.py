@@ -33,7 +33,7 @@ def find_stolen_blocks(schedule: Schedule, results_alias: bool) -> list[str]:
     blocks: dict[Slot, Block] = {}
     pools: dict[str, list[Block]] = defaultdict(list)
     stolen = []
-    for number, step in enumerate(schedule.steps):
+    for number, step in enumerate(schedule.instructions):
         mb, lane = step.issue.micro_batch, step.op.lane
         for slot in step.frees:
             block = blocks[slot]

@@ -14,10 +14,10 @@ from typing import Any
 from dbo_runtime.policies import alternate, sequential, staggered
 from dbo_runtime.program import COMM, Op, Program, ProgramBuilder
 from dbo_runtime.ranks import Groups, RankPlan
-from dbo_runtime.schedule import Issue, Schedule, Step, lower
+from dbo_runtime.schedule import Instruction, Issue, Schedule, lower
 
 Plans = tuple[RankPlan, ...]
-Fault = Callable[[RankPlan], Iterator[RankPlan]]
+Mismatch = Callable[[RankPlan], Iterator[RankPlan]]
 
 GROUPS: Groups = {"tp": [[0, 1], [2, 3]]}  # "experts" is not named: all ranks
 SIZES = ((7, 5, 6, 6), (5, 5, 6, 6))
@@ -51,21 +51,21 @@ def make_plans(layers: int = 2) -> Plans:
     return (RankPlan(lower(programs, alternate(programs)), SIZES),) * 4
 
 
-def plant(fault: Fault, rank: int, plans: Plans) -> Iterator[Plans]:
+def plant(fault: Mismatch, rank: int, plans: Plans) -> Iterator[Plans]:
     """Yield the plans with the fault on one rank, for each place that it can be in."""
     for plan in fault(plans[rank]):
         yield (*plans[:rank], plan, *plans[rank + 1 :])
 
 
 def remove_wait(plan: RankPlan) -> Iterator[RankPlan]:
-    for number, step in enumerate(plan.schedule.steps):
-        for issue in step.waits:
-            yield _change(plan, number, waits=tuple(other for other in step.waits if other != issue))
+    for number, instruction in enumerate(plan.schedule.instructions):
+        for issue in instruction.waits:
+            yield _change(plan, number, waits=tuple(other for other in instruction.waits if other != issue))
 
 
 def remove_record(plan: RankPlan) -> Iterator[RankPlan]:
-    for number, step in enumerate(plan.schedule.steps):
-        if step.records:
+    for number, instruction in enumerate(plan.schedule.instructions):
+        if instruction.records:
             yield _change(plan, number, records=False)
 
 
@@ -78,9 +78,12 @@ def remove_join(plan: RankPlan) -> Iterator[RankPlan]:
 
 
 def issue_twice(plan: RankPlan) -> Iterator[RankPlan]:
-    steps = plan.schedule.steps
-    for number, step in _find_collectives(plan.schedule):
-        yield replace(plan, schedule=replace(plan.schedule, steps=(*steps[:number], step, *steps[number:])))
+    instructions = plan.schedule.instructions
+    for number, instruction in _find_collectives(plan.schedule):
+        yield replace(
+            plan,
+            schedule=replace(plan.schedule, instructions=(*instructions[:number], instruction, *instructions[number:])),
+        )
 
 
 def swap_collectives(plan: RankPlan) -> Iterator[RankPlan]:
@@ -176,7 +179,7 @@ def forget_micro_batch(plan: RankPlan) -> Iterator[RankPlan]:
     yield replace(plan, sizes=(*SIZES, SIZES[0]))
 
 
-FAULTS: dict[Fault, set[int]] = {  # with the rules that each breaks
+FAULTS: dict[Mismatch, set[int]] = {  # with the rules that each breaks
     remove_wait: {2, 4},
     remove_record: {3},
     remove_fork: {7},
@@ -206,24 +209,28 @@ def _work(*values: object) -> object:
 
 
 def _change(plan: RankPlan, number: int, **fields: Any) -> RankPlan:
-    steps = list(plan.schedule.steps)
-    steps[number] = replace(steps[number], **fields)
-    return replace(plan, schedule=replace(plan.schedule, steps=tuple(steps)))
+    instructions = list(plan.schedule.instructions)
+    instructions[number] = replace(instructions[number], **fields)
+    return replace(plan, schedule=replace(plan.schedule, instructions=tuple(instructions)))
 
 
 def _find_order(schedule: Schedule) -> list[Issue]:
-    return [step.issue for step in schedule.steps]
+    return [instruction.issue for instruction in schedule.instructions]
 
 
-def _find_collectives(schedule: Schedule) -> list[tuple[int, Step]]:
-    return [(number, step) for number, step in enumerate(schedule.steps) if step.op.communicator is not None]
+def _find_collectives(schedule: Schedule) -> list[tuple[int, Instruction]]:
+    return [
+        (number, instruction)
+        for number, instruction in enumerate(schedule.instructions)
+        if instruction.op.communicator is not None
+    ]
 
 
 def _find_ops(plan: RankPlan) -> list[tuple[int, Op]]:
-    return [(step.issue.micro_batch, step.op) for _, step in _find_collectives(plan.schedule)]
+    return [(instruction.issue.micro_batch, instruction.op) for _, instruction in _find_collectives(plan.schedule)]
 
 
-def _swap(plan: RankPlan, is_wanted: Callable[[Step, Step], bool]) -> Iterator[RankPlan]:
+def _swap(plan: RankPlan, is_wanted: Callable[[Instruction, Instruction], bool]) -> Iterator[RankPlan]:
     """Issue the second of two collectives first, with all that its micro-batch must run before it."""
     for (early, first), (late, second) in pairwise(_find_collectives(plan.schedule)):
         mb = second.issue.micro_batch

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dbo_runtime.policies import Order, sequential
 from dbo_runtime.program import COMM, Op, Program
 from dbo_runtime.ranks import Groups
-from dbo_runtime.schedule import Schedule, Step, lower
+from dbo_runtime.schedule import Instruction, Schedule, lower
 from tests.strategies import Case, programs
 
 Layout = Mapping[str, Sequence[str]]  # for each lane with collectives, the communicators that they may use
@@ -35,15 +35,17 @@ class RankCase(NamedTuple):
     groups: Groups
     costs: tuple[int, ...]
 
-    def cost(self, rank: int, step: Step) -> float:
-        """Return a time that differs between ranks and steps."""
-        mb, position = step.issue
+    def cost(self, rank: int, instruction: Instruction) -> float:
+        """Return a time that differs between ranks and instructions."""
+        mb, position = instruction.issue
         return self.costs[(rank + 2 * mb + 3 * position) % len(self.costs)]
 
     def __repr__(self) -> str:
         """Show what hypothesis prints of a case that fails."""
-        cases = [Case(s.programs, tuple(step.issue for step in s.steps)) for s in self.schedules]
-        syncs = sorted({step.label for s in self.schedules for step in s.steps if step.op.host_sync})
+        cases = [Case(s.programs, tuple(instruction.issue for instruction in s.instructions)) for s in self.schedules]
+        syncs = sorted(
+            {instruction.label for s in self.schedules for instruction in s.instructions if instruction.op.host_sync}
+        )
         rows = [f"rank {rank}:{case!r}" for rank, case in enumerate(cases)]
         return "\n".join(["", *rows, f"host syncs {syncs}", f"groups {self.groups}"])
 

@@ -12,8 +12,8 @@ from dbo_runtime.adapter import (
     EncoderAdapter,
     StageAdapter,
     check_adapter,
-    find_adapter,
-    find_encoder_adapter,
+    get_adapter,
+    get_encoder_adapter,
     name_adapter,
     record_program,
 )
@@ -86,7 +86,7 @@ def test_a_bad_class_is_refused_with_what_is_wrong_and_where(cls: type, message:
 
 
 def test_adapters_take_stages_of_a_pipeline_if_they_say_so() -> None:
-    assert isinstance(find_adapter("LlamaForCausalLM"), StageAdapter)
+    assert isinstance(get_adapter("LlamaForCausalLM"), StageAdapter)
     assert not isinstance(ToyAdapter(), StageAdapter)
 
 
@@ -166,14 +166,14 @@ def test_what_an_adapter_offers_beside_the_contract_is_checked_too() -> None:
 
 
 def test_encoders_have_adapters_of_their_own() -> None:
-    assert find_encoder_adapter("Qwen3_VisionTransformer") is not None
-    assert find_encoder_adapter("NobodysTransformer") is None
+    assert get_encoder_adapter("Qwen3_VisionTransformer") is not None
+    assert get_encoder_adapter("NobodysTransformer") is None
     with pytest.raises(ProgramError, match=r"adapter acme:Toy: decline\(self, model\) must take \(self, encoder\)"):
         check_adapter(ToyAdapter, "acme:Toy", EncoderAdapter)
 
 
 def test_nobody_registered_an_adapter_for_an_unknown_architecture() -> None:
-    assert find_adapter("NobodysForCausalLM") is None
+    assert get_adapter("NobodysForCausalLM") is None
 
 
 ADAPTER = """
@@ -201,23 +201,23 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_an_installed_adapter_is_found_by_architecture(install: Any) -> None:
     install("acme_one", "AcmeForCausalLM = acme_one_adapters:Acme", ADAPTER.format(name="Acme"))
-    adapter = find_adapter("AcmeForCausalLM")
+    adapter = get_adapter("AcmeForCausalLM")
     assert adapter is not None
     assert name_adapter(adapter) == "acme_one_adapters.Acme"
-    assert find_adapter("AcmeForSequenceClassification") is None
+    assert get_adapter("AcmeForSequenceClassification") is None
 
 
 def test_an_adapter_that_cannot_be_imported_is_refused(install: Any) -> None:
     install("acme_two", "AcmeForCausalLM = acme_two_adapters:Missing", ADAPTER.format(name="Acme"))
     message = "adapter acme_two_adapters:Missing of AcmeForCausalLM cannot be imported: AttributeError"
     with pytest.raises(ProgramError, match=message):
-        find_adapter("AcmeForCausalLM")
+        get_adapter("AcmeForCausalLM")
 
 
 def test_an_adapter_that_breaks_the_contract_is_refused_when_it_is_found(install: Any) -> None:
     install("acme_three", "AcmeForCausalLM = acme_three_adapters:Acme", "class Acme:\n    pass\n")
     with pytest.raises(ProgramError, match=r"adapter acme_three_adapters:Acme has no method decline\(\)"):
-        find_adapter("AcmeForCausalLM")
+        get_adapter("AcmeForCausalLM")
 
 
 def test_two_adapters_of_one_architecture_are_refused(install: Any) -> None:
@@ -225,11 +225,11 @@ def test_two_adapters_of_one_architecture_are_refused(install: Any) -> None:
     install("acme_five", "AcmeForCausalLM = acme_five_adapters:Acme", ADAPTER.format(name="Acme"))
     message = r"AcmeForCausalLM has several adapters \(acme_five_adapters:Acme, acme_four_adapters:Acme\)"
     with pytest.raises(ProgramError, match=message):
-        find_adapter("AcmeForCausalLM")
+        get_adapter("AcmeForCausalLM")
 
 
 def test_the_same_adapter_registered_twice_is_one(install: Any) -> None:
     """Two copies of one distribution on the path, as an editable install leaves them."""
     install("acme_six", "AcmeForCausalLM = acme_six_adapters:Acme", ADAPTER.format(name="Acme"))
     install("acme_seven", "AcmeForCausalLM = acme_six_adapters:Acme")
-    assert find_adapter("AcmeForCausalLM") is not None
+    assert get_adapter("AcmeForCausalLM") is not None

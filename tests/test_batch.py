@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from dbo_runtime.batch import (
     Batch,
     BatchSlice,
-    Decline,
     decide,
-    decide_together,
-    find_cuts,
+    decide_data_parallel,
+    place_cuts,
     share_by_work,
     share_evenly,
     slice_batch,
 )
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 from tests.strategies import batches
 
@@ -93,14 +93,14 @@ def test_one_long_prompt_is_cut_inside_evenly(micro_batches: int, expected: list
 
 
 def test_the_nearest_request_boundary_is_taken_within_a_tenth_of_a_part() -> None:
-    assert find_cuts(prefills(460, 540), (500,)) == (460,)  # 40 tokens from the target
-    assert find_cuts(prefills(440, 560), (500,)) == (500,)  # 60 tokens: cut inside instead
-    assert find_cuts(prefills(470, 40, 490), (500,)) == (510,)  # 470 lies within the tolerance, too, but farther off
+    assert place_cuts(prefills(460, 540), (500,)) == (460,)  # 40 tokens from the target
+    assert place_cuts(prefills(440, 560), (500,)) == (500,)  # 60 tokens: cut inside instead
+    assert place_cuts(prefills(470, 40, 490), (500,)) == (510,)  # 470 lies within the tolerance, too, but farther off
 
 
 def test_cuts_are_looked_for_at_the_targets_and_not_only_where_parts_are_even() -> None:
-    assert find_cuts(prefills(1000), (300, 900)) == (300, 900)
-    assert find_cuts(prefills(280, 720), (300, 900)) == (280, 900)
+    assert place_cuts(prefills(1000), (300, 900)) == (300, 900)
+    assert place_cuts(prefills(280, 720), (300, 900)) == (280, 900)
 
 
 def test_targets_share_out_the_tokens_evenly() -> None:
@@ -114,16 +114,16 @@ def test_requests_have_no_context_where_nobody_asked() -> None:
 
 
 def test_without_cuts_inside_the_nearest_boundary_is_taken_however_far() -> None:
-    assert find_cuts(prefills(900, 50, 50, cuttable=False), (500,)) == (900,)
+    assert place_cuts(prefills(900, 50, 50, cuttable=False), (500,)) == (900,)
 
 
 def test_fewer_parts_than_asked_for_where_boundaries_run_out() -> None:
-    assert find_cuts(prefills(500, 500, cuttable=False), (250, 500, 750)) == (500,)
+    assert place_cuts(prefills(500, 500, cuttable=False), (250, 500, 750)) == (500,)
 
 
 @pytest.mark.parametrize(("decode_len", "cut"), [(1, 20), (4, 22)])
 def test_a_cut_inside_keeps_away_from_the_requests_ends(decode_len: int, cut: int) -> None:
-    assert find_cuts(prefills(17, 23, decode_len=decode_len), (20,)) == (cut,)
+    assert place_cuts(prefills(17, 23, decode_len=decode_len), (20,)) == (cut,)
 
 
 def test_two_cuts_inside_one_request_keep_away_from_each_other() -> None:
@@ -199,7 +199,7 @@ def test_always_splits_whatever_has_a_boundary_or_room_for_a_cut(batch: Batch, m
 @given(st.data(), batches(), st.integers(1, 3))
 def test_cuts_that_were_found_are_accepted_when_given(data: st.DataObject, batch: Batch, count: int) -> None:
     targets = data.draw(st.lists(st.integers(0, batch.tokens), min_size=count, max_size=count).map(sorted))
-    cuts = find_cuts(batch, targets)
+    cuts = place_cuts(batch, targets)
     slices = slice_batch(batch, cuts)
     assert tuple(left.last_token for left, _ in pairwise(slices)) == cuts
 
@@ -211,7 +211,7 @@ def test_cuts_that_were_found_are_accepted_when_given(data: st.DataObject, batch
 )
 def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: int, mode: str) -> None:
     config = RuntimeConfig(mode=mode, micro_batches=parts, min_tokens=64)
-    sizes = decide_together(tokens, config)
+    sizes = decide_data_parallel(tokens, config)
     if min(tokens) < (max(parts, 64) if mode == "auto" else parts):
         assert isinstance(sizes, Decline)
         return
@@ -239,7 +239,7 @@ def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: in
 def test_data_parallel_ranks_decline_with_one_reason(
     tokens: list[int], config: RuntimeConfig, decline: Decline
 ) -> None:
-    assert decide_together(tokens, config) == decline
+    assert decide_data_parallel(tokens, config) == decline
 
 
 def test_an_agreed_cut_is_taken_wherever_it_falls() -> None:

@@ -24,16 +24,17 @@ import torch.distributed as dist
 from dbo_models.reference import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import record_program
-from dbo_runtime.batch import Batch, Decline, decide_together
+from dbo_runtime.batch import Batch, decide_data_parallel
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.dispatch import (
     AllGather,
     AllToAll,
-    Arrived,
+    CombineHandle,
+    DispatchedTokens,
     Dispatcher,
     Routing,
-    WayBack,
     exchange_rows,
     gather_rows,
     reduce_rows,
@@ -44,7 +45,7 @@ from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
-from dbo_runtime.runtime import MicroBatchRuntime, Shared
+from dbo_runtime.runtime import DataParallelSplit, MicroBatchRuntime
 from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 
@@ -201,7 +202,7 @@ def draw_tokens(traffic: Traffic, rank: int) -> Tokens:
     return Tokens(x.to(types.x), weights.to(types.weights), allowed[places].to(types.ids))
 
 
-def send(dispatcher: Dispatcher, tokens: Tokens, sizes: tuple[int, ...]) -> tuple[Arrived, WayBack]:
+def send(dispatcher: Dispatcher, tokens: Tokens, sizes: tuple[int, ...]) -> tuple[DispatchedTokens, CombineHandle]:
     routing = dispatcher.choose_ranks(Routing(tokens.weights, tokens.ids, sizes))
     if dispatcher.exchanges_sizes:
         routing = dispatcher.exchange_sizes(routing)
@@ -219,7 +220,7 @@ def find_arrivals(everyone: list[Tokens], rank: int, only_chosen: bool) -> list[
     ]
 
 
-def check_arrival(found: Arrived, everyone: list[Tokens], only_chosen: bool) -> None:
+def check_arrival(found: DispatchedTokens, everyone: list[Tokens], only_chosen: bool) -> None:
     arrivals = find_arrivals(everyone, dist.get_rank(), only_chosen)
     for arrived, kind in ((found.x, "x"), (found.weights, "weights"), (found.ids, "ids")):
         rows = [getattr(everyone[source], kind)[token] for source, token in arrivals]
@@ -229,7 +230,7 @@ def check_arrival(found: Arrived, everyone: list[Tokens], only_chosen: bool) -> 
         assert torch.equal(arrived.view(torch.uint8), expected.view(torch.uint8)), kind  # every bit of it
 
 
-def multiply(arrived: Arrived, owners: torch.Tensor) -> torch.Tensor:
+def multiply(arrived: DispatchedTokens, owners: torch.Tensor) -> torch.Tensor:
     """Be this rank's experts: expert e multiplies by e + 1 [received, hidden]."""
     here = owners[arrived.ids.long()] == dist.get_rank()
     return arrived.x * ((arrived.ids + 1) * here).sum(dim=1, keepdim=True).to(arrived.x.dtype)
@@ -413,7 +414,7 @@ def overlap(make: Callable[[], Dispatcher], policy: tuple[str, int], micro_batch
     rank, count = dist.get_rank(), dist.get_world_size()
     tokens = (23, 64, 5)[:count]
     config = RuntimeConfig(mode="always", micro_batches=micro_batches, policy=policy)
-    sizes = decide_together(tokens, config)
+    sizes = decide_data_parallel(tokens, config)
     assert not isinstance(sizes, Decline)
     own = [size[rank] for size in sizes]
     model = ReferenceModel(hidden=HIDDEN, experts=EXPERTS)
@@ -424,7 +425,7 @@ def overlap(make: Callable[[], Dispatcher], policy: tuple[str, int], micro_batch
 
     slow = delay(program, random.Random(rank))
     runtime = MicroBatchRuntime(slow, CpuDevice(), config, open_log(quiet=True))
-    plan = runtime.plan(Batch((tokens[rank],), tokens[rank]), list(accumulate(own))[:-1], Shared(sizes))
+    plan = runtime.plan(Batch((tokens[rank],), tokens[rank]), list(accumulate(own))[:-1], DataParallelSplit(sizes))
     assert not isinstance(plan, Decline)
     try:
         for _ in range(2):  # the second run finds events and lanes used

@@ -38,7 +38,7 @@ def test_the_table_of_models_is_what_is_registered() -> None:
 
 def test_the_page_on_vision_has_every_reason_to_decline() -> None:
     page = (ROOT / "docs" / "vision.md").read_text()
-    code = (ROOT / "dbo_runtime" / "vllm_plugin" / "encoder.py").read_text()
+    code = (ROOT / "dbo_runtime" / "vllm_plugin" / "encoder" / "forward.py").read_text()
     reasons = re.findall(r'Decline\("([^"]+)"', code) + re.findall(r'return "([^"]+)"', code)
     assert len(reasons) >= 6
     for reason in reasons:
@@ -47,8 +47,11 @@ def test_the_page_on_vision_has_every_reason_to_decline() -> None:
 
 def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     page = (ROOT / "docs" / "vllm.md").read_text()
-    plugin = [path for path in (ROOT / "dbo_runtime" / "vllm_plugin").glob("*.py") if path.name != "encoder.py"]
-    sources = [*plugin, *(ROOT / "dbo_runtime" / name for name in ("batch.py", "runtime.py", "planner/online/planner.py"))]
+    plugin = [path for path in (ROOT / "dbo_runtime" / "vllm_plugin").rglob("*.py") if path.parent.name != "encoder"]
+    sources = [
+        *plugin,
+        *(ROOT / "dbo_runtime" / name for name in ("batch.py", "runtime.py", "planner/online/planner.py")),
+    ]
     reasons = {reason for path in sources for reason in re.findall(r'Decline\(\s*"([^"]+)"', path.read_text())}
     assert len(reasons) >= 25
     assert {reason for reason in reasons if reason not in page} == set()

@@ -77,7 +77,7 @@ def test_three_lanes_compute_the_same_at_any_speed_of_their_ops(
 
 
 def find_waits_of_compute(schedule: Schedule) -> list[tuple[int, Issue]]:
-    steps = enumerate(schedule.steps)
+    steps = enumerate(schedule.instructions)
     return [(number, issue) for number, step in steps if step.op.lane == COMPUTE for issue in step.waits]
 
 
@@ -94,14 +94,14 @@ def hold_back(schedule: Schedule, held: Issue, number: int, latch: Latch) -> Sch
         finally:
             latch.release()
 
-    steps = list(schedule.steps)
+    steps = list(schedule.instructions)
     for n, step in enumerate(steps):
         if step.issue == held:
             steps[n] = replace(step, op=replace(step.op, fn=partial(hold, step.op.fn)))
     step = steps[number]
     fewer = tuple(issue for issue in step.waits if issue != held)
     steps[number] = replace(step, op=replace(step.op, fn=partial(let_go, step.op.fn)), waits=fewer)
-    return replace(schedule, steps=tuple(steps))
+    return replace(schedule, instructions=tuple(steps))
 
 
 WAITS = find_waits_of_compute(lower([record_toy()] * 2, alternate([record_toy()] * 2)))
@@ -114,7 +114,7 @@ def test_without_any_one_wait_of_compute_an_op_reads_what_is_not_there(
     """The wait's comm op is held back until the op that should have waited has run: it finds nothing to read."""
     programs = [record_toy()] * 2
     racy = hold_back(lower(programs, alternate(programs)), held, number, Latch())
-    assert racy.steps[number].op.lane == COMPUTE
+    assert racy.instructions[number].op.lane == COMPUTE
     assert racy.programs[held.micro_batch].ops[held.position].lane == COMM
     with pytest.raises(TypeError, match="NoneType"):
         Executor(racy, device, EventTable(device)).run([(1, 0), (11, 1)])
@@ -123,8 +123,10 @@ def test_without_any_one_wait_of_compute_an_op_reads_what_is_not_there(
 @pytest.mark.parametrize(("number", "held"), WAITS, ids=lambda value: f"{value}" if isinstance(value, int) else "")
 def test_the_validator_refuses_the_same_schedules(number: int, held: Issue) -> None:
     schedule = lower([record_toy()] * 2, alternate([record_toy()] * 2))
-    step = schedule.steps[number]
+    step = schedule.instructions[number]
     fewer = replace(step, waits=tuple(issue for issue in step.waits if issue != held))
-    racy = replace(schedule, steps=(*schedule.steps[:number], fewer, *schedule.steps[number + 1 :]))
+    racy = replace(
+        schedule, instructions=(*schedule.instructions[:number], fewer, *schedule.instructions[number + 1 :])
+    )
     with pytest.raises(ScheduleError, match=rf"rule [24], step {number}: "):
         validate(racy)

@@ -14,7 +14,7 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
-from dbo_runtime.schedule import Step, lower
+from dbo_runtime.schedule import Instruction, lower
 from tests.latch import Latch
 from tests.programs import record_chain, record_three_lanes, record_toy
 
@@ -28,7 +28,7 @@ class Tensor:
     """Something that can be referred to weakly."""
 
 
-class Fault:
+class Mismatch:
     """An op's function that fails when it is given a certain value."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Scribe:
         return []
 
     def launch(self, task: Any, values: list[Any]) -> None:
-        self._latest = task.step.label
+        self._latest = task.instruction.label
         self.log.append(f"{self.name} runs {self._latest}")
 
     def record(self, event: list[str]) -> None:
@@ -100,7 +100,7 @@ class Scribe:
     def begin(self) -> None:
         self.log.append("begin")
 
-    def hand_over(self, values: Any) -> None:
+    def release_to_caller(self, values: Any) -> None:
         self.log.append("hand over")
 
     def finish(self) -> None:
@@ -144,23 +144,23 @@ def test_two_schedules_share_events(device: Device) -> None:
     events = EventTable(device)
     schedule = lower(programs, alternate(programs))
     Executor(schedule, device, events)
-    assert len(events) == sum(step.records for step in schedule.steps)
+    assert len(events) == sum(instruction.records for instruction in schedule.instructions)
     Executor(schedule, device, events)
-    assert len(events) == sum(step.records for step in schedule.steps)
+    assert len(events) == sum(instruction.records for instruction in schedule.instructions)
 
 
 def test_the_event_table_has_one_event_for_each_layer_micro_batch_and_op(device: Device) -> None:
     programs = [record_toy(layers=2)] * 2
     events = EventTable(device)
-    steps = lower(programs, alternate(programs)).steps
-    found = [events.find(step) for step in steps]
-    assert len({id(event) for event in found}) == len(events) == len(steps)
-    assert all(events.find(step) is event for step, event in zip(steps, found, strict=True))
+    instructions = lower(programs, alternate(programs)).instructions
+    found = [events.find(instruction) for instruction in instructions]
+    assert len({id(event) for event in found}) == len(events) == len(instructions)
+    assert all(events.find(instruction) is event for instruction, event in zip(instructions, found, strict=True))
 
 
 @pytest.mark.parametrize("declare", [ProgramBuilder.compute, ProgramBuilder.comm])
 def test_an_ops_failure_keeps_its_type_and_says_where(device: Device, declare: Callable[..., Any]) -> None:
-    fault = Fault()
+    fault = Mismatch()
     p = ProgramBuilder()
     x = p.input("x")
     x = p.comm("fetch", lambda x: x, x)
@@ -182,7 +182,7 @@ def test_an_ops_failure_keeps_its_type_and_says_where(device: Device, declare: C
 
 
 def test_a_failure_outside_any_layer_says_so(device: Device) -> None:
-    fault = Fault()
+    fault = Mismatch()
     fault.trigger = 0
     with pytest.raises(FloatingPointError) as raised:
         prepare(device, record_chain(fault, lambda x: x), micro_batches=1).run([(0,)])
@@ -292,30 +292,30 @@ class Notes:
     def __init__(self) -> None:
         self.spans: dict[str, tuple[SupportsFloat, SupportsFloat]] = {}
 
-    def note(self, step: Step, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
-        assert step.label not in self.spans
-        self.spans[step.label] = start, end
+    def note(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
+        assert instruction.label not in self.spans
+        self.spans[instruction.label] = start, end
 
 
-def test_the_instrument_is_told_of_each_step_once_and_intervals_follow_the_waits(device: Device) -> None:
+def test_the_instrument_is_told_of_each_instruction_once_and_intervals_follow_the_waits(device: Device) -> None:
     notes = Notes()
     executor = prepare(device, record_three_lanes(3))
     executor.run([([1],), ([2],)], instrument=notes)
-    steps = executor.schedule.steps
-    label = {step.issue: step.label for step in steps}
+    instructions = executor.schedule.instructions
+    label = {instruction.issue: instruction.label for instruction in instructions}
     spans = {label: (float(start), float(end)) for label, (start, end) in notes.spans.items()}
     latest: dict[str, str] = {}
-    for step in steps:
-        start, end = spans[step.label]
+    for instruction in instructions:
+        start, end = spans[instruction.label]
         assert start <= end
-        before = [label[issue] for issue in step.waits]
-        before += [latest[step.op.lane]] if step.op.lane in latest else []
+        before = [label[issue] for issue in instruction.waits]
+        before += [latest[instruction.op.lane]] if instruction.op.lane in latest else []
         assert all(spans[other][1] <= start for other in before)
-        latest[step.op.lane] = step.label
-    assert len(spans) == len(steps)
+        latest[instruction.op.lane] = instruction.label
+    assert len(spans) == len(instructions)
 
 
-def test_a_freed_value_is_gone_by_the_step_that_frees_it(device: Device) -> None:
+def test_a_freed_value_is_gone_by_the_instruction_that_frees_it(device: Device) -> None:
     made: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
 
@@ -328,14 +328,14 @@ def test_a_freed_value_is_gone_by_the_step_that_frees_it(device: Device) -> None
     x = p.comm("send", lambda x: 1, p.compute("make", make))
     program = p.build(p.compute("receive", lambda x: alive.append(made[-1]() is not None), x))
     executor = prepare(device, program, micro_batches=1)
-    assert executor.schedule.steps[2].frees
+    assert executor.schedule.instructions[2].frees
     executor.run([()])
     assert alive == [False]
 
 
 def test_nothing_keeps_values_alive_after_a_run_or_a_failed_run(device: Device) -> None:
     made: list[weakref.ref[Tensor]] = []
-    fault = Fault()
+    fault = Mismatch()
 
     def make(*_: Any) -> Tensor:
         tensor = Tensor()

@@ -27,7 +27,11 @@ CORE = [
     "dbo_runtime.observe",
     *(f"dbo_runtime.observe.{path.stem}" for path in sorted(ROOT.glob("observe/*.py")) if path.stem not in NOT_CORE),
     "dbo_runtime.planner",
-    *(f"dbo_runtime.planner.{path.stem}" for path in sorted(ROOT.glob("planner/*.py")) if path.stem not in NOT_CORE),
+    *(
+        f"dbo_runtime.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}"
+        for path in sorted(ROOT.glob("planner/*/*.py"))
+        if path.stem not in NOT_CORE
+    ),
     "dbo_models.toy",
     "dbo_models.layers",
     "dbo_models.deepseek",

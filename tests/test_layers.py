@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dbo_models.layers import find_layers, find_unknown_parts, record_decoder
+from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.events import EventTable
@@ -72,7 +72,7 @@ def run(program: Program, *given: int) -> dict[str, int]:
     return dict(zip(("hidden_states", *program.named), outputs, strict=True))
 
 
-WHOLE = run(record(make_decoder()), *GIVEN)
+UNSPLIT = run(record(make_decoder()), *GIVEN)
 
 
 @pytest.mark.parametrize("bounds", [(1,), (3,), (LAYERS - 1,), (1, 3), (2, 3, 4), (1, 2, 3, 4)])
@@ -86,12 +86,12 @@ def test_stages_one_after_the_other_give_what_the_whole_does(bounds: tuple[int, 
         assert program.named == (("residual",) if end < LAYERS else ())
         assert {op.layer for op in program.ops} - {None} == set(range(start, end))
         given = run(program, given["hidden_states"], GIVEN[1], *(given[name] for name in names[2:]))
-    assert given == WHOLE
+    assert given == UNSPLIT
 
 
 def test_what_is_added_to_the_first_layers_is_added_by_their_number() -> None:
     """A first stage has them all: vLLM sees to that."""
-    assert run(record(make_decoder(), features=2), *GIVEN) != WHOLE
+    assert run(record(make_decoder(), features=2), *GIVEN) != UNSPLIT
     first = record(make_decoder(0, 3), features=2)
     assert [op.layer for op in first.ops if op.name == "add_features"] == [0, 1]
 
@@ -99,8 +99,8 @@ def test_what_is_added_to_the_first_layers_is_added_by_their_number() -> None:
 def test_a_decoder_that_knows_nothing_of_stages_is_whole() -> None:
     layers = [make_layer(number) for number in range(LAYERS)]
     plain = SimpleNamespace(layers=layers, norm=Norm(7))
-    assert find_layers(plain) == dict(enumerate(layers))
-    assert run(record(plain), *GIVEN) == WHOLE
+    assert get_layers(plain) == dict(enumerate(layers))
+    assert run(record(plain), *GIVEN) == UNSPLIT
 
 
 def test_only_the_layers_that_are_here_have_to_be_known() -> None:
@@ -117,7 +117,7 @@ class LatentParts:
         self.has_latent = has_latent
         self.cache: list[int] = []
 
-    def find_slots(self) -> int:
+    def get_slots(self) -> int:
         return 1000
 
     def project(self, x: int) -> int:
@@ -139,12 +139,12 @@ class LatentParts:
     def __call__(self, positions: int, x: int) -> int:
         """Attend in one go."""
         latent = self.project(x) if self.has_latent else x
-        keys = self.write_keys(latent, positions, self.find_slots())
+        keys = self.write_keys(latent, positions, self.get_slots())
         return self.project_out(self.attend(self.make_queries(latent, positions), *keys))
 
 
 class TakesLatentApart(ToyCollectives):
-    def take_attention_apart(self, attention: Any) -> Any:
+    def decompose_attention(self, attention: Any) -> Any:
         return attention if isinstance(attention, LatentParts) else None
 
 
@@ -184,7 +184,7 @@ def test_keys_are_beside_queries_and_attention_waits_for_them() -> None:
     assert [op.name for op in first][: len(names)] == names
     assert {op.name for op in first if op.lane == "side"} == {"keys"}
     assert {op.name for op in first if op.ordered} == {"attention"}
-    steps = {step.label: step for step in lower([program], sequential([program])).steps}
+    steps = {step.label: step for step in lower([program], sequential([program])).instructions}
     assert steps["L0.keys/0"].waits == (Issue(0, names.index("latent")),)
     assert not steps["L0.queries/0"].waits
     assert steps["L0.attention/0"].waits == (Issue(0, names.index("keys")),)

@@ -18,7 +18,7 @@ import pytest
 import dbo_runtime
 from dbo_runtime import __main__ as program
 from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
-from dbo_runtime.planner.whatif.published_cases import find_case
+from dbo_runtime.planner.whatif.published_cases import get_case
 from dbo_runtime.planner.whatif.scale import set_layers
 
 ROOT = Path(dbo_runtime.__file__).parents[1]
@@ -29,7 +29,7 @@ FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "matplotlib")
 def costs(tmp_path: Path) -> str:
     """Return the path of a cost file of four layers, which is planned in no time."""
     path = tmp_path / "costs.json"
-    save_costs(set_layers(find_case("a3-layer-4894").table, (4,)), path)
+    save_costs(set_layers(get_case("a3-layer-4894").table, (4,)), path)
     return str(path)
 
 
@@ -101,7 +101,7 @@ def test_decodes_are_a_step_too(costs: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_a_step_that_is_not_cut_says_what_is_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "decodes.json"
-    save_costs(set_layers(find_case("r1-decode-910c").table, (1, 3)), path)
+    save_costs(set_layers(get_case("r1-decode-910c").table, (1, 3)), path)
     words = ("--costs", str(path), "--decodes", "8", "--context", "4096", "--margin", "0.001", "--micro-batches", "2")
     output = run_plan(capsys, *words)
     assert "1, keys beside *" in output

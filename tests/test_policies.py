@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.policies import Order, Policy, alternate, find_policy, sequential, staggered
+from dbo_runtime.policies import Order, Policy, alternate, get_policy, sequential, staggered
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Issue, lower
 from dbo_runtime.validate import validate
@@ -43,7 +43,7 @@ def test_the_side_lane_makes_no_overlap_point(shape: str) -> None:
     """Its ops compute, too: turns are taken as if they were on the compute lane."""
     beside, folded = [record(shape)] * 2, [record(shape.replace("s", "c"))] * 2
     assert [program.fold_side().lanes for program in beside] == [program.lanes for program in folded]
-    for policy in (sequential, alternate, find_policy("staggered", 1)):
+    for policy in (sequential, alternate, get_policy("staggered", 1)):
         assert policy(beside) == policy(folded)
 
 
@@ -86,17 +86,17 @@ def test_alternate_is_staggered_without_a_lead() -> None:
     ("setting", "policy"), [("sequential", sequential), ("alternate", alternate), ("optimal", alternate)]
 )
 def test_a_setting_names_its_policy(setting: str, policy: Policy) -> None:
-    assert find_policy(setting, lead=0) is policy
+    assert get_policy(setting, lead=0) is policy
 
 
 def test_the_setting_staggered_carries_its_lead() -> None:
     two = [record_toy()] * 2
-    assert find_policy("staggered", lead=2)(two) == staggered(two, lead=2)
+    assert get_policy("staggered", lead=2)(two) == staggered(two, lead=2)
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="no policy 'best'; known are optimal, sequential, alternate, staggered"):
-        find_policy("best", lead=0)
+        get_policy("best", lead=0)
 
 
 @settings(max_examples=100)
@@ -114,4 +114,4 @@ def test_every_order_issues_each_op_once_and_in_program_order(chosen: Sequence[P
 def test_every_policy_may_order_micro_batches_that_run_the_same_program(program: Program, n: int, lead: int) -> None:
     for name in ("sequential", "alternate", "staggered"):
         same = [program] * n
-        validate(lower(same, find_policy(name, lead)(same)))
+        validate(lower(same, get_policy(name, lead)(same)))

@@ -95,7 +95,7 @@ def test_results_of_an_op_that_overwrites_live_where_the_overwritten_values_do(p
     made = p.op("make", same, x, lane="aux")
     reduced = p.comm("reduce", same, made, overwrites=(made,))
     final = p.compute("final", same, reduced)
-    homes = p.build(final).find_homes()
+    homes = p.build(final).get_owning_lanes()
     assert homes[x] == {COMPUTE}
     assert homes[made] == {"aux"}
     assert homes[reduced] == {COMM, "aux"}

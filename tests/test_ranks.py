@@ -11,7 +11,7 @@ from dbo_runtime.devices.rehearsal import simulate_ranks
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
-from dbo_runtime.ranks import Groups, RankPlan, find_deadlock, find_groups, validate_ranks
+from dbo_runtime.ranks import Groups, RankPlan, find_deadlock, get_groups, validate_ranks
 from dbo_runtime.schedule import Issue, Schedule, lower
 from tests.programs import lower_toy
 from tests.rank_mutants import GROUPS, make_plans
@@ -39,24 +39,24 @@ def run(*programs: Program, order: Sequence[int] = ()) -> Schedule:
 
 
 def refuse(
-    schedules: Sequence[Schedule], rank: int, rule: int, step: int, *words: str, groups: Groups | None = None
+    schedules: Sequence[Schedule], rank: int, rule: int, instruction: int, *words: str, groups: Groups | None = None
 ) -> None:
-    refuse_plans([RankPlan(schedule) for schedule in schedules], rank, rule, step, *words, groups=groups)
+    refuse_plans([RankPlan(schedule) for schedule in schedules], rank, rule, instruction, *words, groups=groups)
 
 
 def refuse_plans(
-    plans: Sequence[RankPlan], rank: int, rule: int, step: int, *words: str, groups: Groups | None = None
+    plans: Sequence[RankPlan], rank: int, rule: int, instruction: int, *words: str, groups: Groups | None = None
 ) -> None:
-    """Assert that plans are refused for breaking this rule on this rank at this step, in these words, and shown."""
+    """Assert that plans are refused for this rule, rank and instruction, in these words, and shown."""
     with pytest.raises(ScheduleError) as raised:
         validate_ranks(plans, groups)
     head, table = str(raised.value).split("\n\n")
-    at_fault = plans[rank].schedule.steps[step]
-    assert head.startswith(f"rank {rank}, rule {rule}, step {step}: {at_fault.label} "), head
+    at_fault = plans[rank].schedule.instructions[instruction]
+    assert head.startswith(f"rank {rank}, rule {rule}, instruction {instruction}: {at_fault.label} "), head
     assert all(word in head for word in words), head
     assert f"({at_fault.op.declared_at})" in head
     (marked,) = (row for row in table.splitlines() if row.endswith("<-- here"))
-    assert marked.split()[:2] == [str(step), at_fault.label]
+    assert marked.split()[:2] == [str(instruction), at_fault.label]
 
 
 def accept(*schedules: Schedule, groups: Groups | None = None) -> None:
@@ -76,25 +76,27 @@ def test_ranks_may_issue_what_is_no_collective_in_another_order() -> None:
     programs = [put_first("norm", record("reduce"))] * 2
     early = lower(programs, [Issue(0, 0), Issue(1, 0), Issue(0, 1), Issue(1, 1)])
     late = lower(programs, [Issue(0, 0), Issue(0, 1), Issue(1, 0), Issue(1, 1)])
-    assert early.steps != late.steps
+    assert early.instructions != late.instructions
     accept(early, late)
 
 
 def test_rules_1_to_8_name_the_rank() -> None:
     good = run(record("reduce", "gather"))
-    bad = replace(good, steps=good.steps[:1])
-    with pytest.raises(ScheduleError, match=r"^rank 2, rule 1, step 0: .*gather/0 is never issued"):
+    bad = replace(good, instructions=good.instructions[:1])
+    with pytest.raises(ScheduleError, match=r"^rank 2, rule 1, instruction 0: .*gather/0 is never issued"):
         accept(good, good, bad)
 
 
 def test_rule_9_a_rank_with_its_collectives_on_another_lane() -> None:
     usual, other = run(record("reduce", "gather")), run(record("reduce", "gather", lane="aux"))
-    refuse([usual, usual, other], 2, 9, 0, "on lane 'aux', but reduce/0 of rank 0 (step 0) is one on lane 'comm'")
+    refuse(
+        [usual, usual, other], 2, 9, 0, "on lane 'aux', but reduce/0 of rank 0 (instruction 0) is one on lane 'comm'"
+    )
 
 
 def test_rule_9_a_rank_with_collectives_on_two_lanes() -> None:
     both = run(record("reduce"), record("gather", lane="aux"))
-    refuse([both, both], 0, 9, 1, "gather/1", "on lane 'aux', but reduce/0 of rank 0 (step 0)")
+    refuse([both, both], 0, 9, 1, "gather/1", "on lane 'aux', but reduce/0 of rank 0 (instruction 0)")
 
 
 @pytest.mark.parametrize("lane", [COMPUTE, COMM, "aux"])
@@ -110,25 +112,31 @@ def test_rule_9_ops_without_a_communicator_may_be_on_any_lane() -> None:
 
 def test_rule_10_micro_batches_in_another_order() -> None:
     programs = [record("reduce")] * 2
-    words = "reduce/1 is collective number 1 of communicator 'reduce', but reduce/0 of rank 0 (step 0) is that there"
+    words = (
+        "reduce/1 is collective number 1 of communicator 'reduce', but reduce/0 of rank 0 (instruction 0) is that there"
+    )
     refuse([run(*programs), run(*programs), run(*programs, order=[1, 0])], 2, 10, 0, words)
 
 
 def test_rule_10_ops_in_another_order() -> None:
     first, second = record("reduce", "gather", communicator="tp"), record("gather", "reduce", communicator="tp")
-    refuse([run(first), run(second)], 1, 10, 0, "gather/0 is collective number 1", "reduce/0 of rank 0 (step 0)")
+    refuse([run(first), run(second)], 1, 10, 0, "gather/0 is collective number 1", "reduce/0 of rank 0 (instruction 0)")
 
 
 def test_rule_10_a_collective_left_out_at_the_end() -> None:
     programs = [record("reduce")] * 3
-    words = "followed by no other collective of communicator 'reduce', but reduce/2 of rank 0 (step 2) is number 3"
+    words = (
+        "followed by no other collective of communicator 'reduce', but reduce/2 of rank 0 (instruction 2) is number 3"
+    )
     refuse([run(*programs), run(*programs[:2])], 1, 10, 1, words)
 
 
 def test_rule_10_the_last_collective_before_the_one_left_out_is_named() -> None:
     reduce, alone = record("reduce"), replace(put_first("norm", record("reduce")), outputs=())
     alone = replace(alone, ops=alone.ops[:1])
-    words = "reduce/0 is followed by no other collective of communicator 'reduce', but reduce/1 of rank 0 (step 1)"
+    words = (
+        "reduce/0 is followed by no other collective of communicator 'reduce', but reduce/1 of rank 0 (instruction 1)"
+    )
     refuse([run(reduce, reduce, alone), run(reduce, alone, alone)], 1, 10, 0, words)
 
 
@@ -141,14 +149,14 @@ def test_rule_10_a_collective_too_many_at_the_end() -> None:
 def test_rule_10_no_collective_at_all() -> None:
     program = record("norm", "reduce")
     alone = replace(program, ops=tuple(replace(op, communicator=None) for op in program.ops))
-    words = "followed by no other collective of communicator 'norm', but norm/0 of rank 0 (step 0) is number 1"
+    words = "followed by no other collective of communicator 'norm', but norm/0 of rank 0 (instruction 0) is number 1"
     refuse([run(program), run(alone)], 1, 10, 1, words)
     refuse([run(alone), run(program)], 1, 10, 0, "number 1 of communicator 'norm', but rank 0 has only 0")
 
 
 def test_rule_10_the_same_collective_on_another_communicator() -> None:
     schedules = [run(record("reduce", communicator=name)) for name in ("tp", "ep")]
-    words = "no other collective of communicator 'tp', but reduce/0 of rank 0 (step 0) is number 1"
+    words = "no other collective of communicator 'tp', but reduce/0 of rank 0 (instruction 0) is number 1"
     refuse(schedules, 1, 10, 0, words)
 
 
@@ -156,7 +164,7 @@ def test_rule_10_holds_within_each_group_only() -> None:
     programs = [record("reduce", communicator="tp")] * 2
     first, second = run(*programs), run(*programs, order=[1, 0])
     accept(first, second, first, second, groups={"tp": [[0, 2], [3, 1]]})
-    words = "reduce/1 is collective number 1 of communicator 'tp', but reduce/0 of rank 2 (step 0) is that there"
+    words = "reduce/1 is collective number 1 of communicator 'tp', but reduce/0 of rank 2 (instruction 0) is that there"
     refuse([first, first, first, second], 3, 10, 0, words, groups={"tp": [[0, 1], [2, 3]]})
 
 
@@ -175,8 +183,8 @@ def test_groups_that_cannot_be_are_refused(members: list[list[int]]) -> None:
 
 
 def test_a_communicator_that_is_not_named_is_joined_by_all() -> None:
-    assert find_groups({"tp": [[0, 1]]}, "ep", 3) == ((0, 1, 2),)
-    assert find_groups({"tp": [[1, 0], [], [2]]}, "tp", 3) == ((1, 0), (2,))
+    assert get_groups({"tp": [[0, 1]]}, "ep", 3) == ((0, 1, 2),)
+    assert get_groups({"tp": [[1, 0], [], [2]]}, "tp", 3) == ((1, 0), (2,))
 
 
 def make_sized(*sizes: tuple[tuple[int, ...], ...]) -> list[RankPlan]:
@@ -196,7 +204,7 @@ def test_rule_11_sizes_that_differ() -> None:
     refuse_plans(plans, 2, 11, 4, words)
 
 
-def test_rule_11_without_a_collective_the_first_step_is_named() -> None:
+def test_rule_11_without_a_collective_the_first_instruction_is_named() -> None:
     program = record("norm", lane=COMPUTE)
     alone = replace(program, ops=(replace(program.ops[0], communicator=None),))
     plans = [RankPlan(run(alone, alone), ((1, 1), (2, size))) for size in (2, 3)]
@@ -204,7 +212,7 @@ def test_rule_11_without_a_collective_the_first_step_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "step", "words"),
+    ("sizes", "instruction", "words"),
     [
         (((3, 4),), 0, "norm/0 belongs to a schedule of 2 micro-batches, but sizes are given of 1"),
         (((3, 4), (5, 6), (7, 8)), 0, "norm/0 belongs to a schedule of 2 micro-batches, but sizes are given of 3"),
@@ -216,9 +224,9 @@ def test_rule_11_without_a_collective_the_first_step_is_named() -> None:
         ),
     ],
 )
-def test_rule_11_sizes_of_the_wrong_length(sizes: tuple[tuple[int, ...], ...], step: int, words: str) -> None:
-    refuse_plans(make_sized(sizes, ()), 0, 11, step, words)
-    refuse_plans(make_sized((), sizes), 1, 11, step, words)
+def test_rule_11_sizes_of_the_wrong_length(sizes: tuple[tuple[int, ...], ...], instruction: int, words: str) -> None:
+    refuse_plans(make_sized(sizes, ()), 0, 11, instruction, words)
+    refuse_plans(make_sized((), sizes), 1, 11, instruction, words)
 
 
 def test_rule_11_another_number_of_micro_batches() -> None:
@@ -231,7 +239,7 @@ def test_rule_11_another_number_of_micro_batches() -> None:
 def test_rule_12_two_communicators_in_another_order() -> None:
     programs = [record("reduce", communicator="tp"), record("send", communicator="ep")]
     schedules = [run(*programs), run(*programs, order=[1, 0]), run(*programs)]
-    words = "reduce/0 of rank 0 (step 0), send/1 of rank 1 (step 0), reduce/0 of rank 2 (step 0)"
+    words = "reduce/0 of rank 0 (instruction 0), send/1 of rank 1 (instruction 0), reduce/0 of rank 2 (instruction 0)"
     refuse(schedules, 0, 12, 0, "reduce/0 never begins: the ranks wait for each other, stopped at", words)
 
 
@@ -246,7 +254,14 @@ def test_rule_12_three_ranks_in_a_circle_of_which_each_pair_is_sound() -> None:
     schedules = [run(*programs, order=order) for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1])]
     groups: Groups = {"a": [[0, 2], [1]], "b": [[0, 1], [2]], "c": [[1, 2], [0]]}
     assert find_deadlock(schedules, groups) == {0: 0, 1: 0, 2: 0}
-    refuse(schedules, 0, 12, 0, "a/0 of rank 0 (step 0), b/1 of rank 1 (step 0), c/2 of rank 2 (step 0)", groups=groups)
+    refuse(
+        schedules,
+        0,
+        12,
+        0,
+        "a/0 of rank 0 (instruction 0), b/1 of rank 1 (instruction 0), c/2 of rank 2 (instruction 0)",
+        groups=groups,
+    )
     for pair in ("a", "b", "c"):
         accept(*schedules, groups={**groups, pair: [[0], [1], [2]]})
 
@@ -290,16 +305,16 @@ def test_a_host_that_is_kept_from_issuing_can_hang_collectives_on_two_lanes(
     assert find_deadlock(schedules) == stops
     if stops:
         with pytest.raises(ScheduleError, match="deadlock"):
-            simulate_ranks(schedules, lambda rank, step: 1.0)
+            simulate_ranks(schedules, lambda rank, instruction: 1.0)
     else:
-        simulate_ranks(schedules, lambda rank, step: 1.0)
+        simulate_ranks(schedules, lambda rank, instruction: 1.0)
 
 
 def test_a_deadlock_is_not_found_before_where_it_is() -> None:
     programs = [record("a", "b", "c"), record("d")]
     early = lower(programs, [Issue(0, 0), Issue(0, 1), Issue(1, 0), Issue(0, 2)])
     late = lower(programs, [Issue(0, 0), Issue(1, 0), Issue(0, 1), Issue(0, 2)])
-    refuse([early, late], 0, 12, 1, "b/0 of rank 0 (step 1), d/1 of rank 1 (step 1)")
+    refuse([early, late], 0, 12, 1, "b/0 of rank 0 (instruction 1), d/1 of rank 1 (instruction 1)")
 
 
 def test_a_long_schedule_is_shown_around_the_fault_only() -> None:

@@ -7,22 +7,23 @@ from typing import Any
 
 import pytest
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.hysteresis import Prediction
-from dbo_runtime.planner.online.planner import Choice, Planner
+from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.planner.online.predictor import NamedOrder
-from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.render import digest
-from dbo_runtime.runtime import MicroBatchRuntime, Plan, Shared
+from dbo_runtime.runtime import DataParallelSplit, ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.schedule import lower
 from tests.programs import record_three_lanes, record_toy
 
@@ -53,9 +54,9 @@ def runtime(log: Log) -> Iterator[MicroBatchRuntime]:
     runtime.close()
 
 
-def plan(runtime: MicroBatchRuntime, batch: Batch = BATCH, cuts: list[int] | None = None) -> Plan:
+def plan(runtime: MicroBatchRuntime, batch: Batch = BATCH, cuts: list[int] | None = None) -> ExecutionPlan:
     plan = runtime.plan(batch, cuts)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, ExecutionPlan)
     return plan
 
 
@@ -151,8 +152,8 @@ class FixedPlanner:
         order = policy((program,) * 2)
         self._order = NamedOrder("best", order, lower((program,) * 2, order))
 
-    def choose(self, batch: Batch, config: RuntimeConfig) -> Choice:
-        return Choice(self._order, Prediction(2.0, 1.0, 2), slice_batch(batch, [batch.tokens // 2]))
+    def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice:
+        return SplitChoice(self._order, Prediction(2.0, 1.0, 2), slice_batch(batch, [batch.tokens // 2]))
 
 
 def test_with_a_new_planner_orders_of_old_names_are_made_anew(runtime: MicroBatchRuntime) -> None:
@@ -200,7 +201,7 @@ def test_plans_that_several_ranks_share_must_fit_together(log: Log) -> None:
     p = ProgramBuilder()
     x = p.comm("reduce", lambda x: x, p.input("x"))
     program = p.build(p.op("gather", lambda x: x, x, lane="aux", communicator="other"))
-    assert isinstance(MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log).plan(BATCH), Plan)
+    assert isinstance(MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log).plan(BATCH), ExecutionPlan)
     with pytest.raises(ScheduleError, match=r"rule 9, step 1: gather/0 is a collective on lane 'aux'"):
         MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log, ranks=16).plan(BATCH)
 
@@ -213,7 +214,7 @@ def use_costs(runtime: MicroBatchRuntime, alpha: float) -> None:
     }
     origin = Origin("modelled", "a test", "2026-01-31", {}, {}, {}, {})
     runtime.planner = Planner(
-        runtime.program, CostTable(origin, sketch_program(runtime.program), ops, {}, HostCost(), {})
+        runtime.program, CostTable(origin, describe_program(runtime.program), ops, {}, HostCost(), {})
     )
 
 
@@ -254,15 +255,15 @@ def test_steps_too_small_to_hide_anything_are_declined_unseen(runtime: MicroBatc
 
 def test_data_parallel_ranks_plan_together_by_costs(runtime: MicroBatchRuntime) -> None:
     use_costs(runtime, alpha=0.0)
-    shared = runtime.plan_together([1024, 700])
-    assert isinstance(shared, Shared)
+    shared = runtime.plan_data_parallel([1024, 700])
+    assert isinstance(shared, DataParallelSplit)
     assert [sum(sizes) for sizes in zip(*shared.sizes, strict=True)] == [1024, 700]
     own = runtime.plan(BATCH, list(accumulate(part[0] for part in shared.sizes))[:-1], shared)
-    assert isinstance(own, Plan)
+    assert isinstance(own, ExecutionPlan)
     assert shared.choice is not None
     assert own.expected == shared.choice.prediction.split
     use_costs(runtime, alpha=10.0)
-    assert isinstance(runtime.plan_together([1024, 700]), Decline)
+    assert isinstance(runtime.plan_data_parallel([1024, 700]), Decline)
 
 
 def open_beside(log: Log, **settings: Any) -> MicroBatchRuntime:

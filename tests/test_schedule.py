@@ -58,7 +58,7 @@ def test_micro_batches_stay_in_order_over_one_between_them_that_lacks_the_op() -
 def test_a_chain_waits_where_it_changes_lanes_and_frees_what_it_has_used() -> None:
     schedule = lower([CHAIN, CHAIN], [Issue(0, 0), Issue(0, 1), Issue(0, 2), Issue(1, 0), Issue(1, 1), Issue(1, 2)])
     made, sent = (CHAIN.ops[n].writes[0] for n in range(2))
-    assert [step.waits for step in schedule.steps] == [
+    assert [instruction.waits for instruction in schedule.instructions] == [
         (),
         (Issue(0, 0),),
         (Issue(0, 1),),
@@ -66,7 +66,7 @@ def test_a_chain_waits_where_it_changes_lanes_and_frees_what_it_has_used() -> No
         (Issue(1, 0),),
         (Issue(1, 1),),
     ]
-    assert [step.frees for step in schedule.steps] == [
+    assert [instruction.frees for instruction in schedule.instructions] == [
         (),
         (),
         (Slot(0, made),),  # compute made it; once it has waited for the comm op it may drop it
@@ -85,10 +85,10 @@ def test_a_lane_that_starts_without_a_wait_is_forked_and_one_that_nobody_waits_f
     schedule = lower([p.build(p.compute("work", lambda x: x, x))], [Issue(0, 0), Issue(0, 1)])
     assert schedule.forks == ("comm",)
     assert schedule.joins == (Issue(0, 0),)
-    assert [step.records for step in schedule.steps] == [True, False]
+    assert [instruction.records for instruction in schedule.instructions] == [True, False]
 
 
-def test_steps_are_labelled_by_layer_op_and_micro_batch() -> None:
-    labels = [step.label for step in lower_toy(layers=1).steps]
+def test_instructions_are_labelled_by_layer_op_and_micro_batch() -> None:
+    labels = [instruction.label for instruction in lower_toy(layers=1).instructions]
     assert labels[0] == "L0.attn_norm/0"
     assert labels[-1] == "final_norm/1"

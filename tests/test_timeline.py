@@ -63,8 +63,8 @@ def test_the_share_beside_another_op_is_of_the_same_micro_batch_or_of_others() -
         ("compute", "L0.queries", 0, 1.0, 3.0),
         ("compute", "L0.queries", 1, 3.0, 4.0),
     )
-    assert timeline.share_beside("keys", "queries", same=True) == 0.5
-    assert timeline.share_beside("keys", "queries") == 0.25
+    assert timeline.measure_concurrent_share("keys", "queries", same=True) == 0.5
+    assert timeline.measure_concurrent_share("keys", "queries") == 0.25
 
 
 def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
@@ -76,15 +76,15 @@ def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
         ("compute", "e", 0, 20.0, 21.0),
         ("comm", "f", 1, 21.0, 22.0),  # touches e, no more
     )
-    assert timeline.measure_beside() == [4.5, 2.0, 3.0, 0.5, 0.0, 0.0]
-    assert Timeline(()).measure_beside() == []
+    assert timeline.measure_concurrent() == [4.5, 2.0, 3.0, 0.5, 0.0, 0.0]
+    assert Timeline(()).measure_concurrent() == []
 
 
 def test_beside_a_side_lane_only_what_computes_counts() -> None:
     timeline = make_timeline(
         ("side", "keys", 0, 0.0, 4.0), ("comm", "reduce", 1, 0.0, 3.0), ("compute", "queries", 0, 2.0, 3.0)
     )
-    assert timeline.measure_beside() == [1.0, 3.0, 1.0]
+    assert timeline.measure_concurrent() == [1.0, 3.0, 1.0]
 
 
 spans_in_halves = st.lists(
@@ -104,7 +104,7 @@ def test_seconds_beside_and_idle_are_those_that_counting_moments_finds(spans: li
     running = [{number for number, span in enumerate(spans) if span.start <= half / 2 < span.end} for half in range(60)]
     lanes = [{spans[number].lane for number in numbers} for numbers in running]
     timeline = Timeline(tuple(spans))
-    assert timeline.measure_beside() == [
+    assert timeline.measure_concurrent() == [
         sum(number in numbers and lane != {span.lane} for numbers, lane in zip(running, lanes, strict=True)) / 2
         for number, span in enumerate(spans)
     ]
@@ -131,19 +131,23 @@ def test_an_op_runs_beside_another_only_where_that_is_another_micro_batchs() -> 
         ("compute", "L2.experts", 1, 4.0, 8.0),  # the same micro-batch's
         ("compute", "L2.experts", 0, 9.0, 11.0),  # 1 s beside the second
     )
-    assert timeline.share_beside("dispatch", "experts") == 3 / 10
-    assert timeline.share_beside("experts", "dispatch") == 3 / 8
+    assert timeline.measure_concurrent_share("dispatch", "experts") == 3 / 10
+    assert timeline.measure_concurrent_share("experts", "dispatch") == 3 / 8
 
 
 def test_time_beside_several_micro_batches_counts_once() -> None:
     timeline = make_timeline(
         ("comm", "dispatch", 0, 0.0, 4.0), ("compute", "experts", 1, 0.0, 2.0), ("compute", "experts", 2, 1.0, 3.0)
     )
-    assert timeline.share_beside("dispatch", "experts") == 3 / 4
+    assert timeline.measure_concurrent_share("dispatch", "experts") == 3 / 4
 
 
 def test_an_op_that_never_ran_is_beside_nothing() -> None:
-    assert OVERLAPPING.share_beside("dispatch", "mlp") == OVERLAPPING.share_beside("mlp", "dispatch") == 0
+    assert (
+        OVERLAPPING.measure_concurrent_share("dispatch", "mlp")
+        == OVERLAPPING.measure_concurrent_share("mlp", "dispatch")
+        == 0
+    )
 
 
 def test_the_drawing_has_a_row_for_each_lane_and_a_digit_for_each_micro_batch() -> None:
@@ -183,7 +187,7 @@ def test_a_table_that_shows_all_says_nothing_of_more(most: int) -> None:
 
 def test_a_recorder_keeps_spans_by_start() -> None:
     recorder = Recorder()
-    first, second = lower_toy().steps[1:3]
+    first, second = lower_toy().instructions[1:3]
     recorder.note(second, 0.5, 2.0, 3.0)
     recorder.note(first, 0.25, 1.0, 2.0)
     assert recorder.timeline().spans == (

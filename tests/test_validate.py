@@ -21,16 +21,16 @@ CHAIN_TABLE = """
    2  receive/0            wait send/0  free %1/0"""
 
 
-def refuse(schedule: Schedule, rule: int, step: int, *words: str, capture: bool = False) -> None:
-    """Assert that a schedule is refused for breaking this rule at this step, in these words, and shown."""
+def refuse(schedule: Schedule, rule: int, instruction: int, *words: str, capture: bool = False) -> None:
+    """Assert that a schedule is refused for breaking this rule at this instruction, in these words, and shown."""
     with pytest.raises(ScheduleError) as raised:
         validate(schedule, capture)
     head, table = str(raised.value).split("\n\n")
-    assert head.startswith(f"rule {rule}, step {step}: ")
+    assert head.startswith(f"rule {rule}, instruction {instruction}: ")
     assert all(word in head for word in words), head
-    assert schedule.steps[step].op.declared_at in head
+    assert schedule.instructions[instruction].op.declared_at in head
     (marked,) = (row for row in table.splitlines() if row.endswith("<-- here"))
-    assert marked.split()[:2] == [str(step), schedule.steps[step].label]
+    assert marked.split()[:2] == [str(instruction), schedule.instructions[instruction].label]
 
 
 def read(table: str, *programs: Program) -> Schedule:
@@ -38,8 +38,10 @@ def read(table: str, *programs: Program) -> Schedule:
 
 
 def edit(schedule: Schedule, number: int, **fields: object) -> Schedule:
-    step = replace(schedule.steps[number], **fields)
-    return replace(schedule, steps=(*schedule.steps[:number], step, *schedule.steps[number + 1 :]))
+    instruction = replace(schedule.instructions[number], **fields)
+    return replace(
+        schedule, instructions=(*schedule.instructions[:number], instruction, *schedule.instructions[number + 1 :])
+    )
 
 
 @pytest.mark.parametrize("policy", [sequential, alternate])
@@ -63,17 +65,17 @@ def test_rule_1_ops_against_program_order() -> None:
 
 
 def test_rule_1_an_op_of_another_program() -> None:
-    refuse(edit(read(CHAIN_TABLE), 1, op=CHAIN.ops[0]), 1, 1, "the step runs 'make', but")
+    refuse(edit(read(CHAIN_TABLE), 1, op=CHAIN.ops[0]), 1, 1, "the instruction runs 'make', but")
 
 
 @pytest.mark.parametrize("issue", [Issue(1, 0), Issue(0, 3), Issue(-1, 0), Issue(0, -1)])
-def test_rule_1_a_step_for_no_op_at_all(issue: Issue) -> None:
+def test_rule_1_a_instruction_for_no_op_at_all(issue: Issue) -> None:
     schedule = edit(read(CHAIN_TABLE), 1, issue=issue)
-    with pytest.raises(ScheduleError, match=r"rule 1, step 1: .* names no op of these programs"):
+    with pytest.raises(ScheduleError, match=r"rule 1, instruction 1: .* names no op of these programs"):
         validate(schedule)
 
 
-def test_rule_1_no_steps() -> None:
+def test_rule_1_no_instructions() -> None:
     with pytest.raises(ScheduleError, match=r"rule 1, .*micro-batch 0 is not finished"):
         validate(Schedule((CHAIN,), ()))
 
@@ -102,10 +104,10 @@ def test_rule_3_a_wait_for_no_op_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "micro_batch", "value", "words"),
+    ("instruction", "micro_batch", "value", "words"),
     [
-        (1, 0, CHAIN.ops[0].writes[0], "send/0 reads %1:make, which step 1 freed"),
-        (2, 0, CHAIN.ops[0].writes[0], "is freed twice, first at step 2"),
+        (1, 0, CHAIN.ops[0].writes[0], "send/0 reads %1:make, which instruction 1 freed"),
+        (2, 0, CHAIN.ops[0].writes[0], "is freed twice, first at instruction 2"),
         (0, 0, CHAIN.ops[0].writes[0], "is freed before it is written"),
         (2, 0, CHAIN.inputs[0], "belongs to whoever runs the schedule"),
         (2, 0, CHAIN.outputs[0], "belongs to whoever runs the schedule"),
@@ -114,9 +116,14 @@ def test_rule_3_a_wait_for_no_op_at_all() -> None:
         (2, -1, CHAIN.ops[0].writes[0], "there is no micro-batch -1"),
     ],
 )
-def test_rule_4_a_free_of_what_must_be_kept(step: int, micro_batch: int, value: Value, words: str) -> None:
+def test_rule_4_a_free_of_what_must_be_kept(instruction: int, micro_batch: int, value: Value, words: str) -> None:
     schedule = read(CHAIN_TABLE)
-    refuse(edit(schedule, step, frees=(*schedule.steps[step].frees, Slot(micro_batch, value))), 4, step, words)
+    refuse(
+        edit(schedule, instruction, frees=(*schedule.instructions[instruction].frees, Slot(micro_batch, value))),
+        4,
+        instruction,
+        words,
+    )
 
 
 def test_rule_4_a_free_while_another_lane_may_still_read() -> None:
@@ -127,7 +134,7 @@ def test_rule_4_a_free_while_another_lane_may_still_read() -> None:
     table = "0 make/0 *\n1 send/0 * wait make/0\n2 work/0\njoin send/0"
     validate(read(table, program))
     early = read(table.replace("2 work/0", "2 work/0 free %0/0"), program)
-    refuse(early, 4, 2, "%0:make of micro-batch 0 is freed while step 1, on lane 'comm', may still use it")
+    refuse(early, 4, 2, "%0:make of micro-batch 0 is freed while instruction 1, on lane 'comm', may still use it")
 
 
 def test_rule_4_a_free_on_a_lane_that_does_not_own_the_memory() -> None:
@@ -140,7 +147,7 @@ def test_rule_4_a_free_on_a_lane_that_does_not_own_the_memory() -> None:
     table = "0 make/0 *\n1 send/0 wait make/0\n2 sync/0 *\n3 work/0\njoin sync/0"
     validate(read(table, program))
     early = read(table.replace("2 sync/0 *", "2 sync/0 * free %0/0"), program)
-    refuse(early, 4, 2, "lane 'compute' is not ordered after that step and could be handed the memory")
+    refuse(early, 4, 2, "lane 'compute' is not ordered after that instruction and could be handed the memory")
 
 
 def test_rule_4_a_free_of_a_result_that_lives_in_memory_of_another_lane() -> None:
@@ -179,9 +186,9 @@ def test_rule_6_micro_batches_out_of_order() -> None:
     p = ProgramBuilder()
     p.compute("attention", lambda: None, outputs=0, ordered=True)
     program = p.build()
-    schedule = Schedule((program, program), lower([program], [Issue(0, 0)]).steps)
-    step = schedule.steps[0]
-    backwards = replace(schedule, steps=(replace(step, issue=Issue(1, 0)), step))
+    schedule = Schedule((program, program), lower([program], [Issue(0, 0)]).instructions)
+    instruction = schedule.instructions[0]
+    backwards = replace(schedule, instructions=(replace(instruction, issue=Issue(1, 0)), instruction))
     refuse(backwards, 6, 0, "attention/1 is not ordered after attention/0")
 
 
@@ -229,7 +236,9 @@ def test_rule_8_a_value_overwritten_while_it_is_read() -> None:
     program = p.build(p.compute("add", lambda x: x, made, overwrites=(made,)))
     schedule = lower([program], [Issue(0, n) for n in range(3)])
     validate(schedule)
-    refuse(edit(schedule, 2, waits=(), frees=()), 8, 2, "add/0 overwrites %0:make while step 1 may still read it")
+    refuse(
+        edit(schedule, 2, waits=(), frees=()), 8, 2, "add/0 overwrites %0:make while instruction 1 may still read it"
+    )
 
 
 def test_rule_8_a_value_read_after_it_is_overwritten() -> None:
@@ -245,8 +254,8 @@ def test_rule_8_a_value_read_after_it_is_overwritten() -> None:
 
 def test_a_long_schedule_is_shown_around_the_fault_only() -> None:
     schedule = lower_toy(layers=20)
-    middle = len(schedule.steps) // 2
-    number = next(n for n, step in enumerate(schedule.steps) if n > middle and step.waits)
+    middle = len(schedule.instructions) // 2
+    number = next(n for n, instruction in enumerate(schedule.instructions) if n > middle and instruction.waits)
     with pytest.raises(ScheduleError) as raised:
         validate(edit(schedule, number, waits=(), frees=()))
     assert len(str(raised.value).splitlines()) < 40

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from dbo_runtime.planner.costs.cost_file import save_costs
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
-from dbo_runtime.planner.costs.program_spec import LayerRun, OpSketch, Sketch
+from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
 
-PUBLISHED = Path(__file__).parents[1] / "dbo_runtime" / "planner" / "published"
+PUBLISHED = Path(__file__).parents[1] / "dbo_runtime" / "planner" / "whatif" / "published"
 
 # The model, from DeepSeek-R1's configuration.
 HIDDEN, Q_RANK, KV_RANK, ROTARY, HEADS, HEAD, VALUE = 7168, 1536, 512, 64, 128, 128, 128
@@ -155,26 +155,26 @@ def derive_ops(machine: Machine) -> dict[str, Cost]:
 def list_layers() -> tuple[LayerRun, ...]:
     """Return the layers as `models/layers.py` records them, with a `side` lane and one tensor parallel rank."""
 
-    def attend(stream: tuple[str, ...]) -> tuple[OpSketch, ...]:
+    def attend(stream: tuple[str, ...]) -> tuple[OpSpec, ...]:
         return (
-            OpSketch("attn_norm", "compute", stream, outputs=2, overwrites=stream),
-            OpSketch("slots", "compute", ()),
-            OpSketch("latent", "compute", ("attn_norm",)),
-            OpSketch("keys", "side", ("latent", "positions", "slots"), outputs=2),
-            OpSketch("queries", "compute", ("latent", "positions")),
-            OpSketch("attention", "compute", ("queries", "keys", "keys.1"), ordered=True),
-            OpSketch("attn_out", "compute", ("attention",)),
-            OpSketch("mlp_norm", "compute", after := ("attn_out", "attn_norm.1"), outputs=2, overwrites=after),
+            OpSpec("attn_norm", "compute", stream, outputs=2, overwrites=stream),
+            OpSpec("slots", "compute", ()),
+            OpSpec("latent", "compute", ("attn_norm",)),
+            OpSpec("keys", "side", ("latent", "positions", "slots"), outputs=2),
+            OpSpec("queries", "compute", ("latent", "positions")),
+            OpSpec("attention", "compute", ("queries", "keys", "keys.1"), ordered=True),
+            OpSpec("attn_out", "compute", ("attention",)),
+            OpSpec("mlp_norm", "compute", after := ("attn_out", "attn_norm.1"), outputs=2, overwrites=after),
         )
 
-    dense = (OpSketch("mlp", "compute", ("mlp_norm",)),)
+    dense = (OpSpec("mlp", "compute", ("mlp_norm",)),)
     moe = (
-        OpSketch("gate", "compute", ("mlp_norm",)),
-        OpSketch("dispatch", "comm", ("mlp_norm", "gate"), outputs=2, communicator="experts"),
-        OpSketch("shared_experts", "side", ("mlp_norm",)),
-        OpSketch("experts", "compute", ("dispatch",)),
-        OpSketch("combine", "comm", ("experts", "dispatch.1"), communicator="experts"),
-        OpSketch("merge", "compute", ("combine", "shared_experts"), overwrites=("combine",)),
+        OpSpec("gate", "compute", ("mlp_norm",)),
+        OpSpec("dispatch", "comm", ("mlp_norm", "gate"), outputs=2, communicator="experts"),
+        OpSpec("shared_experts", "side", ("mlp_norm",)),
+        OpSpec("experts", "compute", ("dispatch",)),
+        OpSpec("combine", "comm", ("experts", "dispatch.1"), communicator="experts"),
+        OpSpec("merge", "compute", ("combine", "shared_experts"), overwrites=("combine",)),
     )
     last = ("merge", "mlp_norm.1")
     return (
@@ -182,7 +182,7 @@ def list_layers() -> tuple[LayerRun, ...]:
         LayerRun(DENSE - 1, (*attend(("mlp", "mlp_norm.1")), *dense)),
         LayerRun(1, (*attend(("mlp", "mlp_norm.1")), *moe)),
         LayerRun(MOE - 1, (*attend(last), *moe)),
-        LayerRun(1, (OpSketch("final_norm", "compute", last, overwrites=last),), layered=False),
+        LayerRun(1, (OpSpec("final_norm", "compute", last, overwrites=last),), layered=False),
     )
 
 
@@ -199,7 +199,7 @@ def derive_table(machine: Machine) -> CostTable:
         parallel={"tensor": 1, "data": machine.ranks, "expert": machine.ranks, "hosts": machine.hosts},
         versions={},
     )
-    program = Sketch(("embedded", "positions"), list_layers(), ("final_norm",))
+    program = ProgramSpec(("embedded", "positions"), list_layers(), ("final_norm",))
     ops = {name: round_cost(cost) for name, cost in derive_ops(machine).items()}
     return CostTable(origin, program, ops, CONTENTION, host, {})
 

@@ -66,7 +66,7 @@ class Lane(Protocol):
         """
 
 
-class Stopwatch(Protocol):
+class Timer(Protocol):
     """Takes the time of a step on the first lane, from where it was started."""
 
     def stop(self) -> None:
@@ -111,13 +111,13 @@ class Device(Protocol):
     def make_event(self) -> Event:
         """Make an event to record and wait for, any number of times."""
 
-    def start_watch(self) -> Stopwatch:
+    def start_timer(self) -> Timer:
         """Start a watch when all that was launched on the current stream or thread so far is done."""
 
     def begin(self) -> None:
         """Start a run. Events recorded before do not count in it."""
 
-    def hand_over(self, values: Iterable[Any]) -> None:
+    def release_to_caller(self, values: Iterable[Any]) -> None:
         """Let the caller keep, use on the first lane, and free *values*, whichever lane's memory they are in."""
 
     def finish(self) -> None:

@@ -126,7 +126,7 @@ class WorkerLane:
                 self._progress.notify_all()
 
 
-class HostWatch:
+class HostTimer:
     """The host's clock, where the calling thread has run all that it launched."""
 
     def __init__(self) -> None:
@@ -198,9 +198,9 @@ class CpuDevice:
         """Make an event that is not recorded yet."""
         return CpuEvent()
 
-    def start_watch(self) -> HostWatch:
+    def start_timer(self) -> HostTimer:
         """Start a watch now."""
-        return HostWatch()
+        return HostTimer()
 
     def begin(self) -> None:
         """Start a run with the calling thread's state."""
@@ -208,7 +208,7 @@ class CpuDevice:
         if self._capture_state is not None:
             self.thread_state = self._capture_state()
 
-    def hand_over(self, values: Iterable[Any]) -> None:
+    def release_to_caller(self, values: Iterable[Any]) -> None:
         """Nothing to do: memory is not a lane's."""
 
     def finish(self) -> None:

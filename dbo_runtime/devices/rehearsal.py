@@ -13,21 +13,22 @@ from typing import NamedTuple, NoReturn
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.program import COMPUTE
-from dbo_runtime.ranks import Groups, find_groups
+from dbo_runtime.ranks import Groups, get_groups
 from dbo_runtime.render import name_issue, render
-from dbo_runtime.schedule import Issue, Schedule, Step
+from dbo_runtime.schedule import Instruction, Issue, Schedule
 
-RankCost = Callable[[int, Step], float]
+RankCost = Callable[[int, Instruction], float]
 
-_SHOWN = 12  # steps shown on either side of a fault
+_SHOWN = 12  # instructions shown on either side of a fault
 
 
 def simulate_ranks(schedules: Sequence[Schedule], cost: RankCost, groups: Groups | None = None) -> tuple[Timeline, ...]:
-    """Return when each op of each rank would run if ops cost *cost(rank, step)* seconds; no op is run.
+    """Return when each op of each rank would run if ops cost *cost(rank, instruction)* seconds; no op is run.
 
-    Each rank has a host, which issues in order and without delay, and lanes, which run in order. A step on `compute`
-    and a `host_sync` step keep the host from going on until they have ended, as on the strictest device. A collective
-    begins when all ranks of its group have come to it, and takes as long as the slowest of them says.
+    Each rank has a host, which issues in order and without delay, and lanes, which run in order. An instruction on
+    `compute` and a `host_sync` instruction keep the host from going on until they have ended, as on the strictest
+    device. A collective begins when all ranks of its group have come to it, and takes as long as the slowest of them
+    says.
 
     Raises:
         ScheduleError: if ranks meet in different collectives, wait for each other for ever, or for an event that is
@@ -42,15 +43,15 @@ def simulate_ranks(schedules: Sequence[Schedule], cost: RankCost, groups: Groups
 
 
 class _Issued(NamedTuple):
-    """A step that its host has issued."""
+    """An instruction that its host has issued."""
 
     number: int
-    step: Step
+    instruction: Instruction
     time: float
     turn: int  # which of its rank's collectives on the same communicator it is, from 1
 
 
-_Meeting = dict[int, tuple[_Issued, float]]  # who has come to a collective, by rank: with which step, and when
+_Meeting = dict[int, tuple[_Issued, float]]  # who has come to a collective, by rank: with which instruction, and when
 
 
 @dataclass(slots=True)
@@ -68,46 +69,50 @@ class _Rank:
     spans: dict[int, Span] = field(default_factory=dict)
 
     def issue(self) -> None:
-        """Issue steps up to the next that keeps the host from going on."""
-        steps = self.schedule.steps
-        while not self.host_waits and self.issued < len(steps):
-            step = steps[self.issued]
-            self._check_recorded(step.waits, f"at step {self.issued}, {step.label},")
-            self.turns[step.op.communicator] += 1
-            issued = _Issued(self.issued, step, self.time, self.turns[step.op.communicator])
-            self.queues[step.op.lane].append(issued)
-            if step.records:
-                self.recorded.add(step.issue)
-            self.host_waits = _keeps_host(step)
+        """Issue instructions up to the next that keeps the host from going on."""
+        instructions = self.schedule.instructions
+        while not self.host_waits and self.issued < len(instructions):
+            instruction = instructions[self.issued]
+            self._check_recorded(instruction.waits, f"at instruction {self.issued}, {instruction.label},")
+            self.turns[instruction.op.communicator] += 1
+            issued = _Issued(self.issued, instruction, self.time, self.turns[instruction.op.communicator])
+            self.queues[instruction.op.lane].append(issued)
+            if instruction.records:
+                self.recorded.add(instruction.issue)
+            self.host_waits = _keeps_host(instruction)
             self.issued += 1
-        if self.issued == len(steps):
+        if self.issued == len(instructions):
             self._check_recorded(self.schedule.joins, "at its end")
 
     def arrive(self, issued: _Issued) -> float | None:
-        """Return when the next step of a lane could begin by itself; None if that is not known yet."""
-        if any(issue not in self.ends for issue in issued.step.waits):
+        """Return when the next instruction of a lane could begin by itself; None if that is not known yet."""
+        if any(issue not in self.ends for issue in issued.instruction.waits):
             return None
-        return max([issued.time, self.lane_ends[issued.step.op.lane], *(self.ends[i] for i in issued.step.waits)])
+        return max(
+            [issued.time, self.lane_ends[issued.instruction.op.lane], *(self.ends[i] for i in issued.instruction.waits)]
+        )
 
     def run(self, issued: _Issued, start: float, end: float) -> None:
-        """Let the next step of a lane take this time."""
-        step = issued.step
-        self.queues[step.op.lane].popleft()
-        self.lane_ends[step.op.lane] = self.ends[step.issue] = end
-        self.spans[issued.number] = Span(step.op.lane, step.op.label, step.issue.micro_batch, start, end)
-        if _keeps_host(step):
+        """Let the next instruction of a lane take this time."""
+        instruction = issued.instruction
+        self.queues[instruction.op.lane].popleft()
+        self.lane_ends[instruction.op.lane] = self.ends[instruction.issue] = end
+        self.spans[issued.number] = Span(
+            instruction.op.lane, instruction.op.label, instruction.issue.micro_batch, start, end
+        )
+        if _keeps_host(instruction):
             self.host_waits = False
             self.time = end
 
     def find_stop(self) -> _Issued | None:
-        """Return the first step that was issued and has not run."""
+        """Return the first instruction that was issued and has not run."""
         return min((queue[0] for queue in self.queues.values() if queue), default=None)
 
     def timeline(self) -> Timeline:
-        return Timeline(tuple(self.spans[number] for number in range(len(self.schedule.steps))))
+        return Timeline(tuple(self.spans[number] for number in range(len(self.schedule.instructions))))
 
     def fail(self, number: int, what: str) -> NoReturn:
-        where = self.schedule.steps[number].op.declared_at
+        where = self.schedule.instructions[number].op.declared_at
         raise ScheduleError(f"{what}. ({where})\n\n{render(self.schedule, mark=number, around=_SHOWN)}")
 
     def _check_recorded(self, waits: Sequence[Issue], where: str) -> None:
@@ -115,7 +120,7 @@ class _Rank:
             if issue not in self.recorded:
                 awaited = name_issue(self.schedule.programs, issue)
                 what = f"rank {self.number} waits {where} for {awaited}, which has recorded no event by then"
-                self.fail(min(self.issued, len(self.schedule.steps) - 1), what)
+                self.fail(min(self.issued, len(self.schedule.instructions) - 1), what)
 
 
 class _Rehearsal:
@@ -148,12 +153,12 @@ class _Rehearsal:
             self.ranks[number].fail(stop.number, f"deadlock: {'; '.join(waits)}")
 
     def _run(self, rank: _Rank, issued: _Issued) -> bool:
-        """Run the next step of a lane, if it can begin, and with a collective those of all ranks that meet in it."""
+        """Run the next instruction of a lane if it can begin; a collective runs on all ranks that meet in it."""
         time = rank.arrive(issued)
         if time is None:
             return False
-        if issued.step.op.communicator is None:
-            rank.run(issued, time, time + self._cost(rank.number, issued.step))
+        if issued.instruction.op.communicator is None:
+            rank.run(issued, time, time + self._cost(rank.number, issued.instruction))
             return True
         members, meeting = self._find_meeting(rank, issued)
         meeting[rank.number] = issued, time
@@ -161,32 +166,32 @@ class _Rehearsal:
         if len(meeting) < len(members):
             return False
         start = max(time for _, time in meeting.values())
-        end = start + max(self._cost(member, theirs.step) for member, (theirs, _) in meeting.items())
+        end = start + max(self._cost(member, theirs.instruction) for member, (theirs, _) in meeting.items())
         for member, (theirs, _) in meeting.items():
             self.ranks[member].run(theirs, start, end)
         return True
 
     def _find_meeting(self, rank: _Rank, issued: _Issued) -> tuple[tuple[int, ...], _Meeting]:
         """Return the ranks that should meet in a collective, and those that have come."""
-        name = str(issued.step.op.communicator)
-        groups = find_groups(self._groups, name, len(self.ranks))
+        name = str(issued.instruction.op.communicator)
+        groups = get_groups(self._groups, name, len(self.ranks))
         members = next((group for group in groups if rank.number in group), None)
         if members is None:
-            what = f"uses communicator {name!r}, which has no rank {rank.number}, at step {issued.number}"
-            rank.fail(issued.number, f"rank {rank.number} {what}, {issued.step.label}")
+            what = f"uses communicator {name!r}, which has no rank {rank.number}, at instruction {issued.number}"
+            rank.fail(issued.number, f"rank {rank.number} {what}, {issued.instruction.label}")
         return members, self._meetings[name, members, issued.turn]
 
     def _check_same(self, rank: _Rank, issued: _Issued, meeting: _Meeting) -> None:
         for other, (theirs, _) in meeting.items():
-            if theirs.step.label != issued.step.label:
-                own = f"rank {rank.number} comes to step {issued.number}, {issued.step.label}"
-                there = f"rank {other}, which comes to step {theirs.number}, {theirs.step.label}"
-                rank.fail(issued.number, f"{own}, and meets {there}, on {issued.step.op.communicator!r}")
+            if theirs.instruction.label != issued.instruction.label:
+                own = f"rank {rank.number} comes to instruction {issued.number}, {issued.instruction.label}"
+                there = f"rank {other}, which comes to instruction {theirs.number}, {theirs.instruction.label}"
+                rank.fail(issued.number, f"{own}, and meets {there}, on {issued.instruction.op.communicator!r}")
 
     def _locate(self, number: int) -> str:
         stop = self.ranks[number].find_stop()
-        return "has ended" if stop is None else f"waits at step {stop.number}, {stop.step.label}"
+        return "has ended" if stop is None else f"waits at instruction {stop.number}, {stop.instruction.label}"
 
 
-def _keeps_host(step: Step) -> bool:
-    return step.op.lane == COMPUTE or step.op.host_sync
+def _keeps_host(instruction: Instruction) -> bool:
+    return instruction.op.lane == COMPUTE or instruction.op.host_sync

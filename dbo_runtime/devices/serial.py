@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dbo_runtime.devices import Device, Event, Graph, Lane, Result, Stopwatch, make_refusal
+from dbo_runtime.devices import Device, Event, Graph, Lane, Result, Timer, make_refusal
 
 
 class SerialDevice:
@@ -30,17 +30,17 @@ class SerialDevice:
         """Make an event of the other device."""
         return self._device.make_event()
 
-    def start_watch(self) -> Stopwatch:
+    def start_timer(self) -> Timer:
         """Start a watch of the other device."""
-        return self._device.start_watch()
+        return self._device.start_timer()
 
     def begin(self) -> None:
         """Start a run of the other device."""
         self._device.begin()
 
-    def hand_over(self, values: Iterable[Any]) -> None:
+    def release_to_caller(self, values: Iterable[Any]) -> None:
         """Hand over what is in the first lane's memory."""
-        self._device.hand_over(values)
+        self._device.release_to_caller(values)
 
     def finish(self) -> None:
         """End a run of the other device."""

@@ -60,7 +60,7 @@ class _Bridge:
         return self._found
 
 
-class StreamWatch:
+class StreamTimer:
     """Two timing events on the stream that is current at start and stop."""
 
     def __init__(self, backend: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded
-from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamWatch
+from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
 from dbo_runtime.errors import DeviceError
 
 POOL = 32  # streams that CUDA (of one priority) and NPU each hand out in turn (c10/cuda/CUDAStream.h, NPUStream.cpp)
@@ -116,9 +116,9 @@ class StreamDevice:
         """Make an event that is not recorded yet."""
         return StreamEvent(self.backend.Event())
 
-    def start_watch(self) -> StreamWatch:
+    def start_timer(self) -> StreamTimer:
         """Start a watch on the current stream."""
-        return StreamWatch(self.backend)
+        return StreamTimer(self.backend)
 
     def begin(self) -> None:
         """Start a run: the first lane is the stream that is current now."""
@@ -153,7 +153,7 @@ class StreamDevice:
             raise DeviceError("no times can be taken of what is captured into a graph: leave the instrument out.")
         return self._clock.read(lane.stream)
 
-    def hand_over(self, values: Iterable[Any]) -> None:
+    def release_to_caller(self, values: Iterable[Any]) -> None:
         """Tell the allocator of tensors that leave the schedule, because from now on the caller frees them.
 
         Within a run the schedule's frees keep memory safe: none comes before the lane that the memory belongs to has

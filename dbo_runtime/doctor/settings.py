@@ -9,7 +9,7 @@ from pathlib import Path
 from dbo_runtime.config import ENABLE, PREFIX, RuntimeConfig, describe_settings, read_environment
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs.cost_file import find_stage_files, load_costs
+from dbo_runtime.planner.costs.cost_file import list_stage_files, load_costs
 
 CALIBRATE = "`dbo calibrate MODEL --output FILE` writes one"
 
@@ -59,7 +59,7 @@ def check_costs(config: RuntimeConfig) -> Finding:
             return Finding("costs", "ok", f"calibration writes {path} at the start")
         found = f"{path} cannot be written: calibration would be done and not kept"
         return Finding("costs", "warn", found, "name a file in a writable folder")
-    files = [] if path.exists() else find_stage_files(config.costs)
+    files = [] if path.exists() else list_stage_files(config.costs)
     try:
         tables = {file: load_costs(file) for file in files or [config.costs]}
     except ConfigError as error:

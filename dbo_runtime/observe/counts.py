@@ -28,7 +28,7 @@ HELP: Mapping[str, str] = MappingProxyType(
 )
 
 
-def find_folder() -> str | None:
+def get_folder() -> str | None:
     """Return where this server's counts are; None where nobody counts."""
     return os.environ.get(SHARED) or os.environ.get(FOLDER)
 
@@ -41,7 +41,7 @@ def statistics() -> dict[str, Any]:
     way, of the steps that were predicted; `communication_seconds` and `hidden_seconds` of the `sampled` split steps,
     one in 64. All zero where overlap is off.
     """
-    folder = find_folder()
+    folder = get_folder()
     files = [] if folder is None else sorted(map(str, Path(folder).glob("*_dbo*.db")))
     return _sum_up(_read(files))
 

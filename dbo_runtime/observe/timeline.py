@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, SupportsFloat
 
 from dbo_runtime.program import COMPUTING, SIDE
-from dbo_runtime.schedule import Step
+from dbo_runtime.schedule import Instruction
 
 
 class Span(NamedTuple):
@@ -86,7 +86,7 @@ class Timeline:
         """Seconds between the first start and the last end in which no lane ran anything."""
         return self.duration - sum(end - start for start, end in _merge((s.start, s.end) for s in self.spans))
 
-    def measure_beside(self) -> list[float]:
+    def measure_concurrent(self) -> list[float]:
         """Return for each span the seconds of it during which another lane ran [spans].
 
         For `side` only another that computes counts: with that it shares more than with one that communicates.
@@ -104,7 +104,7 @@ class Timeline:
             beside.append(min(seconds, span.end - span.start))  # rounding must not make it longer
         return beside
 
-    def share_beside(self, op: str, other: str, same: bool = False) -> float:
+    def measure_concurrent_share(self, op: str, other: str, same: bool = False) -> float:
         """Return in which part of its time *op* of one micro-batch ran beside *other* of another, in all layers.
 
         With *same*, beside that of the same micro-batch.
@@ -157,9 +157,9 @@ class Recorder:
     """An instrument that keeps the spans of a run."""
 
     def __init__(self) -> None:
-        self._notes: list[tuple[Step, float, SupportsFloat, SupportsFloat]] = []
+        self._notes: list[tuple[Instruction, float, SupportsFloat, SupportsFloat]] = []
 
-    def note(self, step: Step, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
+    def note(self, step: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
         """Keep the interval."""
         self._notes.append((step, issued, start, end))
 

@@ -12,8 +12,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import read_environment
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 
 
@@ -104,7 +105,7 @@ class WorkerExtension:
         config = replace(forward.runtime.config, mode="always")
         batch = Batch(tuple(query_lens), sum(query_lens))
         rank = forward.planner.rank
-        choice = planner.choose(batch, config) if rank is None else planner.choose_together([batch.tokens], config)
+        choice = planner.choose(batch, config) if rank is None else planner.choose_data_parallel([batch.tokens], config)
         return None if isinstance(choice, Decline) else choice.prediction._asdict()
 
     def dbo_configure(self, settings: dict[str, str]) -> None:

@@ -8,17 +8,17 @@ import granite_adapter
 import pytest
 from granite_adapter import GraniteAdapter
 
-from dbo_runtime.testing import try_adapter
+from dbo_runtime.testing import verify_adapter
 
 MODEL = str(Path(__file__).parent)  # where config.json is; weights are made up
 
 
 def test_the_program_is_the_models_own_forward_at_every_cut() -> None:
-    trial = try_adapter(MODEL, GraniteAdapter())
-    assert not trial.faults, str(trial)
+    trial = verify_adapter(MODEL, GraniteAdapter())
+    assert not trial.mismatches, str(trial)
     assert trial.cuts > 10
 
 
 def test_a_mistake_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(granite_adapter, "add_scaled", lambda factor, residual, x: residual + x)
-    assert try_adapter(MODEL, GraniteAdapter()).faults[0].op == "L0.attn_add"
+    assert verify_adapter(MODEL, GraniteAdapter()).mismatches[0].op == "L0.attn_add"

@@ -45,7 +45,7 @@ PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_b
 FOUR = {"NPU_STANDIN_DEVICES": "4"}
 
 
-def find_obstacle() -> str | None:
+def check_inputs() -> str | None:
     """Return why nothing can run here, if it cannot."""
     if "ASCEND_HOME_PATH" in os.environ:
         return "CANN itself is installed here"
@@ -59,7 +59,7 @@ def find_obstacle() -> str | None:
     )
 
 
-OBSTACLE = find_obstacle()
+OBSTACLE = check_inputs()
 collect_ignore_glob = [] if OBSTACLE is None else ["test_*.py"]
 
 

@@ -24,7 +24,7 @@ Op = tuple[int | None, int, str]
 """Layer, micro-batch and name of an op."""
 
 
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """What one rank did in a step: ops of each lane in issue order, and what ran."""
 
     compute: list[Op]
@@ -39,21 +39,21 @@ class Step(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def steps() -> Iterator[list[Step]]:
+def steps() -> Iterator[list[Instruction]]:
     """Return what both ranks of a tensor parallel pair that shares out its experts did in one prefill."""
     for npus in start(1, tensor_parallel_size=2, enable_expert_parallel=True):
         (found,) = npus.run(trace_prefill)
         yield found
 
 
-def trace_prefill(engine: Engine, rank: int) -> list[Step]:
+def trace_prefill(engine: Engine, rank: int) -> list[Instruction]:
     """Prefill two prompts in one step, cut between them."""
     engine.configure(DBO_MODE="always")
     engine.cut_at(64)
     engine.generate(make_prompts(64, 60))  # plans
     engine.llm.collective_rpc(_start_trace)
     engine.generate(make_prompts(64, 60))
-    found: list[Step] = engine.llm.collective_rpc(_end_trace)
+    found: list[Instruction] = engine.llm.collective_rpc(_end_trace)
     return found
 
 
@@ -69,7 +69,7 @@ def _start_trace(worker: Any) -> None:
     worker.kernels = worker.traced.__enter__()
 
 
-def _end_trace(worker: Any) -> Step:
+def _end_trace(worker: Any) -> Instruction:
     import torch
 
     torch.npu.synchronize()
@@ -79,12 +79,12 @@ def _end_trace(worker: Any) -> Step:
     standin.calm()
     (executor,) = find_planner(worker)._runtime._executors.values()
     lanes: dict[str, list[Op]] = {"compute": [], "comm": []}
-    for step in executor.schedule.steps:
+    for step in executor.schedule.instructions:
         lanes[step.op.lane].append((step.op.layer, step.issue.micro_batch, step.op.name))
-    return Step(lanes["compute"], lanes["comm"], list(worker.kernels))
+    return Instruction(lanes["compute"], lanes["comm"], list(worker.kernels))
 
 
-def test_collectives_of_one_micro_batch_run_beside_attention_or_experts_of_the_other(steps: list[Step]) -> None:
+def test_collectives_of_one_micro_batch_run_beside_attention_or_experts_of_the_other(steps: list[Instruction]) -> None:
     """At least two such pairs a layer, on each rank."""
     for step in steps:
         pairs = find_pairs(step)
@@ -93,7 +93,7 @@ def test_collectives_of_one_micro_batch_run_beside_attention_or_experts_of_the_o
             assert len(found) >= 2, f"layer {layer}: {found}"
 
 
-def test_all_collectives_are_on_one_stream_in_the_order_of_the_schedule(steps: list[Step]) -> None:
+def test_all_collectives_are_on_one_stream_in_the_order_of_the_schedule(steps: list[Instruction]) -> None:
     for step in steps:
         collectives = step.list_collectives()
         assert len(collectives) == len(step.comm)
@@ -101,7 +101,7 @@ def test_all_collectives_are_on_one_stream_in_the_order_of_the_schedule(steps: l
     assert len({tuple(step.comm) for step in steps}) == 1
 
 
-def test_the_host_waits_for_nothing_while_a_step_runs(steps: list[Step]) -> None:
+def test_the_host_waits_for_nothing_while_a_step_runs(steps: list[Instruction]) -> None:
     for step in steps:
         attention = [kernel for kernel in step.kernels if kernel.name == "FusedInferAttentionScore"]
         waits = [kernel for kernel in step.kernels if kernel.stream == ON_HOST]
@@ -109,7 +109,7 @@ def test_the_host_waits_for_nothing_while_a_step_runs(steps: list[Step]) -> None
         assert during == [], "the host copied between the first and the last attention"
 
 
-def find_pairs(step: Step) -> set[tuple[Op, Op]]:
+def find_pairs(step: Instruction) -> set[tuple[Op, Op]]:
     """Return (collective, op) of different micro-batches that ran at the same time."""
     attention = [kernel for kernel in step.kernels if kernel.name == "FusedInferAttentionScore"]
     products = [kernel for kernel in step.kernels if kernel.name == "GroupedMatmul"]

@@ -88,10 +88,10 @@ def name_hazards(engine: Engine, rank: int) -> dict[str | None, str | None]:
     """Return why the model would run whole with each of the features on, and with none."""
     from vllm_ascend.ascend_config import get_ascend_config
 
-    from dbo_runtime.vllm_plugin.context.checks import find_config_hazard
+    from dbo_runtime.vllm_plugin.context.checks import check_config
 
     config = engine.llm.llm_engine.vllm_config
-    found: dict[str | None, str | None] = {None: find_config_hazard(config)}
+    found: dict[str | None, str | None] = {None: check_config(config)}
     for name, (value, _) in FEATURES.items():
         first, _, last = name.partition(".")
         changed = value
@@ -99,7 +99,7 @@ def name_hazards(engine: Engine, rank: int) -> dict[str | None, str | None]:
             changed = copy.copy(getattr(get_ascend_config(), first))
             object.__setattr__(changed, last, value)  # some are frozen
         with patch.object(get_ascend_config(), first, changed):
-            found[name] = find_config_hazard(config)
+            found[name] = check_config(config)
     return found
 
 
@@ -117,9 +117,9 @@ def name_step_hazards(engine: Engine, rank: int) -> dict[str, str | None]:
     """Return why a step would run whole with each way of vllm-ascend to reach experts."""
     from vllm_ascend.ascend_forward_context import MoECommType
 
-    from dbo_runtime.vllm_plugin.platforms.ascend import find_step_hazard
+    from dbo_runtime.vllm_plugin.platforms.ascend import check_step
 
-    hazards = {kind.name: find_step_hazard(SimpleNamespace(moe_comm_type=kind)) for kind in MoECommType}
+    hazards = {kind.name: check_step(SimpleNamespace(moe_comm_type=kind)) for kind in MoECommType}
     return {name: None if hazard is None else str(hazard) for name, hazard in hazards.items()}
 
 

@@ -35,13 +35,13 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from dbo_runtime.adapter import find_adapter, record_program
+from dbo_runtime.adapter import get_adapter, record_program
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.api import compat
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from tests.benchmarks.page import Publish, find_command, make_table
 from tests.vllm_plugin.families import FAMILIES, SIZES, TINY, find_backend
 
@@ -88,7 +88,7 @@ SUBJECTS = {
 }
 
 
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """One call of a forward: its arguments and the context it ran in."""
 
     arguments: tuple[Any, ...]
@@ -118,9 +118,9 @@ class Served:
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
         config = self._runner.vllm_config
-        groups = compat.find_groups(config)
+        groups = compat.get_groups(config)
         collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
-        adapter = find_adapter(subject.architecture)
+        adapter = get_adapter(subject.architecture)
         assert adapter is not None
         self.program = record_program(adapter, self._model, collectives)
         self.compiled = self.program
@@ -137,13 +137,13 @@ class Served:
     def longest(self) -> int:
         return int(self._runner.vllm_config.model_config.max_model_len)
 
-    def keep_step(self, prompts: tuple[int, ...], decodes: bool) -> Step:
+    def keep_step(self, prompts: tuple[int, ...], decodes: bool) -> Instruction:
         """Take steps up to the prefill of these prompts, or the first decode after it, and keep that one."""
         engine, kept = self._llm.llm_engine, []
         forward, wanted = self._model.forward, len(prompts) if decodes else sum(prompts)
 
         def keep(*arguments: Any, **kwargs: Any) -> Any:
-            kept.append(Step(arguments, kwargs, get_forward_context()))
+            kept.append(Instruction(arguments, kwargs, get_forward_context()))
             return forward(*arguments, **kwargs)
 
         sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
@@ -162,14 +162,14 @@ class Served:
         assert step.arguments == (), "the runner names all arguments"
         return step._replace(kwargs={name: _copy(value) for name, value in step.kwargs.items()})
 
-    def run_own(self, step: Step, skip_compiled: bool = False) -> torch.Tensor:
+    def run_own(self, step: Instruction, skip_compiled: bool = False) -> torch.Tensor:
         """Run the model's own forward."""
         step.context.skip_compiled = skip_compiled
         with override_forward_context(step.context):
             hidden: torch.Tensor = self._model.forward(**step.kwargs)
         return hidden
 
-    def run_program(self, step: Step, program: Program) -> torch.Tensor:
+    def run_program(self, step: Instruction, program: Program) -> torch.Tensor:
         """Run the ops of a program of this model, one after the other."""
         with override_forward_context(step.context):
             x = self._model.embed_input_ids(step.kwargs["input_ids"])

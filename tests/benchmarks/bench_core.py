@@ -80,7 +80,7 @@ class FreeDevice:
 
     def begin(self) -> None: ...
 
-    def hand_over(self, values: object) -> None: ...
+    def release_to_caller(self, values: object) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -116,7 +116,7 @@ def measure_issuing(layers: int, device: Device, runs: int = 20) -> float:
     executor = Executor(schedule, device, EventTable(device))
     seconds = best(runs, lambda: executor.run([(None,)] * MICRO_BATCHES))
     device.close()
-    return seconds / len(schedule.steps)
+    return seconds / len(schedule.instructions)
 
 
 def test_planning_a_large_model_takes_a_moment() -> None:
@@ -126,9 +126,9 @@ def test_planning_a_large_model_takes_a_moment() -> None:
     lowering, validation = best(5, lambda: lower(programs, order)), best(5, lambda: validate(schedule))
     planning = measure_planning(LAYERS)
     print(
-        f"\n{LAYERS} layers, {MICRO_BATCHES} micro-batches, {len(schedule.steps)} ops: order, lowering and validation "
-        f"{planning * 1e3:.1f} ms (lowering {lowering * 1e3:.1f}, validation {validation * 1e3:.1f}; "
-        f"target {MOST_PLANNING * 1e3:.0f})"
+        f"\n{LAYERS} layers, {MICRO_BATCHES} micro-batches, {len(schedule.instructions)} ops: "
+        f"order, lowering and validation {planning * 1e3:.1f} ms "
+        f"(lowering {lowering * 1e3:.1f}, validation {validation * 1e3:.1f}; target {MOST_PLANNING * 1e3:.0f})"
     )
     assert planning <= MOST_PLANNING
 

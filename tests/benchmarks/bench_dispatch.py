@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.dispatch import AllGather, AllToAll, Arrived, Dispatcher, Routing, WayBack
+from dbo_runtime.dispatch import AllGather, AllToAll, CombineHandle, DispatchedTokens, Dispatcher, Routing
 from examples.network_hosts import NetworkError, TwoHosts, check_requirements
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ SLOW_CASES = [(512, 1), (512, 2), (512, 8)]
 PATIENCE = 300  # seconds for all cases
 
 
-def there_and_back(dispatcher: Dispatcher, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
+def there_and_back(dispatcher: Dispatcher, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
     """Dispatch and combine once; the experts do nothing."""
     routing = dispatcher.exchange_sizes(dispatcher.choose_ranks(routing))
     arrived, back = dispatcher.dispatch(x, routing)
@@ -44,7 +44,7 @@ def there_and_back(dispatcher: Dispatcher, x: torch.Tensor, routing: Routing) ->
     return arrived, back
 
 
-def count_bytes(arrived: Arrived, way: WayBack, rank: int) -> int:
+def count_bytes(arrived: DispatchedTokens, way: CombineHandle, rank: int) -> int:
     """Return what a rank sends to others there and back; the exchanged sizes, 8 bytes a rank, are left out."""
     row = arrived.x.shape[1] * arrived.x.element_size()
     routing = arrived.ids.shape[1] * 8  # a weight and an id for each expert

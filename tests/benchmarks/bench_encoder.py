@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="needs vLLM's encoders")
 
 import torch
 
-from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_plan
+from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
 from tests.vllm_plugin.encoder_ranks import FAMILIES, Grids, join, make_encoder, make_pixels, unplanned
 
 ROUNDS = 40
@@ -42,7 +42,7 @@ def test_the_plan_never_costs_more_than_it_saves(publish: Publish, tmp_path: Pat
         for family in FAMILIES:
             with unplanned():
                 plain = make_encoder(family, **SIZES, **WINDOW[family])
-            install_host_plan()
+            install_host_lengths()
             planned = make_encoder(family, **SIZES, **WINDOW[family])
             for name, grids in PICTURES.items():
                 pixels = make_pixels(plain, grids, 0)

@@ -77,8 +77,8 @@ def test_a_replay_costs_the_host_less_than_issuing(device: Any, layers: int) -> 
     assert (graphs.captured, graphs.replayed) == (1, STEPS)
     graphs.close()
     print(
-        f"\ndevice {device.name!r}, {len(executor.schedule.steps)} ops: a step costs the host {eager * 1e3:.2f} ms "
-        f"eagerly and {replayed * 1e3:.3f} ms replayed, copies in and out included (medians of {STEPS}): "
-        f"{eager / replayed:.1f} times less"
+        f"\ndevice {device.name!r}, {len(executor.schedule.instructions)} ops: a step costs the host "
+        f"{eager * 1e3:.2f} ms eagerly and {replayed * 1e3:.3f} ms replayed, copies in and out "
+        f"included (medians of {STEPS}): {eager / replayed:.1f} times less"
     )
     assert replayed < eager

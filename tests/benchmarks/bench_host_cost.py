@@ -120,7 +120,7 @@ def count_turns(micro_batches: list[int]) -> int:
 @pytest.mark.parametrize("program", [BARE, DECODER], ids=["points", "decoder"])
 def test_every_way_issues_as_many_ops_and_takes_as_many_turns(program: Program, others: Others) -> None:
     schedule = lower([program] * MICRO_BATCHES, alternate([program] * MICRO_BATCHES))
-    issued = [step.issue.micro_batch for step in schedule.steps]
+    issued = [step.issue.micro_batch for step in schedule.instructions]
     assert count_turns(issued) == POINTS
     for name, way in others(program).items():
         seen: list[int] = []

@@ -13,15 +13,16 @@ from dataclasses import replace
 
 import pytest
 
-from dbo_runtime.batch import Batch, Decline
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
-from dbo_runtime.planner.search.jobs import make_jobs
-from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.simulation import predict_timeline
+from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
 from dbo_runtime.schedule import lower
@@ -31,7 +32,7 @@ MOST_SEARCH = 10.0  # seconds
 MOST_COLD = 20.0  # seconds
 MOST_CACHED = 50e-6  # seconds
 BYTES = 14336.0  # a token
-LOAD = Load(2047, 2e6)
+LOAD = BatchFeatures(2047, 2e6)
 PROMPT = Batch((4096,), 4096)
 MIXED = Batch((1,) * 200 + (800, 1700, 1200), 3700, context_lens=(1000,) * 203)
 DECODES = Batch((1,) * 256, 0, context_lens=(1000,) * 256)
@@ -53,7 +54,7 @@ COSTS: dict[str, Cost] = {
 def make_table(program: Program) -> CostTable:
     origin = Origin("modelled", "bench_planner.py", "2026-11-21", {}, {}, {}, {})
     contention = {"compute": 1.05, "comm": 1.2}
-    return CostTable(origin, sketch_program(program), COSTS, contention, HostCost(issue=5e-6), {})
+    return CostTable(origin, describe_program(program), COSTS, contention, HostCost(issue=5e-6), {})
 
 
 def take(planner: Planner, batch: Batch, config: RuntimeConfig) -> float:
@@ -88,7 +89,9 @@ def test_a_step_is_predicted_in_milliseconds() -> None:
     full = best(
         5, lambda: predict_timeline(schedule, lambda step: times[step.issue.position], table.contention, table.host)
     )
-    print(f"\n{len(schedule.steps)} steps predicted in {alone * 1e3:.1f} ms, with contention {full * 1e3:.1f} ms")
+    print(
+        f"\n{len(schedule.instructions)} steps predicted in {alone * 1e3:.1f} ms, with contention {full * 1e3:.1f} ms"
+    )
 
 
 def test_a_plan_takes_seconds_at_first_and_microseconds_when_remembered() -> None:

@@ -23,9 +23,9 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.whatif.scale import set_layers
-from dbo_runtime.planner.costs.program_spec import record_sketch, sketch_program
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import lower
@@ -95,7 +95,7 @@ def make_costs(size: Size) -> CostTable:
     few = record_layers(2, size.ops)
     costs = {op.name: COSTS[op.name.rstrip("0123456789")] for op in few.ops}
     origin = Origin("modelled", "bench_scale.py", "2026-11-22", {}, {}, {}, {})
-    return set_layers(CostTable(origin, sketch_program(few), costs, {}, HostCost(issue=5e-6), {}), (size.layers,))
+    return set_layers(CostTable(origin, describe_program(few), costs, {}, HostCost(issue=5e-6), {}), (size.layers,))
 
 
 def make_stages(size: Size) -> Stages:
@@ -109,7 +109,7 @@ def make_stages(size: Size) -> Stages:
         "recording": lambda: record_layers(size.layers, size.ops),
         "order, lowering": lambda: lower(programs, alternate(programs)),
         "validation": lambda: validate(schedule),
-        PLANNING: lambda: Planner(record_sketch(table.program), table).choose(PROMPT, config),
+        PLANNING: lambda: Planner(build_program(table.program), table).choose(PROMPT, config),
         "issuing": lambda: executor.run([(None,)] * size.micro_batches),
     }
 

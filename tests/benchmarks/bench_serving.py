@@ -33,7 +33,7 @@ from tests.benchmarks.measured_hosts import (
 )
 from tests.benchmarks.page import write_section
 from tests.benchmarks.served_hosts import Server, serve
-from tests.benchmarks.served_workloads import METRICS, TRAFFIC, Load, Run, send
+from tests.benchmarks.served_workloads import METRICS, TRAFFIC, BatchFeatures, Run, send
 from tests.benchmarks.serving_report import (
     ENOUGH,
     OFF,
@@ -106,16 +106,18 @@ def check_request_rate(words: str) -> str:
     return words
 
 
-def choose_loads(arguments: argparse.Namespace) -> list[Load]:
+def choose_loads(arguments: argparse.Namespace) -> list[BatchFeatures]:
     """Return what to send."""
     loads = []
     for name in arguments.workloads:
         traffic = replace(TRAFFIC[name], requests=arguments.requests or TRAFFIC[name].requests)
-        loads += [Load(traffic, rate) for rate in arguments.request_rates or traffic.rates]
+        loads += [BatchFeatures(traffic, rate) for rate in arguments.request_rates or traffic.rates]
     return loads
 
 
-def measure_all(setting: Setting, link: str, loads: Sequence[Load], ways: Sequence[str], repeat: int) -> list[Run]:
+def measure_all(
+    setting: Setting, link: str, loads: Sequence[BatchFeatures], ways: Sequence[str], repeat: int
+) -> list[Run]:
     """Measure every load: with a server without the plugin, if that is asked for, and in each way of one that has it.
 
     Raises:
@@ -134,7 +136,9 @@ def measure_all(setting: Setting, link: str, loads: Sequence[Load], ways: Sequen
     return runs
 
 
-def measure(setting: Setting, server: Server, loads: Sequence[Load], ways: Sequence[str], repeat: int) -> Iterator[Run]:
+def measure(
+    setting: Setting, server: Server, loads: Sequence[BatchFeatures], ways: Sequence[str], repeat: int
+) -> Iterator[Run]:
     """Yield the runs of a server, ways in turn, after one of each way to warm up with each traffic."""
     orders = list(permutations(ways))  # what ran before leaves its mark
     warmed: set[str] = set()
@@ -151,7 +155,7 @@ def measure(setting: Setting, server: Server, loads: Sequence[Load], ways: Seque
                 yield run
 
 
-def run_once(setting: Setting, server: Server, load: Load, way: str) -> Run:
+def run_once(setting: Setting, server: Server, load: BatchFeatures, way: str) -> Run:
     """Have the server go a way, and send it the requests."""
     if way == WITHOUT:
         return Run(load, way, send(setting, server, load))

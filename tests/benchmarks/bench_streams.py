@@ -45,9 +45,9 @@ def test_the_host_switches_streams_more_seldom_than_it_issues_ops(device: Any) -
         executor.run([(None,)] * MICRO_BATCHES)
         seconds.append(time.perf_counter() - start)
         device.synchronize()  # or the driver's queue fills up, and the host waits for it
-    ops, switches = len(schedule.steps), (device.switches - before) // STEPS
-    waits = sum(len(step.waits) for step in schedule.steps) + len(schedule.joins)
-    records = sum(step.records for step in schedule.steps)
+    ops, switches = len(schedule.instructions), (device.switches - before) // STEPS
+    waits = sum(len(step.waits) for step in schedule.instructions) + len(schedule.joins)
+    records = sum(step.records for step in schedule.instructions)
     print(
         f"\ndevice {device.name!r}: {median(seconds) * 1e3:.2f} ms of the host a step (median of {STEPS}), "
         f"{median(seconds) / ops * 1e6:.2f} us an op: {ops} ops, {switches} switches of the current stream, "

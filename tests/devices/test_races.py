@@ -94,7 +94,7 @@ def record_send(latch: Any) -> Program:
 def without_wait(schedule: Schedule, label: str) -> Schedule:
     return replace(
         schedule,
-        steps=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.steps),
+        steps=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.instructions),
         forks=(*schedule.forks, "comm"),  # so that the lane still begins where it should
     )
 
@@ -128,8 +128,10 @@ def record_beside(rig: Any, latch: Any) -> Program:
 
 def with_free_at(schedule: Schedule, name: str, label: str) -> Schedule:
     """Return the schedule in which the value *name* is freed at another step."""
-    (slot,) = (slot for step in schedule.steps for slot in step.frees if slot.value.name == name)
-    steps = (replace(step, frees=tuple(other for other in step.frees if other != slot)) for step in schedule.steps)
+    (slot,) = (slot for step in schedule.instructions for slot in step.frees if slot.value.name == name)
+    steps = (
+        replace(step, frees=tuple(other for other in step.frees if other != slot)) for step in schedule.instructions
+    )
     return replace(
         schedule,
         steps=tuple(replace(step, frees=(*step.frees, slot)) if step.label == label else step for step in steps),

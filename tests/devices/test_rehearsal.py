@@ -13,7 +13,7 @@ from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.ranks import Groups
-from dbo_runtime.schedule import Issue, Schedule, Step, lower
+from dbo_runtime.schedule import Instruction, Issue, Schedule, lower
 
 
 def record_layer(host_sync: bool = False) -> Program:
@@ -33,23 +33,25 @@ def lower_alternate(program: Program, micro_batches: int = 2) -> Schedule:
     return lower(programs, alternate(programs))
 
 
-def cost(rank: int, step: Step) -> float:
-    return {"attention": 3.0 + 2 * rank, "reduce": 2.0}.get(step.op.name, 1.0 + rank)
+def cost(rank: int, instruction: Instruction) -> float:
+    return {"attention": 3.0 + 2 * rank, "reduce": 2.0}.get(instruction.op.name, 1.0 + rank)
 
 
 def times(timeline: Timeline) -> list[tuple[str, int, float, float]]:
     return [(span.op, span.micro_batch, span.start, span.end) for span in timeline.spans]
 
 
-def refuse(schedules: Sequence[Schedule], rank: int, step: int, *words: str, groups: Groups | None = None) -> None:
-    """Assert that the dry run stops, in these words, with this step of this rank marked."""
+def refuse(
+    schedules: Sequence[Schedule], rank: int, instruction: int, *words: str, groups: Groups | None = None
+) -> None:
+    """Assert that the dry run stops, in these words, with this instruction of this rank marked."""
     with pytest.raises(ScheduleError) as raised:
         simulate_ranks(schedules, cost, groups)
     head, table = str(raised.value).split("\n\n")
     assert all(word in head for word in words), head
-    assert f"({schedules[rank].steps[step].op.declared_at})" in head
+    assert f"({schedules[rank].instructions[instruction].op.declared_at})" in head
     (marked,) = (row for row in table.splitlines() if row.endswith("<-- here"))
-    assert marked.split()[:2] == [str(step), schedules[rank].steps[step].label]
+    assert marked.split()[:2] == [str(instruction), schedules[rank].instructions[instruction].label]
 
 
 def test_no_ranks_take_no_time() -> None:
@@ -73,7 +75,7 @@ def test_ranks_of_other_groups_do_not_wait() -> None:
     assert (fast.duration, slow.duration) == (5, 7)
 
 
-def test_a_step_on_compute_keeps_the_host_from_issuing_on_other_lanes() -> None:
+def test_a_instruction_on_compute_keeps_the_host_from_issuing_on_other_lanes() -> None:
     p = ProgramBuilder()
     p.compute("attention", lambda: 0, outputs=0)
     p.comm("copy", lambda: 0, outputs=0, communicator=None)
@@ -89,7 +91,7 @@ def test_a_collective_takes_as_long_as_the_slowest_rank_says() -> None:
 def test_ranks_that_meet_in_different_micro_batches() -> None:
     programs = [record_pair("tp", "ep")] * 2
     orders = [[Issue(mb, n) for mb in mbs for n in range(2)] for mbs in ([0, 1], [1, 0])]
-    words = "rank 1 comes to step 0, tp/1, and meets rank 0, which comes to step 0, tp/0, on 'tp'"
+    words = "rank 1 comes to instruction 0, tp/1, and meets rank 0, which comes to instruction 0, tp/0, on 'tp'"
     refuse([lower(programs, order) for order in orders], 1, 0, words)
 
 
@@ -98,15 +100,16 @@ def test_ranks_meet_by_order_and_not_by_name() -> None:
     x = p.comm("gather", lambda x: x, p.input("x"), communicator="tp")
     program = p.build(p.comm("reduce", lambda x: x, x, communicator="tp"))
     fewer = replace(program, ops=(replace(program.ops[0], communicator=None), program.ops[1]))
-    words = "rank 1 comes to step 1, reduce/0, and meets rank 0, which comes to step 0, gather/0"
+    words = "rank 1 comes to instruction 1, reduce/0, and meets rank 0, which comes to instruction 0, gather/0"
     refuse([lower_alternate(program, 1), lower_alternate(fewer, 1)], 1, 1, words)
 
 
 def test_a_deadlock_says_what_each_rank_waits_for() -> None:
     first, second = lower_alternate(record_pair("tp", "ep"), 1), lower_alternate(record_pair("ep", "tp"), 1)
     words = [
-        "deadlock: rank 0 waits at step 0, tp/0, for rank 1, which waits at step 0, ep/0; rank 1 waits at step 0, ep/0",
-        "for rank 0, which waits at step 0, tp/0 and rank 2, which waits at step 0, tp/0; rank 2 waits at",
+        "deadlock: rank 0 waits at instruction 0, tp/0, for rank 1, which waits at instruction 0, ep/0; ",
+        "rank 1 waits at instruction 0, ep/0, for rank 0, which waits at instruction 0, tp/0 and rank 2, ",
+        "which waits at instruction 0, tp/0; rank 2 waits at",
     ]
     refuse([first, second, first], 0, 0, *words)
 
@@ -114,15 +117,15 @@ def test_a_deadlock_says_what_each_rank_waits_for() -> None:
 def test_the_first_rank_that_is_stuck_is_shown() -> None:
     first, second = lower_alternate(record_pair("tp", "ep"), 1), lower_alternate(record_pair("ep", "tp"), 1)
     groups: Groups = {name: [[0], [1, 2]] for name in ("tp", "ep")}
-    refuse([first, first, second], 1, 0, "deadlock: rank 1 waits at step 0, tp/0, for rank 2", groups=groups)
+    refuse([first, first, second], 1, 0, "deadlock: rank 1 waits at instruction 0, tp/0, for rank 2", groups=groups)
 
 
-def test_a_rank_waits_at_the_first_of_the_steps_that_it_cannot_run() -> None:
+def test_a_rank_waits_at_the_first_of_the_instructions_that_it_cannot_run() -> None:
     p = ProgramBuilder()
     x = p.comm("reduce", lambda x: x, p.input("x"), communicator="tp")
     schedule = lower_alternate(p.build(p.op("copy", lambda x: x, x, lane="aux")), 1)
     nothing = lower_alternate(record_pair("ep", "pp"), 1)
-    words = "rank 0 waits at step 0, reduce/0, for rank 1, which has ended"
+    words = "rank 0 waits at instruction 0, reduce/0, for rank 1, which has ended"
     refuse([schedule, nothing], 0, 0, words, groups={"ep": [[1]], "pp": [[1]]})
 
 
@@ -134,28 +137,41 @@ def test_a_long_schedule_is_shown_around_the_stop_only() -> None:
 
 def test_a_rank_that_has_ended_keeps_the_others_waiting() -> None:
     schedules = [lower_alternate(record_layer(), micro_batches) for micro_batches in (2, 1)]
-    refuse(schedules, 0, 3, "deadlock: rank 0 waits at step 3, reduce/1, for rank 1, which has ended")
+    refuse(schedules, 0, 3, "deadlock: rank 0 waits at instruction 3, reduce/1, for rank 1, which has ended")
 
 
 def test_a_wait_for_what_is_never_recorded() -> None:
     schedule = lower_alternate(record_layer(), 1)
-    silent = replace(schedule, steps=(replace(schedule.steps[0], records=False), *schedule.steps[1:]))
-    words = "rank 1 waits at step 1, reduce/0, for attention/0, which has recorded no event by then"
+    silent = replace(
+        schedule, instructions=(replace(schedule.instructions[0], records=False), *schedule.instructions[1:])
+    )
+    words = "rank 1 waits at instruction 1, reduce/0, for attention/0, which has recorded no event by then"
     refuse([schedule, silent], 1, 1, words)
 
 
 def test_a_wait_for_what_is_recorded_later() -> None:
     schedule = lower_alternate(record_layer())
-    early = replace(schedule, steps=(replace(schedule.steps[0], waits=(Issue(0, 1),)), *schedule.steps[1:]))
-    refuse([early], 0, 0, "rank 0 waits at step 0, attention/0, for reduce/0, which has recorded no event by then")
+    early = replace(
+        schedule, instructions=(replace(schedule.instructions[0], waits=(Issue(0, 1),)), *schedule.instructions[1:])
+    )
+    refuse(
+        [early], 0, 0, "rank 0 waits at instruction 0, attention/0, for reduce/0, which has recorded no event by then"
+    )
 
 
 def test_a_join_of_what_is_never_recorded() -> None:
     schedule = lower_alternate(record_layer(), 1)
-    steps = tuple(replace(step, records=step.op.name == "attention") for step in schedule.steps)
-    refuse([replace(schedule, steps=steps)], 0, 1, "rank 0 waits at its end for reduce/0, which has recorded no event")
+    instructions = tuple(
+        replace(instruction, records=instruction.op.name == "attention") for instruction in schedule.instructions
+    )
+    refuse(
+        [replace(schedule, instructions=instructions)],
+        0,
+        1,
+        "rank 0 waits at its end for reduce/0, which has recorded no event",
+    )
 
 
 def test_a_rank_outside_all_groups() -> None:
-    words = "rank 1 uses communicator 'tp', which has no rank 1, at step 1, reduce/0"
+    words = "rank 1 uses communicator 'tp', which has no rank 1, at instruction 1, reduce/0"
     refuse([lower_alternate(record_layer(), 1)] * 2, 1, 1, words, groups={"tp": [[0]]})

@@ -26,7 +26,7 @@ def test_nothing_runs_beside_anything_and_results_are_the_same(device: Device) -
     assert executor.run(inputs, instrument=recorder) == run_sequential(executor.schedule.programs, [([1],), ([2],)])
     timeline = recorder.timeline()
     assert len(timeline.lanes) == 3
-    assert sum(timeline.measure_beside()) == 0
+    assert sum(timeline.measure_concurrent()) == 0
 
 
 def test_closing_it_leaves_the_other_device_as_it_is() -> None:

@@ -117,9 +117,9 @@ def test_ops_in_a_row_on_a_lane_share_one_switch(device: StreamDevice) -> None:
     executor.run(make_inputs(device))
     before = device.switches
     executor.run(make_inputs(device))
-    lanes = ["compute", *(step.op.lane for step in executor.schedule.steps), "compute"]
+    lanes = ["compute", *(step.op.lane for step in executor.schedule.instructions), "compute"]
     assert device.switches - before == sum(one != other for one, other in pairwise(lanes))
-    assert device.switches - before < len(executor.schedule.steps)
+    assert device.switches - before < len(executor.schedule.instructions)
 
 
 class Caller:
@@ -158,7 +158,7 @@ def test_a_caller_may_drop_a_result_before_it_has_been_read(rig: Any) -> None:
 
 def test_without_handing_over_its_memory_would_be_taken(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the test above can fail."""
-    monkeypatch.setattr(StreamDevice, "hand_over", lambda self, values: None)
+    monkeypatch.setattr(StreamDevice, "release_to_caller", lambda self, values: None)
     seen, expected = Caller(rig).read_late()
     assert seen != expected
 

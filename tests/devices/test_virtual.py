@@ -14,7 +14,7 @@ from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Issue, Schedule, Step, lower
+from dbo_runtime.schedule import Instruction, Issue, Schedule, lower
 from tests.programs import record_toy
 from tests.strategies import Case, cases, make_inputs
 
@@ -31,12 +31,12 @@ def record_layers(layers: int) -> Program:
     return p.build(x)
 
 
-def cost(step: Step) -> float:
-    return COSTS[step.op.name]
+def cost(instruction: Instruction) -> float:
+    return COSTS[instruction.op.name]
 
 
 def run(schedule: Schedule, inputs: Sequence[Sequence[object]]) -> VirtualDevice:
-    device = VirtualDevice(cost=lambda task: cost(task.step))
+    device = VirtualDevice(cost=lambda task: cost(task.instruction))
     Executor(schedule, device, EventTable(device)).run(inputs)
     return device
 
@@ -71,7 +71,7 @@ def test_spans_are_where_worked_out_by_hand() -> None:
 def test_the_makespan_is_that_of_the_latest_run() -> None:
     programs = [record_layers(2)]
     schedule = lower(programs, sequential(programs))
-    device = VirtualDevice(cost=lambda task: cost(task.step))
+    device = VirtualDevice(cost=lambda task: cost(task.instruction))
     executor = Executor(schedule, device, EventTable(device))
     for _ in range(3):
         executor.run([(0,)])
@@ -82,9 +82,9 @@ def test_a_device_that_ran_nothing_took_no_time() -> None:
     assert VirtualDevice().makespan == 0
 
 
-def test_the_cost_sees_the_step_also_when_the_run_is_recorded() -> None:
+def test_the_cost_sees_the_instruction_also_when_the_run_is_recorded() -> None:
     programs = [record_layers(2)] * 2
-    device = VirtualDevice(cost=lambda task: cost(task.step))
+    device = VirtualDevice(cost=lambda task: cost(task.instruction))
     recorder = Recorder()
     schedule = lower(programs, alternate(programs))
     Executor(schedule, device, EventTable(device)).run([(0,), (1,)], instrument=recorder)
@@ -98,7 +98,7 @@ def simulate_spans(program: Program, issue: float) -> list[tuple[str, int, float
     return [(span.op, span.micro_batch, span.start, span.end) for span in spans]
 
 
-def test_a_slow_host_issues_one_step_after_another() -> None:
+def test_a_slow_host_issues_one_instruction_after_another() -> None:
     assert simulate_spans(record_layers(1), issue=1) == [
         ("L0.attention", 0, 1, 4),
         ("L0.reduce", 0, 4, 6),  # issued at 2, while the attention runs
@@ -113,7 +113,7 @@ def test_a_slow_host_issues_one_step_after_another() -> None:
     ]
 
 
-def test_a_host_sync_keeps_the_host_until_the_step_begins() -> None:
+def test_a_host_sync_keeps_the_host_until_the_instruction_begins() -> None:
     """Until its lane is free, and not to its end: the attention is issued when the second reduce begins."""
     p = ProgramBuilder()
     x = p.input("x")
@@ -122,18 +122,18 @@ def test_a_host_sync_keeps_the_host_until_the_step_begins() -> None:
     program = p.build(p.compute("attention", lambda x: x, x))
     schedule = lower([program], sequential([program]))
     costs = {"reduce": 2.0, "reduce2": 5.0, "attention": 3.0}
-    spans = simulate(schedule, lambda step: costs[step.op.name], issue=1).spans
+    spans = simulate(schedule, lambda instruction: costs[instruction.op.name], issue=1).spans
     assert [(span.start, span.end) for span in spans] == [(1, 3), (3, 8), (4, 7)]
 
 
-def test_a_host_sync_waits_for_the_inputs_of_its_step() -> None:
+def test_a_host_sync_waits_for_the_inputs_of_its_instruction() -> None:
     p = ProgramBuilder()
     x = p.compute("attention", lambda x: x, p.input("x"))
     p.comm("reduce", lambda x: x, x, host_sync=True)
     program = p.build(p.op("attention2", lambda x: x, x, lane="aux"))
     schedule = lower([program], sequential([program]))
     costs = {"attention": 3.0, "reduce": 2.0, "attention2": 1.0}
-    spans = simulate(schedule, lambda step: costs[step.op.name]).spans
+    spans = simulate(schedule, lambda instruction: costs[instruction.op.name]).spans
     assert [(span.start, span.end) for span in spans] == [(0, 3), (3, 5), (3, 4)]
 
 
@@ -167,7 +167,9 @@ def time_experts(policy: Policy, host_sync: bool, shared_first: bool = False, is
             routed = p.comm("combine", tuple, p.compute("experts", tuple, sent))
             x = p.compute("merge", tuple, routed, *shared)
     programs = [p.build(x)] * 2
-    return simulate(lower(programs, policy(programs)), lambda step: EXPERT_COSTS[step.op.name], issue).duration
+    return simulate(
+        lower(programs, policy(programs)), lambda instruction: EXPERT_COSTS[instruction.op.name], issue
+    ).duration
 
 
 def test_a_host_sync_is_nearly_free_where_it_is_issued_after_work_that_hides_it() -> None:
@@ -191,21 +193,21 @@ def test_taking_turns_pays_in_spite_of_a_host_sync() -> None:
 @given(cases(), st.lists(st.integers(1, 9), min_size=7, max_size=7))
 def test_without_issue_costs_nothing_but_waits_and_lanes_counts(case: Case, costs: list[int]) -> None:
     schedule = case.lower()
-    spans = simulate(schedule, lambda step: costs[step.issue.position]).spans
+    spans = simulate(schedule, lambda instruction: costs[instruction.issue.position]).spans
     lane_ends: dict[str, float] = {}
     ends: dict[Issue, float] = {}
-    for step, span in zip(schedule.steps, spans, strict=True):
-        assert span.start == max([lane_ends.get(span.lane, 0), *(ends[issue] for issue in step.waits)])
-        lane_ends[span.lane] = ends[step.issue] = span.end
+    for instruction, span in zip(schedule.instructions, spans, strict=True):
+        assert span.start == max([lane_ends.get(span.lane, 0), *(ends[issue] for issue in instruction.waits)])
+        lane_ends[span.lane] = ends[instruction.issue] = span.end
 
 
 @settings(max_examples=150)
 @given(cases(), st.lists(st.integers(1, 9), min_size=7, max_size=7))
 def test_running_and_simulating_agree_on_time_and_running_computes(case: Case, costs: list[int]) -> None:
     schedule = case.lower()
-    device = VirtualDevice(cost=lambda task: costs[task.step.issue.position])
+    device = VirtualDevice(cost=lambda task: costs[task.instruction.issue.position])
     outputs = Executor(schedule, device, EventTable(device)).run(make_inputs(case))
-    timeline = simulate(schedule, lambda step: costs[step.issue.position])
+    timeline = simulate(schedule, lambda instruction: costs[instruction.issue.position])
     assert device.makespan == max(span.end for span in timeline.spans)
     assert outputs == run_sequential(case.programs, make_inputs(case))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dbo_runtime.doctor.ascend import find_chips
+from dbo_runtime.doctor.ascend import list_chips
 from tests.doctor.surroundings import Surroundings
 
 NPU = """
@@ -115,4 +115,4 @@ def test_a_vllm_ascend_of_another_version_is_told_of(
 def test_chips_are_what_the_driver_shows(tmp_path: Path) -> None:
     for name in ("davinci0", "davinci1", "davinci_manager", "null"):
         (tmp_path / name).touch()
-    assert find_chips(tmp_path) == ["davinci0", "davinci1"]
+    assert list_chips(tmp_path) == ["davinci0", "davinci1"]

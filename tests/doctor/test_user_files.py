@@ -13,7 +13,7 @@ from dbo_runtime.doctor.finding import Finding, is_well
 from dbo_runtime.doctor.model import check_model
 from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
 from dbo_runtime.planner.costs.cost_file import save_costs
-from dbo_runtime.planner.whatif.published_cases import find_case
+from dbo_runtime.planner.whatif.published_cases import get_case
 from tests.doctor.surroundings import Surroundings
 
 
@@ -60,7 +60,7 @@ def test_overlap_that_is_turned_off_is_a_failure(config: RuntimeConfig, remedy: 
 
 
 def test_a_cost_file_that_was_measured_is_taken(tmp_path: Path) -> None:
-    table = find_case("a3-layer-4894").table
+    table = get_case("a3-layer-4894").table
     save_costs(replace(table, origin=replace(table.origin, kind="measured")), tmp_path / "costs.json")
     found = check_costs(RuntimeConfig(costs=str(tmp_path / "costs.json")))
     assert found.state == "ok"
@@ -68,7 +68,7 @@ def test_a_cost_file_that_was_measured_is_taken(tmp_path: Path) -> None:
 
 
 def test_cost_files_of_a_pipelines_stages_are_found(tmp_path: Path) -> None:
-    table = find_case("a3-layer-4894").table
+    table = get_case("a3-layer-4894").table
     measured = replace(table, origin=replace(table.origin, kind="measured"))
     for stage in range(2):
         save_costs(measured, tmp_path / f"costs.pp{stage}.json")
@@ -90,7 +90,7 @@ def test_cost_files_of_a_pipelines_stages_are_found(tmp_path: Path) -> None:
 )
 def test_a_cost_file_that_cannot_be_used_stops_nobody(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "corrupt.json").write_text("{")
-    save_costs(find_case("a3-layer-4894").table, tmp_path / "modelled.json")
+    save_costs(get_case("a3-layer-4894").table, tmp_path / "modelled.json")
     found = check_costs(RuntimeConfig(costs=str(tmp_path / name)))
     assert found.state == "warn"
     assert said in found.found

@@ -8,7 +8,7 @@ from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.observe.gaps import FILL, NOTHING_LEFT
 from dbo_runtime.observe.summary import measure_overlap, summarize
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.planner.search.bound import find_bound, find_bound_of
+from dbo_runtime.planner.search.bound import compute_bound, compute_bound_of
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.policies import sequential
 from tests.programs import lower_toy
@@ -70,5 +70,5 @@ def test_the_bound_of_a_timeline_is_that_of_its_ops_whatever_their_order(policy)
     schedule = lower_toy() if policy is None else lower_toy(policy=policy)
     seconds = [[0.25 * (1 + (3 * n + part) % 5) for n in range(len(p.ops))] for part, p in enumerate(schedule.programs)]
     timeline = simulate(schedule, lambda step: seconds[step.issue.micro_batch][step.issue.position])
-    assert find_bound_of(timeline, schedule) == pytest.approx(find_bound(make_jobs(schedule.programs, seconds)))
-    assert find_bound_of(timeline, schedule) <= timeline.duration
+    assert compute_bound_of(timeline, schedule) == pytest.approx(compute_bound(make_jobs(schedule.programs, seconds)))
+    assert compute_bound_of(timeline, schedule) <= timeline.duration

@@ -18,7 +18,7 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import make_trace, save_trace
-from dbo_runtime.planner.search.bound import find_bound_of
+from dbo_runtime.planner.search.bound import compute_bound_of
 from tests.observe.trace_format import check_format, find_enclosing
 from tests.programs import lower_toy
 
@@ -162,7 +162,7 @@ def record_run(parts: int = 2) -> Timeline:
     Executor(schedule, device, EventTable(device)).run([(0, 0)] * parts, instrument=recorder)
     device.close()
     timeline = recorder.timeline()
-    return replace(timeline, bound=find_bound_of(timeline, schedule))
+    return replace(timeline, bound=compute_bound_of(timeline, schedule))
 
 
 def find_phase(trace: Mapping[str, Any], phase: str) -> list[dict[str, Any]]:

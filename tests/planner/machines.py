@@ -7,16 +7,17 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.batch import Batch, slice_batch
+from dbo_runtime.decline import Decline
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.costs.batch_features import Load
-from dbo_runtime.planner.online.planner import Choice
+from dbo_runtime.planner.online.planner import SplitChoice
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.program import Program, ProgramBuilder
-from tests.planner.shop import do_nothing
 from tests.planner.costs.test_cost_table import make_origin
+from tests.planner.shop import do_nothing
 
 BYTES = 14336.0  # a token
 RATIOS = (0.1, 0.2, 0.35, 0.55, 1.0, 1.5)  # M / C of theory.md
@@ -42,7 +43,7 @@ PROGRAM = record_layers()
 def make_table(program: Program, ops: dict[str, Cost], error: float | None = 0.0, **changes: object) -> CostTable:
     """Return costs that are off by *error*; None if nobody knows."""
     errors = {} if error is None else dict.fromkeys(ops, error)
-    return replace(CostTable(make_origin(), sketch_program(program), ops, {}, HostCost(), errors), **changes)
+    return replace(CostTable(make_origin(), describe_program(program), ops, {}, HostCost(), errors), **changes)
 
 
 class Machine(NamedTuple):
@@ -69,7 +70,7 @@ def list_machines(tokens: Sequence[int]) -> Iterator[Machine]:
     return (Machine(*point) for point in product(RATIOS, WEIGHTS, ALPHAS, tokens))
 
 
-def simulate_split(program: Program, table: CostTable, choice: Choice, loads: Sequence[Load]) -> float:
+def simulate_split(program: Program, table: CostTable, choice: SplitChoice, loads: Sequence[BatchFeatures]) -> float:
     """Return what a step takes with the very loads of its micro-batches."""
     times = [table.times(program, load) for load in loads]
     timeline = predict_timeline(
@@ -81,13 +82,13 @@ def simulate_split(program: Program, table: CostTable, choice: Choice, loads: Se
     return max(span.end for span in timeline.spans) + table.host.split
 
 
-def measure_whole(batch: Batch) -> Load:
+def measure_whole(batch: Batch) -> BatchFeatures:
     """Return the load of a step that is not split."""
     (load,) = measure_slices(batch, slice_batch(batch, ()))
     return load
 
 
-def find_gain(costs: dict[str, Cost], batch: Batch, choice: Choice | Decline) -> float:
+def compute_gain(costs: dict[str, Cost], batch: Batch, choice: SplitChoice | Decline) -> float:
     """Return the share of the unsplit time that a choice saves if ops cost *costs*."""
     if isinstance(choice, Decline):
         return 0.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
-from dbo_runtime.schedule import Issue, Step, lower
+from dbo_runtime.schedule import Instruction, Issue, lower
 
 LANES = {"A": COMPUTE, "C": COMM}
 
@@ -78,7 +78,7 @@ def simulate_orders(programs: Sequence[Program], times: Sequence[Sequence[float]
 def simulate_order(programs: Sequence[Program], times: Sequence[Sequence[float]], order: Iterable[Issue]) -> float:
     """Return when the last op ends in this order."""
 
-    def find_time(step: Step) -> float:
+    def find_time(step: Instruction) -> float:
         return times[step.issue.micro_batch][step.issue.position]
 
     return max(span.end for span in simulate(lower(programs, order), find_time).spans)

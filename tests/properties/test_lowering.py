@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.schedule import Schedule, Slot, Step
+from dbo_runtime.schedule import Instruction, Schedule, Slot
 from dbo_runtime.validate import validate
 from tests.allocator import find_stolen_blocks
 from tests.oracle import Graph, explain_free, find_faults, find_loose_lanes, find_owners, find_races
@@ -39,12 +39,12 @@ def test_freed_memory_is_never_handed_out_while_in_use(results_alias: bool, case
 
 @settings(max_examples=300)
 @given(cases())
-def test_without_any_one_wait_two_steps_race(case: Case) -> None:
+def test_without_any_one_wait_two_instructions_race(case: Case) -> None:
     schedule = case.lower()
-    for number, step in enumerate(schedule.steps):
-        for issue in step.waits:
-            fewer = replace(step, waits=tuple(other for other in step.waits if other != issue))
-            assert find_races(Graph(_replace_step(schedule, number, fewer)))
+    for number, instruction in enumerate(schedule.instructions):
+        for issue in instruction.waits:
+            fewer = replace(instruction, waits=tuple(other for other in instruction.waits if other != issue))
+            assert find_races(Graph(_replace_instruction(schedule, number, fewer)))
 
 
 @settings(max_examples=200)
@@ -63,16 +63,16 @@ def test_without_any_one_fork_or_join_a_lane_is_loose(case: Case) -> None:
 @given(cases())
 def test_just_the_ops_that_are_waited_for_record(case: Case) -> None:
     schedule = case.lower()
-    awaited = {issue for step in schedule.steps for issue in step.waits}.union(schedule.joins)
-    assert {step.issue for step in schedule.steps if step.records} == awaited
+    awaited = {issue for instruction in schedule.instructions for issue in instruction.waits}.union(schedule.joins)
+    assert {instruction.issue for instruction in schedule.instructions if instruction.records} == awaited
 
 
 @settings(max_examples=400)
 @given(cases())
-def test_each_value_is_freed_at_the_first_step_on_an_owning_lane_that_may(case: Case) -> None:
+def test_each_value_is_freed_at_the_first_instruction_on_an_owning_lane_that_may(case: Case) -> None:
     schedule = case.lower()
     graph = Graph(schedule)
-    freed = [(slot, number) for number, step in enumerate(schedule.steps) for slot in step.frees]
+    freed = [(slot, number) for number, instruction in enumerate(schedule.instructions) for slot in instruction.frees]
     expected = {slot: number for slot in _find_slots(schedule) if (number := _find_first_free(graph, slot)) is not None}
     assert len(freed) == len(expected)
     assert dict(freed) == expected
@@ -91,8 +91,10 @@ def test_threads_compute_what_the_sequential_loop_computes() -> None:
     device.close()
 
 
-def _replace_step(schedule: Schedule, number: int, step: Step) -> Schedule:
-    return replace(schedule, steps=(*schedule.steps[:number], step, *schedule.steps[number + 1 :]))
+def _replace_instruction(schedule: Schedule, number: int, instruction: Instruction) -> Schedule:
+    return replace(
+        schedule, instructions=(*schedule.instructions[:number], instruction, *schedule.instructions[number + 1 :])
+    )
 
 
 def _find_slots(schedule: Schedule) -> Iterator[Slot]:
@@ -101,7 +103,7 @@ def _find_slots(schedule: Schedule) -> Iterator[Slot]:
 
 
 def _find_first_free(graph: Graph, slot: Slot) -> int | None:
-    steps = graph.schedule.steps
+    instructions = graph.schedule.instructions
     owners = find_owners(graph.schedule.programs[slot.micro_batch], slot.value)
-    candidates = (number for number, step in enumerate(steps) if step.op.lane in owners)
+    candidates = (number for number, instruction in enumerate(instructions) if instruction.op.lane in owners)
     return next((number for number in candidates if not explain_free(graph, number, slot)), None)

@@ -22,7 +22,7 @@ EXAMPLES = 100
 ENOUGH = 25  # unsafe ones among them, or the test would show little
 
 
-def find_refusal(schedule: Schedule) -> str:
+def check_compilation(schedule: Schedule) -> str:
     try:
         validate(schedule)
     except ScheduleError as error:
@@ -39,13 +39,13 @@ def test_a_mutant_is_refused_exactly_if_it_is_unsafe(mutation: Mutation) -> None
     def check(case: Case, data: st.DataObject) -> None:
         mutant = mutation(case.lower(), data.draw)
         assume(mutant is not None)
-        faults = find_faults(mutant)
-        refusal = find_refusal(mutant)
-        assert bool(refusal) == bool(faults), faults
+        mismatches = find_faults(mutant)
+        refusal = check_compilation(mutant)
+        assert bool(refusal) == bool(mismatches), mismatches
         if refusal:
-            assert re.match(r"rule [1-8], step \d+: ", refusal)
+            assert re.match(r"rule [1-8], instruction \d+: ", refusal)
             assert "<-- here" in refusal
-        seen[bool(faults)] += 1
+        seen[bool(mismatches)] += 1
 
     check()
     assert seen[True] >= ENOUGH, seen

@@ -22,7 +22,7 @@ ENOUGH = 100  # of the common outcomes, or the tests would show little
 FEW = 5  # of the rare ones
 
 
-def find_refusal(check: Callable[[], object]) -> str:
+def check_compilation(check: Callable[[], object]) -> str:
     try:
         check()
     except ScheduleError as error:
@@ -31,11 +31,11 @@ def find_refusal(check: Callable[[], object]) -> str:
 
 
 def find_validators_refusal(schedules: Sequence[Schedule], groups: Groups) -> str:
-    return find_refusal(lambda: validate_ranks([RankPlan(schedule) for schedule in schedules], groups))
+    return check_compilation(lambda: validate_ranks([RankPlan(schedule) for schedule in schedules], groups))
 
 
 def find_dry_runs_refusal(case: RankCase) -> str:
-    return find_refusal(lambda: simulate_ranks(case.schedules, case.cost, case.groups))
+    return check_compilation(lambda: simulate_ranks(case.schedules, case.cost, case.groups))
 
 
 def test_schedules_are_accepted_exactly_if_the_dry_run_comes_to_its_end() -> None:
@@ -46,9 +46,13 @@ def test_schedules_are_accepted_exactly_if_the_dry_run_comes_to_its_end() -> Non
     def check(case: RankCase) -> None:
         refusal = find_validators_refusal(case.schedules, case.groups)
         assert bool(refusal) == bool(find_dry_runs_refusal(case)), refusal
-        rule = re.match(r"rank \d+, rule (\d+), step \d+: ", refusal)
+        rule = re.match(r"rank \d+, rule (\d+), instruction \d+: ", refusal)
         seen[rule[1] if rule else "accepted"] += 1
-        if not refusal and len({tuple(step.issue for step in schedule.steps) for schedule in case.schedules}) > 1:
+        if (
+            not refusal
+            and len({tuple(instruction.issue for instruction in schedule.instructions) for schedule in case.schedules})
+            > 1
+        ):
             seen["accepted although orders differ"] += 1
 
     check()
@@ -97,26 +101,28 @@ def test_the_dry_run_keeps_to_lanes_waits_hosts_and_meetings(case: RankCase) -> 
     assume(not find_dry_runs_refusal(case))
     timelines = simulate_ranks(case.schedules, case.cost, case.groups)
     for rank, (schedule, timeline) in enumerate(zip(case.schedules, timelines, strict=True)):
-        assert len(timeline.spans) == len(schedule.steps)
+        assert len(timeline.spans) == len(schedule.instructions)
         host = 0.0
         lane_ends: dict[str, float] = {}
         ends: dict[object, float] = {}
-        for step, span in zip(schedule.steps, timeline.spans, strict=True):
-            assert f"{span.op}/{span.micro_batch}" == step.label
-            bounds = [host, lane_ends.get(step.op.lane, 0.0), *(ends[issue] for issue in step.waits)]
-            if step.op.communicator is None:
+        for instruction, span in zip(schedule.instructions, timeline.spans, strict=True):
+            assert f"{span.op}/{span.micro_batch}" == instruction.label
+            bounds = [host, lane_ends.get(instruction.op.lane, 0.0), *(ends[issue] for issue in instruction.waits)]
+            if instruction.op.communicator is None:
                 assert span.start == max(bounds)
-                assert span.end == span.start + case.cost(rank, step)
+                assert span.end == span.start + case.cost(rank, instruction)
             else:
                 assert span.start >= max(bounds)
-                assert find_partners(case, timelines, rank, step.label) == {(span.start, span.end)}
-            lane_ends[step.op.lane] = ends[step.issue] = span.end
-            host = span.end if step.op.lane == "compute" or step.op.host_sync else host
+                assert find_partners(case, timelines, rank, instruction.label) == {(span.start, span.end)}
+            lane_ends[instruction.op.lane] = ends[instruction.issue] = span.end
+            host = span.end if instruction.op.lane == "compute" or instruction.op.host_sync else host
 
 
 def find_partners(case: RankCase, timelines: Sequence[Timeline], rank: int, label: str) -> set[tuple[float, float]]:
     """Return when those ran a collective that meet in it: all at once, or there is more than one answer."""
-    (communicator,) = {step.op.communicator for step in case.schedules[rank].steps if step.label == label}
+    (communicator,) = {
+        instruction.op.communicator for instruction in case.schedules[rank].instructions if instruction.label == label
+    }
     groups = case.groups.get(str(communicator), [range(len(timelines))])
     (members,) = (group for group in groups if rank in group)
     spans = (span for member in members for span in timelines[member].spans)
@@ -125,10 +131,14 @@ def find_partners(case: RankCase, timelines: Sequence[Timeline], rank: int, labe
 
 def meets_wrongly(case: RankCase) -> bool:
     """Whether members of a group run the collectives of a communicator in different orders."""
-    for name in {step.op.communicator for step in case.schedules[0].steps} - {None}:
+    for name in {instruction.op.communicator for instruction in case.schedules[0].instructions} - {None}:
         for group in case.groups.get(str(name), [range(len(case.schedules))]):
             runs = {
-                tuple(step.label for step in case.schedules[rank].steps if step.op.communicator == name)
+                tuple(
+                    instruction.label
+                    for instruction in case.schedules[rank].instructions
+                    if instruction.op.communicator == name
+                )
                 for rank in group
             }
             if len(runs) > 1:

@@ -15,7 +15,7 @@ from tests.strategies import Case, cases, orders
 @given(cases(), st.data())
 def test_a_rendered_schedule_is_read_back_as_it_was(case: Case, data: st.DataObject) -> None:
     schedule = case.lower()
-    mark = data.draw(st.none() | st.sampled_from(range(len(schedule.steps))))
+    mark = data.draw(st.none() | st.sampled_from(range(len(schedule.instructions))))
     assert parse(render(schedule, mark), case.programs) == schedule
 
 

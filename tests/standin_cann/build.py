@@ -61,7 +61,7 @@ def find_digest() -> str:
     """Return a name for the state of all that the libraries are made from."""
     digest = hashlib.sha256()
     for package in ("torch", "torch-npu"):
-        digest.update(find_version(package).encode())
+        digest.update(get_version(package).encode())
     digest.update(run(["g++", "--version"]).splitlines()[0].encode())
     for source in sorted(path for pattern in ("*.h", "*.cpp", "build.py") for path in SOURCES.rglob(pattern)):
         digest.update(f"{source.relative_to(SOURCES)}\n".encode() + source.read_bytes())
@@ -161,7 +161,7 @@ def find_package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def find_version(package: str) -> str:
+def get_version(package: str) -> str:
     """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)

@@ -15,13 +15,13 @@ from tests.standin_cann import cann
 from tests.standin_cann.build import build
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import Gate
+    from tests.standin_cann.gate import SplitHysteresis
 
 # Where torch_npu is installed, a bare `import torch` would look for CANN and fail.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
-def find_obstacle() -> str | None:
+def check_inputs() -> str | None:
     """Return why the stand-in cannot be used here, if it cannot."""
     if "ASCEND_HOME_PATH" in os.environ:
         return "CANN itself is installed here"
@@ -34,7 +34,7 @@ def find_obstacle() -> str | None:
     return None
 
 
-OBSTACLE = find_obstacle()
+OBSTACLE = check_inputs()
 collect_ignore_glob = (
     [] if OBSTACLE is None else ["test_[!b]*.py"]
 )  # all but test_build.py, most of which runs anywhere
@@ -82,13 +82,13 @@ def _default_stream(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def gate(standin: cann.StandIn) -> Iterator[Gate]:
+def gate(standin: cann.StandIn) -> Iterator[SplitHysteresis]:
     """Return a gate that is open after the test, so that a test that fails does not leave streams held."""
     import torch
 
-    from tests.standin_cann.gate import Gate
+    from tests.standin_cann.gate import SplitHysteresis
 
-    gate = Gate()
+    gate = SplitHysteresis()
     yield gate
     gate.open()
     torch.npu.synchronize()

@@ -104,7 +104,7 @@ class LatentParts:
         self._out = make_weight(HEADS * HEAD, HIDDEN)
         self.cache = torch.empty(requests * CONTEXT, LATENT + ROTARY).npu()
 
-    def find_slots(self) -> torch.Tensor:
+    def get_slots(self) -> torch.Tensor:
         slots: torch.Tensor = self.current.slots
         return slots
 
@@ -177,10 +177,10 @@ class Parts:
 
     reduces = False
 
-    def take_apart(self, experts: ExpertParts) -> ExpertParts:
+    def decompose(self, experts: ExpertParts) -> ExpertParts:
         return experts
 
-    def take_attention_apart(self, attention: LatentParts) -> LatentParts:
+    def decompose_attention(self, attention: LatentParts) -> LatentParts:
         return attention
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def test_a_missing_package_is_named() -> None:
     with pytest.raises(build.StandInError, match=r"no_such_package is not installed; install"):
         build.find_package("no_such_package")
     with pytest.raises(build.StandInError, match=r"no-such-package is not installed; install"):
-        build.find_version("no-such-package")
+        build.get_version("no-such-package")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

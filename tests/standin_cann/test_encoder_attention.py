@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention, NpuAttention, find_unpadded_kernel
-from dbo_runtime.vllm_plugin.encoder.host_lengths import plan_attention
+from dbo_runtime.vllm_plugin.encoder.host_lengths import make_attention_class
+from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention, NpuAttention, get_unpadded_kernel
 from tests.standin_cann.cann import StandIn
 
-WINDOWS, WHOLE = (16, 16, 8, 16, 8, 8), (40, 32)  # of two images
+WINDOWS, UNSPLIT = (16, 16, 8, 16, 8, 8), (40, 32)  # of two images
 FULL_BLOCKS = (1, 3)  # of BLOCKS; the others attend within windows
 BLOCKS = 5
 TOLERANCE = 3e-3
@@ -23,12 +23,12 @@ TOLERANCE = 3e-3
 def draw(heads: int, kv_heads: int, size: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(size)
     return [
-        torch.randn(sum(WHOLE), count, size, generator=generator).to(torch.float16)
+        torch.randn(sum(UNSPLIT), count, size, generator=generator).to(torch.float16)
         for count in (heads, kv_heads, kv_heads)
     ]
 
 
-@pytest.mark.parametrize("counts", [WINDOWS, WHOLE, (sum(WHOLE),)], ids=["windows", "images", "one"])
+@pytest.mark.parametrize("counts", [WINDOWS, UNSPLIT, (sum(UNSPLIT),)], ids=["windows", "images", "one"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("size", [32, 64, 72, 80, 120, 128])
 def test_it_is_what_the_cpu_computes(standin: StandIn, size: int, kv_heads: int, counts: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ def test_it_is_what_the_cpu_computes(standin: StandIn, size: int, kv_heads: int,
 
 
 def test_where_there_is_no_nnal_its_kernel_is_not_taken(standin: StandIn) -> None:
-    assert find_unpadded_kernel() is None
+    assert get_unpadded_kernel() is None
 
 
 def test_with_nnal_its_kernel_is_taken(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,12 +59,12 @@ def test_with_nnal_its_kernel_is_taken(standin: StandIn, monkeypatch: pytest.Mon
         given.update({name: thing for name, thing in locals().items() if name != "given"})
         out.copy_(query)
 
-    monkeypatch.setattr("dbo_runtime.vllm_plugin.platforms.encoder_attention.find_unpadded_kernel", lambda: kernel)
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.platforms.encoder_attention.get_unpadded_kernel", lambda: kernel)
     query, key, value = draw(4, 2, 80)
-    found = NpuAttention(4, 2, 80, 0.1).attend(query.npu(), key.npu(), value.npu(), WHOLE)
+    found = NpuAttention(4, 2, 80, 0.1).attend(query.npu(), key.npu(), value.npu(), UNSPLIT)
     assert torch.equal(found.cpu(), query)
-    assert given["query"].shape == (sum(WHOLE), 4, 128)
-    assert given["seq_len"].tolist() == list(WHOLE)
+    assert given["query"].shape == (sum(UNSPLIT), 4, 128)
+    assert given["seq_len"].tolist() == list(UNSPLIT)
     assert given["seq_len"].device.type == "cpu"
     assert (given["scale_value"], given["num_heads"], given["num_kv_heads"]) == (0.1, 4, 2)
 
@@ -110,7 +110,7 @@ def run_encoder(cls: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
 
     def forward() -> torch.Tensor:
         roles = []
-        for counts in (WINDOWS, WHOLE):
+        for counts in (WINDOWS, UNSPLIT):
             cu_seqlens = np.array([0, *accumulate(counts)], dtype=np.int32)
             lengths = cls.maybe_compute_seq_lens("npu", cu_seqlens, "npu")
             roles.append((cls.maybe_recompute_cu_seqlens("npu", cu_seqlens, 256, 1, "npu"), None, lengths))
@@ -126,7 +126,7 @@ def run_encoder(cls: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
 def test_no_block_copies_lengths_from_the_device(standin: StandIn) -> None:
     """Before: one copy in each block. After: none at all."""
     copies, results = [], []
-    for cls in (CopyingAttention, plan_attention(CopyingAttention, "npu")):
+    for cls in (CopyingAttention, make_attention_class(CopyingAttention, "npu")):
         result, forward = run_encoder(cls)
         with standin.trace() as kernels:
             forward()

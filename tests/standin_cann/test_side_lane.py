@@ -24,9 +24,9 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Outputs, run_sequential
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import Choice, Planner
-from dbo_runtime.planner.costs.program_spec import sketch_program
+from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program
 from dbo_runtime.schedule import Schedule, lower
@@ -36,10 +36,10 @@ from tests.standin_cann.cann import Kernel, StandIn
 from tests.standin_cann.latent_decoder import LatentDecoder
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import Gate
+    from tests.standin_cann.gate import SplitHysteresis
 
 LAYERS, REQUESTS = 4, 8
-WHOLE, HALVES = (slice(0, 8),), (slice(0, 4), slice(4, 8))
+UNSPLIT, HALVES = (slice(0, 8),), (slice(0, 4), slice(4, 8))
 # The guide to planning overlap in vllm-ascend #4894 has a layer on A3: attention 2000 us, dispatch 1200, experts 800
 # and combine 1200 (`a3-layer-4894`; docs/planner.md). Attention and experts are shared out as in the published cases,
 # by multiply-adds of DeepSeek-V3: in millions for each token, which has 1024 before it.
@@ -78,7 +78,7 @@ def device(standin: StandIn, record_property: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Step:
+class Instruction:
     """One run of a schedule.
 
     Attributes:
@@ -125,7 +125,7 @@ class Bench:
                 share = (part.stop - part.start) / REQUESTS if self.shrinks else 1.0
                 self._standin.delay(f"{op.label}/{number}", self.seconds.get(op.name, 0.0) * SCALE * share)
 
-    def run(self, schedule: Schedule, instrument: Any = None) -> Step:
+    def run(self, schedule: Schedule, instrument: Any = None) -> Instruction:
         executor = Executor(schedule, self.device, EventTable(self.device))
         inputs = self.decoder.make_inputs()
         with self._standin.trace() as kernels:
@@ -133,7 +133,7 @@ class Bench:
             outputs = executor.run(inputs, self.decoder.current.enter, instrument)
             torch.npu.synchronize()
             seconds = time.perf_counter() - start
-        return Step(outputs, read_trace(kernels), seconds)
+        return Instruction(outputs, read_trace(kernels), seconds)
 
     def run_reference(self) -> Outputs:
         programs = [self.program] * len(self.decoder.current.parts)
@@ -160,7 +160,7 @@ class Bench:
         # Kernels here sleep, so no lane slows another one.
         return CostTable(
             Origin("measured", __name__, "2026-11-22", {"platform": "npu"}, {}, {}, {}),
-            sketch_program(self.program),
+            describe_program(self.program),
             ops,
             {COMPUTE: 1.0, SIDE: 1.0, COMM: 1.0},
             HostCost(issue=median(issued)),
@@ -181,7 +181,7 @@ def read_trace(kernels: Sequence[Kernel]) -> Timeline:
     )
 
 
-def measure_beside(timeline: Timeline, op: str, other: str) -> dict[tuple[str, int], float]:
+def measure_concurrent(timeline: Timeline, op: str, other: str) -> dict[tuple[str, int], float]:
     """Return for which seconds *op* ran beside *other* of its micro-batch and layer, by its label and micro-batch."""
     others = {(span.op, span.micro_batch): span for span in timeline.spans}
     found = {}
@@ -197,7 +197,7 @@ def measure_beside(timeline: Timeline, op: str, other: str) -> dict[tuple[str, i
 def find_beside(timeline: Timeline, least: float = 0.0) -> set[tuple[str, int]]:
     """Return which keys ran for more than so much of their time beside queries of their micro-batch and layer."""
     lengths = {(span.op, span.micro_batch): span.end - span.start for span in timeline.spans}
-    beside = measure_beside(timeline, "keys", "queries")
+    beside = measure_concurrent(timeline, "keys", "queries")
     return {which for which, seconds in beside.items() if seconds > least * lengths[which]}
 
 
@@ -210,11 +210,11 @@ def assert_same(outputs: Outputs, expected: Outputs) -> None:
         assert torch.equal(found[0].cpu(), reference[0].cpu())
 
 
-def choose(bench: Bench) -> tuple[Choice, Timeline]:
+def choose(bench: Bench) -> tuple[SplitChoice, Timeline]:
     """Return how a step runs by a planner that has just measured the ops, and when it would run which."""
     planner = Planner(bench.program, bench.measure())
     choice = planner.choose(BATCH, RuntimeConfig(micro_batches=2, margin=MARGIN, side="auto"))
-    assert isinstance(choice, Choice), choice
+    assert isinstance(choice, SplitChoice), choice
     assert choice.prediction.micro_batches == len(bench.decoder.current.parts)
     validate(choice.order.schedule)
     return choice, planner.draw_timeline(choice.order.schedule, measure_slices(BATCH, choice.slices))
@@ -224,7 +224,7 @@ def choose(bench: Bench) -> tuple[Choice, Timeline]:
 # halves take half as long, as in prefills, it does.
 @pytest.mark.parametrize(
     ("parts", "shrinks", "seconds"),
-    [(WHOLE, False, PUBLISHED), (HALVES, True, PUBLISHED), (WHOLE, False, LONG_KEYS)],
+    [(UNSPLIT, False, PUBLISHED), (HALVES, True, PUBLISHED), (UNSPLIT, False, LONG_KEYS)],
     ids=["not cut", "in two", "not cut, long keys"],
 )
 def test_keys_are_beside_queries_where_the_planner_wants_it_and_the_step_takes_what_it_predicted(
@@ -243,7 +243,7 @@ def test_keys_are_beside_queries_where_the_planner_wants_it_and_the_step_takes_w
         bench.slow_down()
         choice, planned = choose(bench)
         wanted = find_beside(planned, least=0.5)  # a searched order may put some beside another micro-batch's ops
-        assert len(wanted) == LAYERS if parts is WHOLE else len(wanted) > LAYERS
+        assert len(wanted) == LAYERS if parts is UNSPLIT else len(wanted) > LAYERS
         predicted, measured = choice.prediction.split, math.inf
         for number in range(MOST_RUNS):
             step = bench.run(choice.order.schedule)
@@ -258,17 +258,17 @@ def test_keys_are_beside_queries_where_the_planner_wants_it_and_the_step_takes_w
     pytest.fail(f"(predicted, measured, keys that were not beside queries): {tried}")
 
 
-@pytest.mark.parametrize("parts", [WHOLE, HALVES], ids=["not cut", "in two"])
+@pytest.mark.parametrize("parts", [UNSPLIT, HALVES], ids=["not cut", "in two"])
 def test_shared_experts_are_beside_gate_and_dispatch(standin: StandIn, device: Any, parts: Sequence[slice]) -> None:
     bench = Bench(standin, device, parts, shrinks=False)
     programs = [bench.program] * len(parts)
     bench.slow_down()
     steps = [bench.run(lower(programs, alternate(programs))) for _ in range(LEAST_RUNS)]
-    assert max(min(measure_beside(step.timeline, "shared_experts", "dispatch").values()) for step in steps) > 0
-    assert max(step.timeline.share_beside("gate", "shared_experts", same=True) for step in steps) > 0
+    assert max(min(measure_concurrent(step.timeline, "shared_experts", "dispatch").values()) for step in steps) > 0
+    assert max(step.timeline.measure_concurrent_share("gate", "shared_experts", same=True) for step in steps) > 0
 
 
-@pytest.mark.parametrize("parts", [WHOLE, HALVES], ids=["not cut", "in two"])
+@pytest.mark.parametrize("parts", [UNSPLIT, HALVES], ids=["not cut", "in two"])
 def test_without_the_lane_nothing_of_a_micro_batch_computes_beside_itself(
     standin: StandIn, device: Any, parts: Sequence[slice]
 ) -> None:
@@ -278,8 +278,8 @@ def test_without_the_lane_nothing_of_a_micro_batch_computes_beside_itself(
     timeline = bench.run(lower(programs, alternate(programs))).timeline
     (stream,) = list_streams(timeline, "queries")
     assert list_streams(timeline, "keys") == list_streams(timeline, "shared_experts") == {stream}
-    assert timeline.share_beside("keys", "queries", same=True) == 0
-    assert timeline.share_beside("gate", "shared_experts", same=True) == 0
+    assert timeline.measure_concurrent_share("keys", "queries", same=True) == 0
+    assert timeline.measure_concurrent_share("gate", "shared_experts", same=True) == 0
 
 
 @pytest.mark.parametrize("has_latent", [True, False])
@@ -314,7 +314,7 @@ def test_a_schedule_with_the_lane_is_captured_into_a_graph_and_replays(standin: 
         assert_same(outputs, expected)
 
 
-def hold_keys(bench: Bench, gate: Gate, schedule: Schedule) -> tuple[Outputs, bool]:
+def hold_keys(bench: Bench, gate: SplitHysteresis, schedule: Schedule) -> tuple[Outputs, bool]:
     """Return what a schedule computes while keys wait at the gate, and whether it was done before that was opened."""
     inputs = bench.decoder.make_inputs()
     compute, side, _ = bench.device.open_lanes([COMPUTE, SIDE, COMM])
@@ -329,7 +329,7 @@ def hold_keys(bench: Bench, gate: Gate, schedule: Schedule) -> tuple[Outputs, bo
     return found or outputs, is_done
 
 
-def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: Gate) -> None:
+def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: SplitHysteresis) -> None:
     bench = Bench(standin, device, HALVES, shrinks=False)
     expected = bench.run_reference()
     program = bench.program.fold_side("keys")
@@ -339,17 +339,19 @@ def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: Gate) -> 
 
 
 def test_without_the_wait_validation_refuses_and_attention_reads_the_cache_before_keys_are_there(
-    standin: StandIn, device: Any, gate: Gate
+    standin: StandIn, device: Any, gate: SplitHysteresis
 ) -> None:
     bench = Bench(standin, device, HALVES, shrinks=False)
     expected = bench.run_reference()
     program = bench.program.fold_side("keys")
     schedule = lower([program] * 2, alternate([program] * 2))
-    keys = {step.issue for step in schedule.steps if step.op.name == "keys"}
-    waiting = [step for step in schedule.steps if keys & {*step.waits}]
+    keys = {step.issue for step in schedule.instructions if step.op.name == "keys"}
+    waiting = [step for step in schedule.instructions if keys & {*step.waits}]
     assert {step.op.name for step in waiting} == {"attention"}
-    steps = (replace(step, waits=tuple(issue for issue in step.waits if issue not in keys)) for step in schedule.steps)
-    schedule = replace(schedule, steps=tuple(steps))
+    steps = (
+        replace(step, waits=tuple(issue for issue in step.waits if issue not in keys)) for step in schedule.instructions
+    )
+    schedule = replace(schedule, instructions=tuple(steps))
     with pytest.raises(ScheduleError, match="attention"):
         validate(schedule)
     outputs, is_done = hold_keys(bench, gate, schedule)

@@ -7,11 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.program import Program
-from dbo_runtime.vllm_plugin.calibration import measurement
 from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.calibration import measurement
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape
 
@@ -43,17 +43,17 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
     """Measure a few shapes on a worker; return what was measured and the progress that was told."""
     told: list[tuple[int, int, str]] = []
     runner = worker.model_runner
-    group = compat.find_groups(runner.vllm_config).everyone
-    shapes = patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES)
-    with shapes, patch.object(calibration, "LONG", math.inf):  # however slow this machine is
+    group = compat.get_groups(runner.vllm_config).everyone
+    shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
+    with shapes, patch.object(measurement, "LONG", math.inf):  # however slow this machine is
         found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))
     return found, told
 
 
 def calibrate_few(worker: Any, path: str = "", repeats: int = 2) -> tuple[dict[str, Any], str]:
     """Calibrate a worker by a few shapes; return the report and the digest of what it plans by from now on."""
-    shapes = patch.object(calibration, "choose_shapes", lambda _: FEW_SHAPES)
-    with shapes, patch.object(calibration, "MOST_REPEATS", repeats):
+    shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
+    with shapes, patch.object(measurement, "MOST_REPEATS", repeats):
         report = worker.dbo_calibrate(path, 600.0)
     return report, worker.model_runner.get_model().forward.runtime.planner.table.digest
 
@@ -76,4 +76,4 @@ def make_planner(program: Program, fixed: float = 0.0, split: float = 0.0) -> Pl
     costs["attention"] = ComputeCost(fixed=fixed, per_token=10e-6)
     origin = Origin("modelled", "a test", "2026-01-31", {}, {}, {}, {})
     errors = dict.fromkeys(costs, 0.0)
-    return Planner(program, CostTable(origin, sketch_program(program), costs, {}, HostCost(split=split), errors))
+    return Planner(program, CostTable(origin, describe_program(program), costs, {}, HostCost(split=split), errors))

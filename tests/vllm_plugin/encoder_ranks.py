@@ -24,15 +24,15 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionTransformer
 from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer
 
-from dbo_runtime.adapter import find_encoder_adapter
+from dbo_runtime.adapter import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.encoder.forward import FoundEncoder, SplitEncoder, find_encoder
+from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
-from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_plan
 from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
 
 SIZES = {
@@ -171,7 +171,7 @@ def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
     """Run batches in all ways; return how many runs there were of each, and those that were not vLLM's very bits."""
     with unplanned():
         plain = make_encoder(family)
-    install_host_plan()
+    install_host_lengths()
     planned = make_encoder(family)
     device = CpuDevice(capture_state=capture_thread_state)
     runs: Counter[str] = Counter()
@@ -205,9 +205,9 @@ def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
             "planned": count_host_reads(lambda: planned(pixels, grids)),
         }
     device.close()
-    weighed = find_encoder_adapter(type(plain).__name__)
+    weighed = get_encoder_adapter(type(plain).__name__)
     assert weighed is not None
-    work = [weighed.weigh(plain, grid) for grid in ([1, 4, 4], [1, 8, 8], [2, 8, 8])]
+    work = [weighed.estimate_flops(plain, grid) for grid in ([1, 4, 4], [1, 8, 8], [2, 8, 8])]
     return {"work": work, "runs": runs, "differing": differing, "statistics": statistics, "reads": reads}
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dbo_runtime.errors import ConfigError
 
 
-class Load(NamedTuple):
+class BatchFeatures(NamedTuple):
     """What a micro-batch, or a whole step, asks of the ops.
 
     Attention takes decodes and prefills by kernels of their own, which cost differently, so their pairs are apart.
@@ -23,7 +23,7 @@ class Load(NamedTuple):
     decode_pairs: float = 0.0  # of query and key in decodes
 
 
-def measure_load(query_lens: Sequence[int], context_lens: Sequence[int], decode_len: int = 1) -> Load:
+def measure_features(query_lens: Sequence[int], context_lens: Sequence[int], decode_len: int = 1) -> BatchFeatures:
     """Return the load of requests with *query_lens* new tokens each [requests].
 
     *context_lens* are the tokens of each that are in the KV cache already [requests]; () stands for none anywhere. A
@@ -38,7 +38,7 @@ def measure_load(query_lens: Sequence[int], context_lens: Sequence[int], decode_
     requests = list(zip(query_lens, context_lens or (0,) * len(query_lens), strict=True))
     prefills = [(q, context) for q, context in requests if q > decode_len]
     decodes = [(q, context) for q, context in requests if q <= decode_len]
-    return Load(
+    return BatchFeatures(
         tokens=sum(query_lens),
         pairs=float(sum(q * (q + 1) // 2 for q, _ in prefills)),
         context_pairs=float(sum(q * context for q, context in prefills)),

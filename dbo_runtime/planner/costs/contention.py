@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_table import Cost
-from dbo_runtime.planner.costs.samples import Sample, find_lane, group_by_op
+from dbo_runtime.planner.costs.samples import Sample, get_lane, group_by_op
 from dbo_runtime.program import SIDE
 
 # Sharing a device or its memory may slow a lane by this much; a greater figure is a disturbed measurement.
@@ -39,7 +39,7 @@ def fit_contention(costs: Mapping[str, Cost], samples: Iterable[Sample]) -> dict
         groups = groupby(by_load, key=lambda sample: sample.load)
         points = [point for load, runs in groups if (point := _compare(list(runs), costs[op].time(load))) is not None]
         pairs = combinations(points if len(points) > 1 else [_Point(0.0, 0.0), *points], 2)
-        slopes[find_lane(op, of_op)] += [_find_slope(*pair) for pair in pairs if pair[0].beside != pair[1].beside]
+        slopes[get_lane(op, of_op)] += [_find_slope(*pair) for pair in pairs if pair[0].beside != pair[1].beside]
     return {lane: _find_factor(found) for lane, found in slopes.items() if found or lane != SIDE}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Origin, name_field
-from dbo_runtime.planner.costs.program_spec import LayerRun, OpSketch, Sketch
+from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
 
 FORMAT = 1
 _WIDTH = 140
@@ -61,7 +61,7 @@ def name_stage_file(path: str, stage: str | None) -> str:
     return path if stage is None else str(file.with_name(f"{file.stem}.{stage}{file.suffix}"))
 
 
-def find_stage_files(path: str) -> list[str]:
+def list_stage_files(path: str) -> list[str]:
     """Return the cost files of a pipeline's stages that are there for *path*, in their order."""
     file = Path(path)
     found = file.parent.glob(f"{escape(file.stem)}.pp*{escape(file.suffix)}")
@@ -94,9 +94,9 @@ def _describe_run(run: LayerRun) -> dict[str, Any]:
     return {"repeat": run.repeat, "layered": run.layered, "ops": [_describe_op(op) for op in run.ops]}
 
 
-def _describe_op(op: OpSketch) -> dict[str, Any]:
+def _describe_op(op: OpSpec) -> dict[str, Any]:
     """Return what an op declares, without what it leaves at its default."""
-    defaults = OpSketch._field_defaults
+    defaults = OpSpec._field_defaults
     return {name: value for name, value in op._asdict().items() if name not in defaults or value != defaults[name]}
 
 
@@ -239,7 +239,7 @@ _SWITCH = _read_plain(bool, "true or false")
 _NAMES = _read_list(_TEXT)
 _COMPUTE, _COMM, _HOST = _read_part(ComputeCost), _read_part(CommCost), _read_part(HostCost)
 _OP = _read_record(
-    OpSketch,
+    OpSpec,
     {
         "name": _TEXT,
         "lane": _TEXT,
@@ -251,7 +251,7 @@ _OP = _read_record(
         "host_sync": _SWITCH,
         "overwrites": _NAMES,
     },
-    optional=OpSketch._field_defaults,
+    optional=OpSpec._field_defaults,
 )
 _RUN = _read_record(LayerRun, {"repeat": _WHOLE, "layered": _SWITCH, "ops": _read_list(_OP)})
 _FILE = _read_record(
@@ -265,7 +265,7 @@ _FILE = _read_record(
         "model": _read_mapping(_TEXT),
         "parallel": _read_mapping(_WHOLE),
         "versions": _read_mapping(_TEXT),
-        "program": _read_record(Sketch, {"inputs": _NAMES, "runs": _read_list(_RUN), "outputs": _NAMES}),
+        "program": _read_record(ProgramSpec, {"inputs": _NAMES, "runs": _read_list(_RUN), "outputs": _NAMES}),
         "ops": _read_mapping(_read_cost),
         "contention": _read_mapping(_read_number),
         "host": _HOST,

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs.batch_features import Load
-from dbo_runtime.planner.costs.program_spec import Sketch
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.costs.program_spec import ProgramSpec
 from dbo_runtime.program import COMM, COMPUTE, Program
 
 CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
@@ -90,16 +90,16 @@ class ComputeCost(_Numbers):
     per_decode: float = field(default=0.0, metadata=_in_file("per_decode_us", optional=True))
     per_decode_pair: float = field(default=0.0, metadata=_in_file("per_decode_pair_us", optional=True))
 
-    def time(self, load: Load) -> float:
+    def time(self, load: BatchFeatures) -> float:
         """Return seconds."""
         return self._time(load, 1.0)
 
-    def weight_share(self, load: Load) -> float:
+    def weight_share(self, load: BatchFeatures) -> float:
         """Return the w of theory.md, in [0, 1]: the share of time that does not shrink when the load halves."""
         whole = self._time(load, 1.0)
         return min(max(2 * self._time(load, 0.5) / whole - 1, 0.0), 1.0) if whole else 0.0
 
-    def _time(self, load: Load, share: float) -> float:
+    def _time(self, load: BatchFeatures, share: float) -> float:
         attention: float = sum(getattr(self, rate) * getattr(load, amount) for rate, amount in ATTENTION.items())
         return self.fixed + max(self.weights, self.per_token * load.tokens * share) + attention * share
 
@@ -122,11 +122,11 @@ class CommCost(_Numbers):
     bytes_per_token: float = field(metadata=_in_file("bytes_per_token"))
     free_bytes: float = field(default=0.0, metadata=_in_file("free_bytes", optional=True))
 
-    def time(self, load: Load) -> float:
+    def time(self, load: BatchFeatures) -> float:
         """Return seconds."""
         return self.alpha + self.beta * max(self.bytes_per_token * load.tokens - self.free_bytes, 0.0)
 
-    def credit(self, load: Load) -> float:
+    def credit(self, load: BatchFeatures) -> float:
         """Return the seconds that the buffer saves."""
         return self.beta * min(self.bytes_per_token * load.tokens, self.free_bytes)
 
@@ -216,7 +216,7 @@ class CostTable:
     """
 
     origin: Origin
-    program: Sketch
+    program: ProgramSpec
     ops: Mapping[str, Cost]
     contention: Mapping[str, float]
     host: HostCost
@@ -233,7 +233,7 @@ class CostTable:
                 raise ConfigError(f"{path} is {value:g}; it must be a finite number{bound}.")
         _check_names(self)
 
-    def times(self, program: Program, load: Load) -> list[float]:
+    def times(self, program: Program, load: BatchFeatures) -> list[float]:
         """Return the seconds of each op alone, in program order; ConfigError names an op without a cost."""
         seconds = {name: cost.time(load) for name, cost in self.ops.items()}
         try:
@@ -241,7 +241,7 @@ class CostTable:
         except KeyError as name:
             raise ConfigError(f"op {name} has no cost: the costs are of another program; {CALIBRATE}.") from None
 
-    def credits(self, program: Program, load: Load) -> list[float]:
+    def credits(self, program: Program, load: BatchFeatures) -> list[float]:
         """Return the seconds of each op that a lane which has rested spares, in program order."""
         spared = {name: cost.credit(load) for name, cost in self.ops.items() if isinstance(cost, CommCost)}
         return [spared.get(op.name, 0.0) for op in program.ops]

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, ComputeCost, Cost
-from dbo_runtime.planner.costs.batch_features import Load
-from dbo_runtime.planner.costs.samples import Sample, find_lane, group_by_op
+from dbo_runtime.planner.costs.samples import Sample, get_lane, group_by_op
 from dbo_runtime.program import COMM
 
 _Array = npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ SIZES_FOR_BUFFER, BUFFERS_TRIED = 6, 60
 class _Points(NamedTuple):
     """What one op took alone at different loads, repeats reduced to their median."""
 
-    loads: tuple[Load, ...]
+    loads: tuple[BatchFeatures, ...]
     seconds: _Array  # [points]
 
     @property
@@ -98,7 +98,7 @@ def fit_costs(samples: Iterable[Sample], bytes_per_token: float) -> tuple[dict[s
     costs: dict[str, Cost] = {}
     errors: dict[str, float] = {}
     for op, of_op in group_by_op(samples).items():
-        lane = find_lane(op, of_op)
+        lane = get_lane(op, of_op)
         points = _reduce_repeats(op, of_op)
         costs[op] = _fit_comm(op, points, bytes_per_token) if lane == COMM else _fit_compute(points)
         errors[op] = float(np.median(np.abs(_find_errors(costs[op], points))))

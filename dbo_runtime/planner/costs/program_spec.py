@@ -16,7 +16,7 @@ MOST_LAYERS = 10_000
 MOST_OUTPUTS = 1_000
 
 
-class OpSketch(NamedTuple):
+class OpSpec(NamedTuple):
     """An op without its function; the attributes are those of `dbo_runtime.program.Op`.
 
     A value is named after the op or input that wrote it, `attn_norm`, or `attn_norm.1` for an op's second output. Such
@@ -38,12 +38,12 @@ class LayerRun(NamedTuple):
     """Equal layers in a row; with *layered* false, ops outside any layer, which do not repeat."""
 
     repeat: int
-    ops: tuple[OpSketch, ...]
+    ops: tuple[OpSpec, ...]
     layered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class ProgramSpec:
     """The ops of one micro-batch in program order. Its layers are numbered from 0, wherever the program's begin.
 
     Attributes:
@@ -60,11 +60,11 @@ class Sketch:
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        record_sketch(self)
+        build_program(self)
 
 
-def sketch_program(program: Program) -> Sketch:
-    """Return the sketch of *program*, from which `record_sketch` makes an equal one.
+def describe_program(program: Program) -> ProgramSpec:
+    """Return the sketch of *program*, from which `build_program` makes an equal one.
 
     But for the functions, the names that outputs have, and the number of the first layer.
 
@@ -74,12 +74,12 @@ def sketch_program(program: Program) -> Sketch:
     names = _Names()
     for value in program.inputs:
         names.write(value.name, value)
-    sketches = [_sketch_op(op, names) for op in program.ops]
+    sketches = [_describe_op(op, names) for op in program.ops]
     outputs = tuple(names.find(value, "the program's result") for value in program.outputs)
-    return Sketch(tuple(value.name for value in program.inputs), _find_runs(program.ops, sketches), outputs)
+    return ProgramSpec(tuple(value.name for value in program.inputs), _find_runs(program.ops, sketches), outputs)
 
 
-def record_sketch(sketch: Sketch) -> Program:
+def build_program(sketch: ProgramSpec) -> Program:
     """Return the program of a sketch. It can be planned, but its ops refuse to run.
 
     Raises:
@@ -128,18 +128,18 @@ def _name_output(op: str, number: int) -> str:
     return f"{op}.{number}" if number else op
 
 
-def _sketch_op(op: Op, names: _Names) -> OpSketch:
+def _describe_op(op: Op, names: _Names) -> OpSpec:
     reader = f"op {op.label!r} ({op.declared_at})"
     reads = tuple(names.find(value, reader) for value in op.reads)
     overwrites = tuple(names.find(value, reader) for value in op.overwrites)
     for number, value in enumerate(op.writes):
         names.write(_name_output(op.name, number), value)
-    return OpSketch(
+    return OpSpec(
         op.name, op.lane, reads, len(op.writes), op.ordered, op.exclusive, op.communicator, op.host_sync, overwrites
     )
 
 
-def _find_runs(ops: Sequence[Op], sketches: Sequence[OpSketch]) -> tuple[LayerRun, ...]:
+def _find_runs(ops: Sequence[Op], sketches: Sequence[OpSpec]) -> tuple[LayerRun, ...]:
     by_layer = groupby(zip(ops, sketches, strict=True), key=lambda pair: pair[0].layer)
     layers = [(layer, tuple(sketch for _, sketch in pairs)) for layer, pairs in by_layer]
     numbers = [layer for layer, _ in layers if layer is not None]
@@ -160,7 +160,7 @@ def _check_run(run: LayerRun, path: str) -> None:
         raise ConfigError(f"{path}.ops is empty; a run needs at least one op.")
 
 
-def _record_op(p: ProgramBuilder, op: OpSketch, written: dict[str, Value], path: str) -> None:
+def _record_op(p: ProgramBuilder, op: OpSpec, written: dict[str, Value], path: str) -> None:
     if not 0 <= op.outputs <= MOST_OUTPUTS:
         raise ConfigError(f"{path}.outputs is {op.outputs}; it must be from 0 to {MOST_OUTPUTS}.")
     reads = [_find_write(written, name, f"{path}.reads") for name in op.reads]

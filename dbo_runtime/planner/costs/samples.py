@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 
 
 class Sample(NamedTuple):
@@ -16,9 +16,9 @@ class Sample(NamedTuple):
 
     op: str
     lane: str
-    load: Load
+    load: BatchFeatures
     seconds: float
-    beside: float = 0.0  # seconds of it during which another lane ran; see `Timeline.measure_beside`
+    beside: float = 0.0  # seconds of it during which another lane ran; see `Timeline.measure_concurrent`
 
 
 def group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
@@ -34,7 +34,7 @@ def group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     return groups
 
 
-def find_lane(op: str, samples: Sequence[Sample]) -> str:
+def get_lane(op: str, samples: Sequence[Sample]) -> str:
     """Return the lane of the samples of an op; ConfigError if they have several."""
     lanes = sorted({sample.lane for sample in samples})
     if len(lanes) > 1:

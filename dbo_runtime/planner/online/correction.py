@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-WHOLE, SPLIT = "whole", "split"
+UNSPLIT, SPLIT = "whole", "split"
 WINDOW = 64  # measured steps of each way that count
 PERIOD = 64  # steps between two updates
 LARGEST_STEP = 0.05  # by which a logarithm may move in one update
@@ -24,7 +24,7 @@ class Correction:
     """
 
     def __init__(self) -> None:
-        self._logs = {WHOLE: 0.0, SPLIT: 0.0}
+        self._logs = {UNSPLIT: 0.0, SPLIT: 0.0}
         self._errors: dict[str, deque[float]] = {way: deque(maxlen=WINDOW) for way in self._logs}
         self._steps = 0
 

@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 from itertools import accumulate
 
 from dbo_runtime.batch import Batch, BatchSlice
+from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_table import ComputeCost, CostTable
-from dbo_runtime.planner.costs.batch_features import Load, measure_load
 from dbo_runtime.program import Program
 
 
@@ -18,7 +18,7 @@ class Density:
 
     Attributes:
         token: of each token.
-        pair, context_pair: of each query-key pair; see `Load`.
+        pair, context_pair: of each query-key pair; see `BatchFeatures`.
         prefill: of each prefill; cutting one makes two of it.
         context: of each token that prefills fetch from the KV cache.
         decode: of each token of decodes, beside what any token costs.
@@ -33,13 +33,13 @@ class Density:
     decode: float = 0.0
     decode_pair: float = 0.0
 
-    def weigh(self, load: Load) -> float:
+    def estimate_flops(self, load: BatchFeatures) -> float:
         """Return the seconds that a load costs."""
         seconds: float = sum(rate * amount for rate, amount in zip(astuple(self), load, strict=True))
         return seconds
 
 
-def find_density(table: CostTable, program: Program) -> Density:
+def compute_density(table: CostTable, program: Program) -> Density:
     """Sum up what tokens and pairs cost over all ops of *program*."""
     costs = [cost for op in program.ops if isinstance(cost := table.ops[op.name], ComputeCost)]
     return Density(
@@ -63,7 +63,7 @@ def balance_targets(batch: Batch, micro_batches: int, density: Density) -> tuple
     return tuple(_find_offset(batch, part / micro_batches, density) for part in range(1, micro_batches))
 
 
-def measure_slices(batch: Batch, slices: Sequence[BatchSlice]) -> tuple[Load, ...]:
+def measure_slices(batch: Batch, slices: Sequence[BatchSlice]) -> tuple[BatchFeatures, ...]:
     """Return the load of each micro-batch; the tail of a cut request has its head in the KV cache."""
     return tuple(_measure_range(batch, piece.first_token, piece.last_token) for piece in slices)
 
@@ -73,8 +73,8 @@ def _find_offset(batch: Batch, share: float, density: Density) -> int:
     low, high = 0, batch.tokens
     while low < high:
         middle = (low + high) // 2
-        before = density.weigh(_measure_range(batch, 0, middle))
-        after = density.weigh(_measure_range(batch, middle, batch.tokens))
+        before = density.estimate_flops(_measure_range(batch, 0, middle))
+        after = density.estimate_flops(_measure_range(batch, middle, batch.tokens))
         if before < share * (before + after):
             low = middle + 1
         else:
@@ -82,7 +82,7 @@ def _find_offset(batch: Batch, share: float, density: Density) -> int:
     return low
 
 
-def _measure_range(batch: Batch, first: int, last: int) -> Load:
+def _measure_range(batch: Batch, first: int, last: int) -> BatchFeatures:
     starts = accumulate(batch.query_lens, initial=0)
     queries, contexts = [], []
     for start, length, context in zip(starts, batch.query_lens, batch.contexts, strict=False):
@@ -90,4 +90,4 @@ def _measure_range(batch: Batch, first: int, last: int) -> Load:
         if left < right:
             queries.append(right - left)
             contexts.append(context + left - start)
-    return measure_load(queries, contexts, batch.decode_len)
+    return measure_features(queries, contexts, batch.decode_len)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable, HostCost
+from dbo_runtime.planner.online.predictor import NamedOrder, Predictor, compute_end
 from dbo_runtime.planner.search.jobs import make_jobs
-from dbo_runtime.planner.costs.batch_features import Load
-from dbo_runtime.planner.online.predictor import NamedOrder, Predictor, find_end
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.policies import Order, alternate, find_policy, staggered
+from dbo_runtime.policies import Order, alternate, get_policy, staggered
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import lower
 
@@ -47,14 +47,14 @@ class Orders:
             return self.placements[-1:]
         return self.placements if config.side == "auto" and self.knows_side else self.placements[:1]
 
-    def find_best(self, loads: Sequence[Load], config: RuntimeConfig) -> NamedOrder:
+    def choose_best(self, loads: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
         """Return the order for loads like these, on the lanes on which that is predicted to end soonest."""
         first, *others = self.find(loads, config)
         if not others:
             return first
         return min((first, *others), key=lambda ordered: self._predictor.predict_split(ordered, loads))
 
-    def find(self, loads: Sequence[Load], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
+    def find(self, loads: Sequence[BatchFeatures], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
         """Return the order for loads like these: what the settings name, or the best for such shares of time.
 
         Where ops may be on a lane beside there are two: the best with some of them there, after the best with none.
@@ -62,14 +62,16 @@ class Orders:
         count = len(loads)
         policy = config.policy if count > 1 else SEQUENTIAL  # one micro-batch has one order
         placements = self.list_placements(config)
-        each = Load(*(sum(values) / count for values in zip(*loads, strict=True)))
+        each = BatchFeatures(*(sum(values) / count for values in zip(*loads, strict=True)))
         judges = policy[0] == "optimal" or len(placements) > 1
         shares = self._predictor.measure_shares(each, ORDER_BUCKETS, LEAST_SHARE) if judges else ()
         key = count, policy, config.side, shares
         if key not in self._found:
             figures = [str(figure) for figure in (config.policy[1], count, *map(abs, shares))]
             self._found[key] = tuple(
-                NamedOrder("-".join([config.policy[0], *list_beside(program), *figures]), order, lower(programs, order))
+                NamedOrder(
+                    "-".join([config.policy[0], *list_side_ops(program), *figures]), order, lower(programs, order)
+                )
                 for program in self._pick(placements, count, policy, shares)
                 for programs in [(program,) * count]
                 for order in [self._search(program, count, policy, shares)]
@@ -82,7 +84,7 @@ class Orders:
         """Return the first placement, and of the others the one that is best in the order that everyone else uses."""
         if len(placements) <= 2:
             return placements
-        follow = find_policy(*policy)
+        follow = get_policy(*policy)
 
         def judge(program: Program) -> float:
             return self._judge(program, follow((program,) * count), shares)
@@ -93,7 +95,7 @@ class Orders:
         """Return the best order. What is optimal without contention is compared with what everyone uses, with it."""
         programs = (program,) * count
         if policy[0] != "optimal":
-            return find_policy(*policy)(programs)
+            return get_policy(*policy)(programs)
         found = find_order(make_jobs(programs, [self._restore_times(shares)] * count), self._most_states)
         candidates = (found.order, alternate(programs), staggered(programs, 1))
         return min(candidates, key=lambda order: self._judge(program, order, shares))
@@ -102,7 +104,7 @@ class Orders:
         """Return when micro-batches with such shares of time end, in no unit."""
         count = 1 + max(issue.micro_batch for issue in order)
         times = [self._restore_times(shares)] * count
-        return find_end(self._predictor.simulate_times(lower((program,) * count, order), times, self._host))
+        return compute_end(self._predictor.simulate_times(lower((program,) * count, order), times, self._host))
 
     def _restore_times(self, shares: tuple[int, ...]) -> list[float]:
         return self._predictor.restore_times(shares, ORDER_BUCKETS)
@@ -115,6 +117,6 @@ def list_placements(program: Program) -> tuple[Program, ...]:
     return (program.fold_side(), *alone, program) if kinds else (program,)
 
 
-def list_beside(program: Program) -> tuple[str, ...]:
+def list_side_ops(program: Program) -> tuple[str, ...]:
     """Return the names of the ops that are on `side`."""
     return tuple(sorted({op.name for op in program.ops if op.lane == SIDE}))

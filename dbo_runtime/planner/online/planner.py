@@ -7,28 +7,29 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline, find_cuts, share_evenly, share_together, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.online.correction import SPLIT, WHOLE, Correction
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable
-from dbo_runtime.planner.online.cuts import balance_targets, find_density, measure_slices
-from dbo_runtime.planner.online.hysteresis import Gate, Prediction, find_gain
-from dbo_runtime.planner.costs.batch_features import Load
-from dbo_runtime.planner.online.orders import Orders, list_beside
-from dbo_runtime.planner.online.predictor import FINE, NamedOrder, Predictor, doubt_costs, find_bucket
+from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
+from dbo_runtime.planner.online.cuts import balance_targets, compute_density, measure_slices
+from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis, compute_gain
+from dbo_runtime.planner.online.orders import Orders, list_side_ops
+from dbo_runtime.planner.online.predictor import FINE, NamedOrder, Predictor, get_bucket, make_worst_cases
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import Schedule
 
 MOST_MICRO_BATCHES = 3  # that `auto` tries: more add little where phases match, and pay every fixed cost again
 MOST_STATES = 40_000  # of the search while a step waits for its plan: about a second
-UNKNOWN_DOUBT = 0.2  # by which share costs may be off that do not say it of themselves
-MOST_DOUBT = 0.3  # and at most
+DEFAULT_UNCERTAINTY = 0.2  # by which share costs may be off that do not say it of themselves
+MAX_UNCERTAINTY = 0.3  # and at most
 REMEMBERED = 4096  # batches whose decision is kept
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SplitChoice:
     """How to split a step.
 
     Attributes:
@@ -62,12 +63,12 @@ class Planner:
         self.table = table
         self.correction = Correction()
         self._predictor = Predictor(program, table)
-        doubted = doubt_costs(table, find_doubt(table))
-        self._doubters = [Predictor(program, doubtful) for doubtful in doubted]
-        self._gate = Gate()
-        self._density = find_density(table, program)
+        doubted = make_worst_cases(table, get_uncertainty(table))
+        self._worst_cases = [Predictor(program, worst_case) for worst_case in doubted]
+        self._gate = SplitHysteresis()
+        self._density = compute_density(table, program)
         self._orders = Orders(program, table, self._predictor, most_states)
-        self._decisions: dict[tuple[Batch | tuple[int, ...], RuntimeConfig], Choice | Decline] = {}
+        self._decisions: dict[tuple[Batch | tuple[int, ...], RuntimeConfig], SplitChoice | Decline] = {}
         self._too_small: dict[int, Decline | None] = {}
 
     @property
@@ -92,7 +93,7 @@ class Planner:
             self._too_small[tokens] = self._judge_size(tokens)
         return self._too_small[tokens]
 
-    def choose(self, batch: Batch, config: RuntimeConfig) -> Choice | Decline:
+    def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
 
         A batch that was seen before is decided at once, as long as the correction stays what it was.
@@ -100,7 +101,7 @@ class Planner:
         known = self._decisions.get((batch, config))
         return self._remember(batch, config, self._choose(batch, config)) if known is None else known
 
-    def choose_together(self, tokens: Sequence[int], config: RuntimeConfig) -> Choice | Decline:
+    def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how all data parallel ranks split a step: *tokens* of each [ranks] are all they know of each other.
 
         The slowest rank keeps the others waiting, so the largest load counts. Contexts and the lengths of requests are
@@ -109,12 +110,12 @@ class Planner:
         key = tuple(tokens)
         if (key, config) in self._decisions:
             return self._decisions[key, config]
-        load = Load(max(tokens))
+        load = BatchFeatures(max(tokens))
         options = []
         for parts in self.list_parts(config):
-            sizes = share_together(tokens, parts)
+            sizes = share_data_parallel(tokens, parts)
             if not isinstance(sizes, Decline):
-                loads = [Load(max(part)) for part in sizes]
+                loads = [BatchFeatures(max(part)) for part in sizes]
                 options.extend(self._make_choices(load, loads, config, sizes=sizes))
         return self._remember(key, config, self._decide(options, load, config))
 
@@ -123,22 +124,22 @@ class Planner:
         parts = list_parts(config)
         return (1, *parts) if self._orders.list_placements(config)[-1] is not self.plain else parts
 
-    def predict_whole(self, load: Load) -> float:
+    def predict_unsplit(self, load: BatchFeatures) -> float:
         """Return the seconds of a step that is not split."""
-        return self._predictor.predict_whole(load) * self.correction.factor(WHOLE)
+        return self._predictor.predict_unsplit(load) * self.correction.factor(UNSPLIT)
 
-    def predict_split(self, loads: Sequence[Load], config: RuntimeConfig) -> float:
+    def predict_split(self, loads: Sequence[BatchFeatures], config: RuntimeConfig) -> float:
         """Return the seconds of a step split into micro-batches of these loads."""
-        ordered = self._orders.find_best(loads, config)
+        ordered = self._orders.choose_best(loads, config)
         return self._predictor.predict_split(ordered, loads) * self.correction.factor(SPLIT)
 
-    def draw_timeline(self, schedule: Schedule, loads: Sequence[Load]) -> Timeline:
+    def draw_timeline(self, schedule: Schedule, loads: Sequence[BatchFeatures]) -> Timeline:
         """Return when each op would run in a step split into micro-batches of these loads."""
         return self._predictor.simulate(schedule, loads)
 
-    def find_schedule(self, loads: Sequence[Load], config: RuntimeConfig) -> Schedule:
+    def find_schedule(self, loads: Sequence[BatchFeatures], config: RuntimeConfig) -> Schedule:
         """Return the schedule of a step split into micro-batches of these loads."""
-        return self._orders.find_best(loads, config).schedule
+        return self._orders.choose_best(loads, config).schedule
 
     def note(self, way: str, predicted: float, measured: float) -> None:
         """Learn from a step: *predicted* with the correction of now, and *measured*, in seconds."""
@@ -150,15 +151,15 @@ class Planner:
         self._decisions.clear()
 
     def _remember(
-        self, key: Batch | tuple[int, ...], config: RuntimeConfig, decision: Choice | Decline
-    ) -> Choice | Decline:
+        self, key: Batch | tuple[int, ...], config: RuntimeConfig, decision: SplitChoice | Decline
+    ) -> SplitChoice | Decline:
         if len(self._decisions) >= REMEMBERED:
             self._decisions.clear()
         self._decisions[key, config] = decision
         return decision
 
     def _judge_size(self, tokens: int) -> Decline | None:
-        load = Load(tokens)
+        load = BatchFeatures(tokens)
         costs = [self.table.ops[op.name] for op in self.program.ops]
         hidden = sum(cost.time(load) for cost in costs if isinstance(cost, CommCost))
         cheaper = max(self._density.pair - self._density.context_pair, 0.0)  # what was new to one is context to another
@@ -170,7 +171,7 @@ class Planner:
         figures = f"at most {hidden * 1e3:.2f} ms to hide, and splitting costs at least {again * 1e3:.2f} ms"
         return Decline("no gain predicted", f"{tokens} tokens have {figures}")
 
-    def _choose(self, batch: Batch, config: RuntimeConfig) -> Choice | Decline:
+    def _choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         (load,) = measure_slices(batch, slice_batch(batch, ()))
         parts: Sequence[int] = self.list_parts(config)
         if not batch.prefill_tokens and config.mode == "auto":
@@ -186,53 +187,57 @@ class Planner:
         ]
         return self._decide(options, load, config)
 
-    def _decline_decode(self, load: Load, config: RuntimeConfig) -> Decline | None:
+    def _decline_decode(self, load: BatchFeatures, config: RuntimeConfig) -> Decline | None:
         """Return why not even an even split would pay. Decodes are frequent and short, and rarely worth their cuts."""
         parts = list_parts(config)[0]
         if load.tokens < parts:
             return None
-        even = [Load(load.tokens // parts, *(amount / parts for amount in load[1:]))] * parts
-        prediction = self._predict(self._orders.find_best(even, config), load, even)
+        even = [BatchFeatures(load.tokens // parts, *(amount / parts for amount in load[1:]))] * parts
+        prediction = self._predict(self._orders.choose_best(even, config), load, even)
         return None if prediction.gain > 0 else _decline(prediction, config)
 
     def _find_options(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
         """Return the ways to cut that are worth a prediction: even by tokens, and even by cost."""
         cuts = dict.fromkeys(
-            find_cuts(batch, targets)
+            place_cuts(batch, targets)
             for count in parts
             for targets in (share_evenly(batch, count), balance_targets(batch, count, self._density))
         )
         return [slice_batch(batch, cut) for cut in cuts if cut or 1 in parts]
 
-    def _make_choices(self, load: Load, loads: Sequence[Load], config: RuntimeConfig, **where: Any) -> list[Choice]:
+    def _make_choices(
+        self, load: BatchFeatures, loads: Sequence[BatchFeatures], config: RuntimeConfig, **where: Any
+    ) -> list[SplitChoice]:
         orders = self._orders.find(loads, config)
-        return [Choice(ordered, self._predict(ordered, load, loads), **where) for ordered in orders]
+        return [SplitChoice(ordered, self._predict(ordered, load, loads), **where) for ordered in orders]
 
-    def _predict(self, ordered: NamedOrder, load: Load, loads: Sequence[Load]) -> Prediction:
-        factors = self.correction.factor(WHOLE), self.correction.factor(SPLIT)
+    def _predict(self, ordered: NamedOrder, load: BatchFeatures, loads: Sequence[BatchFeatures]) -> Prediction:
+        factors = self.correction.factor(UNSPLIT), self.correction.factor(SPLIT)
 
         def predict(predictor: Predictor) -> tuple[float, float]:
-            return predictor.predict_whole(load) * factors[0], predictor.predict_split(ordered, loads) * factors[1]
+            return predictor.predict_unsplit(load) * factors[0], predictor.predict_split(ordered, loads) * factors[1]
 
         whole, split = predict(self._predictor)
-        longer = find_gain(whole, split * (1 + self.table.split_error))
-        doubtful = min(longer, *(find_gain(*predict(predictor)) for predictor in self._doubters))
-        return Prediction(whole, split, len(loads), doubtful, list_beside(ordered.schedule.programs[0]))
+        longer = compute_gain(whole, split * (1 + self.table.split_error))
+        worst_case = min(longer, *(compute_gain(*predict(predictor)) for predictor in self._worst_cases))
+        return Prediction(whole, split, len(loads), worst_case, list_side_ops(ordered.schedule.programs[0]))
 
-    def _decide(self, options: Sequence[Choice], load: Load, config: RuntimeConfig) -> Choice | Decline:
+    def _decide(
+        self, options: Sequence[SplitChoice], load: BatchFeatures, config: RuntimeConfig
+    ) -> SplitChoice | Decline:
         ranked = sorted(filter(_changes, options), key=lambda choice: choice.prediction.split)
         if not ranked:
             return Decline("nowhere to cut", f"{load.tokens} tokens")
         if config.mode == "always":
             return next((choice for choice in ranked if choice.prediction.micro_batches > 1), ranked[0])
-        bucket = find_bucket(load, FINE)
+        bucket = get_bucket(load, FINE)
         for choice in ranked:  # what would be fastest may be unsafe where something slower is not
             if self._gate.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
                 return choice
         return _decline(ranked[0].prediction, config)
 
 
-def _changes(choice: Choice) -> bool:
+def _changes(choice: SplitChoice) -> bool:
     """Whether a choice is not just the whole step, with all ops on the lanes on which a model runs them."""
     return choice.prediction.micro_batches > 1 or SIDE in choice.order.schedule.lanes
 
@@ -247,9 +252,9 @@ def list_parts(config: RuntimeConfig) -> Sequence[int]:
     return range(2, MOST_MICRO_BATCHES + 1) if config.micro_batches is None else (config.micro_batches,)
 
 
-def find_doubt(table: CostTable) -> float:
+def get_uncertainty(table: CostTable) -> float:
     """Return by which share costs may be off, all of them at once: by the median error of their fits, within reason.
 
     A single op may be off by more; but what counts is sums over several kinds of op, whose errors cancel in part.
     """
-    return min(median(table.errors.values()), MOST_DOUBT) if table.errors else UNKNOWN_DOUBT
+    return min(median(table.errors.values()), MAX_UNCERTAINTY) if table.errors else DEFAULT_UNCERTAINTY

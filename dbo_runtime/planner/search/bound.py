@@ -10,7 +10,7 @@ from dbo_runtime.planner.search.jobs import Job, make_jobs
 from dbo_runtime.schedule import Schedule
 
 
-def find_bound(jobs: Sequence[Job]) -> float:
+def compute_bound(jobs: Sequence[Job]) -> float:
     """Return a time, in seconds, that no issue order of these micro-batches can beat.
 
     The largest of: each micro-batch's longest path; and each lane's work, with the least that must come before its
@@ -21,14 +21,14 @@ def find_bound(jobs: Sequence[Job]) -> float:
     return max([*paths, *(_find_lane_bound(jobs, lane) for lane in lanes)], default=0.0)
 
 
-def find_bound_of(timeline: Timeline, schedule: Schedule) -> float:
+def compute_bound_of(timeline: Timeline, schedule: Schedule) -> float:
     """Return the bound, in seconds, for ops that take what they took when *schedule* ran as in *timeline*."""
     taken = {(span.op, span.micro_batch): span.end - span.start for span in timeline.spans}
     times = [
         [max(0.0, taken[op.label, micro_batch]) for op in program.ops]
         for micro_batch, program in enumerate(schedule.programs)
     ]
-    return find_bound(make_jobs(schedule.programs, times))
+    return compute_bound(make_jobs(schedule.programs, times))
 
 
 def _find_lane_bound(jobs: Sequence[Job], lane: int) -> float:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.program import Program
-from dbo_runtime.schedule import Dependencies, Issue, find_lanes, find_ordered_before
+from dbo_runtime.schedule import Dependencies, Issue, get_ordered_before, list_lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def make_jobs(programs: Sequence[Program], times: Sequence[Sequence[float]]) -> 
     Raises:
         ConfigError: if a time is negative or no number, or there are not as many as ops.
     """
-    lanes = {lane: index for index, lane in enumerate(find_lanes(programs))}
+    lanes = {lane: index for index, lane in enumerate(list_lanes(programs))}
     buffers = _find_buffers(programs)
     follows = _find_followed(programs)
     jobs = []
@@ -214,6 +214,6 @@ def _find_followed(programs: Sequence[Program]) -> dict[tuple[int, int], tuple[i
     position = [{op.label: n for n, op in enumerate(program.ops)} for program in programs]
     return {
         (number, position[number][label]): (earlier, position[earlier][label])
-        for number, labels in enumerate(find_ordered_before(programs))
+        for number, labels in enumerate(get_ordered_before(programs))
         for label, earlier in labels.items()
     }

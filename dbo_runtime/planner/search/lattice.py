@@ -65,11 +65,11 @@ class Lattice:
         """Return the sum of the times at which lanes are free."""
         return sum(state.times[: self._lanes])
 
-    def find_end(self, state: State) -> float:
+    def compute_end(self, state: State) -> float:
         """Return when the last lane is free."""
         return max(state.times[: self._lanes])
 
-    def find_starts(self, point: Point, times: Times) -> list[float]:
+    def compute_starts(self, point: Point, times: Times) -> list[float]:
         """Return when each job's next task could start, at the earliest; infinite for a job that is done."""
         starts = []
         offset = self._clocks
@@ -90,7 +90,7 @@ class Lattice:
             offset += len(job.held[position])
         return starts
 
-    def find_issuable(self, point: Point) -> list[int]:
+    def list_issuable(self, point: Point) -> list[int]:
         """Return the jobs whose next task does not have to come after one that is not issued yet."""
         issuable = []
         for number in self._numbers:
@@ -100,9 +100,9 @@ class Lattice:
                     issuable.append(number)
         return issuable
 
-    def find_choices(self, point: Point, times: Times, starts: Sequence[float]) -> list[int]:
+    def list_choices(self, point: Point, times: Times, starts: Sequence[float]) -> list[int]:
         """Return the jobs of which one must be issued from next: one if it may as well go first, else all."""
-        choices = self.find_issuable(point)
+        choices = self.list_issuable(point)
         if len(choices) > 1:
             for number in choices:
                 if self._may_go_first(point, times, starts, number):

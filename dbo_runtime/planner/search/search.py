@@ -18,7 +18,7 @@ from functools import partial
 from operator import gt
 
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.planner.search.bound import find_bound
+from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job
 from dbo_runtime.planner.search.lattice import Lattice, Point, State
 from dbo_runtime.policies import Order
@@ -62,7 +62,7 @@ def find_order(jobs: Sequence[Job], most_states: int = MOST_STATES) -> Found:
     Exact for two jobs, unless more than *most_states* states would have to be looked at; the best that a beam finds
     otherwise, beside the bound.
     """
-    bound = find_bound(jobs)
+    bound = compute_bound(jobs)
     lattice = Lattice(jobs)
     order, seconds = _run_beam(lattice, _find_width(jobs, most_states))
     if len(jobs) == 2 and bound < seconds * (1 - ROUNDING):
@@ -126,8 +126,8 @@ def order_greedily(jobs: Sequence[Job]) -> Order:
     """
     lattice = Lattice(jobs)
     at, state = lattice.start()
-    while issuable := lattice.find_issuable(at):
-        starts = lattice.find_starts(at, state.times)
+    while issuable := lattice.list_issuable(at):
+        starts = lattice.compute_starts(at, state.times)
         best = min(issuable, key=lambda number: (starts[number], -sum(jobs[number].left[at[number]]), number))
         at, state = lattice.issue(at, state, best, starts[best])
     return lattice.read_order(state)
@@ -142,12 +142,12 @@ def measure_order(jobs: Sequence[Job], order: Iterable[Issue]) -> float:
     lattice = Lattice(jobs)
     at, state = lattice.start()
     for number, position in order:
-        if number not in lattice.find_issuable(at) or at[number] != position:
+        if number not in lattice.list_issuable(at) or at[number] != position:
             raise ScheduleError(f"op {position} of micro-batch {number} is issued before its turn.")
-        at, state = lattice.issue(at, state, number, lattice.find_starts(at, state.times)[number])
+        at, state = lattice.issue(at, state, number, lattice.compute_starts(at, state.times)[number])
     if sum(at) < lattice.depth:
         raise ScheduleError(f"the order issues {sum(at)} of {lattice.depth} ops.")
-    return lattice.find_end(state)
+    return lattice.compute_end(state)
 
 
 def _run_beam(lattice: Lattice, width: int) -> tuple[Order, float]:
@@ -157,17 +157,17 @@ def _run_beam(lattice: Lattice, width: int) -> tuple[Order, float]:
     for _ in range(lattice.depth):
         front: dict[Point, list[State]] = {}
         for point, state in level:
-            _expand(lattice, point, state, lattice.find_starts(point, state.times), front)
+            _expand(lattice, point, state, lattice.compute_starts(point, state.times), front)
         reached = [(point, state) for point, states in front.items() for state in states]
         level = sorted(reached, key=partial(_rank, lattice))[:width]
-    best = min((state for _, state in level), key=lattice.find_end)
-    return lattice.read_order(best), lattice.find_end(best)
+    best = min((state for _, state in level), key=lattice.compute_end)
+    return lattice.read_order(best), lattice.compute_end(best)
 
 
 def _rank(lattice: Lattice, reached: tuple[Point, State]) -> tuple[float, float]:
     """Return what a beam prefers by: the bound, then the sum of the lanes' times."""
     point, state = reached
-    return lattice.bound(point, state.times, lattice.find_starts(point, state.times)), lattice.sum_lanes(state)
+    return lattice.bound(point, state.times, lattice.compute_starts(point, state.times)), lattice.sum_lanes(state)
 
 
 def _run_exact(lattice: Lattice, to_beat: float, most_states: int) -> tuple[tuple[Order, float] | None, bool]:
@@ -179,7 +179,7 @@ def _run_exact(lattice: Lattice, to_beat: float, most_states: int) -> tuple[tupl
         front: dict[Point, list[State]] = {}
         for point, states in level.items():
             for state in states:
-                starts = lattice.find_starts(point, state.times)
+                starts = lattice.compute_starts(point, state.times)
                 if lattice.bound(point, state.times, starts) < to_beat * (1 - ROUNDING):
                     _expand(lattice, point, state, starts, front)
         looked_at += sum(map(len, level.values()))
@@ -187,17 +187,17 @@ def _run_exact(lattice: Lattice, to_beat: float, most_states: int) -> tuple[tupl
             return None, False
         level = front
     last = [state for states in level.values() for state in states]
-    best = min(last, key=lattice.find_end, default=None)
-    if best is None or lattice.find_end(best) >= to_beat:
+    best = min(last, key=lattice.compute_end, default=None)
+    if best is None or lattice.compute_end(best) >= to_beat:
         return None, True
-    return (lattice.read_order(best), lattice.find_end(best)), True
+    return (lattice.read_order(best), lattice.compute_end(best)), True
 
 
 def _expand(
     lattice: Lattice, point: Point, state: State, starts: Sequence[float], front: dict[Point, list[State]]
 ) -> None:
     """Take every step that is worth a try, and keep in *front* where it leads."""
-    for number in lattice.find_choices(point, state.times, starts):
+    for number in lattice.list_choices(point, state.times, starts):
         reached, child = lattice.issue(point, state, number, starts[number])
         if reached in front:
             _keep(front[reached], child)

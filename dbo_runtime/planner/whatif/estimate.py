@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.costs.program_spec import record_sketch
 
 # Layers that the longest run of equal ones is cut down to: between these two, prologue and epilogue are the same, so
 # their difference is what layers add.
@@ -59,7 +60,7 @@ class Estimator:
             return None
         (load,) = measure_slices(batch, slice_batch(batch, ()))
         loads = measure_slices(batch, choice.slices)
-        whole = self._extend([planner.predict_whole(load) for planner in planners])
+        whole = self._extend([planner.predict_unsplit(load) for planner in planners])
         split = self._extend([planner.predict_split(loads, config) for planner in planners])
         return choice.prediction._replace(whole=whole, split=split)  # layers change the doubtful gain, a ratio, little
 
@@ -103,4 +104,4 @@ def _open_planner(table: CostTable, longest: int, depth: int) -> Planner:
         run._replace(repeat=depth) if number == numbers[-1] else run for number, run in enumerate(table.program.runs)
     )
     short = replace(table, program=replace(table.program, runs=runs))
-    return Planner(record_sketch(short.program), short, MOST_STATES)
+    return Planner(build_program(short.program), short, MOST_STATES)

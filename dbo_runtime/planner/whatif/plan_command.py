@@ -26,7 +26,7 @@ from dbo_runtime.planner.whatif.plan_report import (
 from dbo_runtime.planner.whatif.published_cases import list_cases, open_costs
 from dbo_runtime.planner.whatif.scale import MODELS, parse_bandwidth, scale_bandwidth, scale_tensor, set_model
 from dbo_runtime.planner.whatif.sweep import GRIDS, Point, has_sizes, parse_axes, sweep
-from dbo_runtime.planner.whatif.whatif import WhatIf, find_break_even, predict_step
+from dbo_runtime.planner.whatif.whatif import WhatIf, compute_break_even, predict_step
 
 TOKENS = 8192
 MOST_TOKENS = 1 << 22  # in a step; beyond that somebody has slipped
@@ -87,7 +87,7 @@ def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, 
     if arguments.json:
         return _print(json.dumps(list_cells(cells, config.margin), indent=2))
     most = int(max(cells[-1].values.values()))
-    evens = [find_break_even(estimator, batch, config, most, parts) for parts in (1, 2)] if has_sizes(axes) else []
+    evens = [compute_break_even(estimator, batch, config, most, parts) for parts in (1, 2)] if has_sizes(axes) else []
     return _print(describe_sweep(cells, config.margin, evens))
 
 
@@ -104,7 +104,7 @@ def _show_progress(points: Sequence[Point]) -> Iterable[Point]:
 def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
     answer = predict_step(table, batch, config)
     furthest = max(batch.tokens, FURTHEST if batch.prefill_tokens else MOST_DECODES)
-    even = find_break_even(Estimator(table), batch, config, furthest)
+    even = compute_break_even(Estimator(table), batch, config, furthest)
     what = arguments.costs, table, answer, even, config.margin
     _print(json.dumps(list_figures(*what), indent=2) if arguments.json else describe_whatif(*what))
     _write_pictures(arguments, answer)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from dbo_runtime.batch import Batch, Decline
+from dbo_runtime.batch import Batch
+from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.hysteresis import Prediction

@@ -53,10 +53,10 @@ class PublishedCase:
 
 def list_cases() -> tuple[PublishedCase, ...]:
     """Return all cases."""
-    return tuple(find_case(name) for name in _STEPS)
+    return tuple(get_case(name) for name in _STEPS)
 
 
-def find_case(name: str) -> PublishedCase:
+def get_case(name: str) -> PublishedCase:
     """Return the case of this name.
 
     Raises:
@@ -64,7 +64,7 @@ def find_case(name: str) -> PublishedCase:
     """
     if name not in _STEPS:
         raise ConfigError(f"there is no published case {name!r}; known are {', '.join(_STEPS)}.")
-    with as_file(files("dbo_runtime.planner") / "published" / f"{name}.json") as path:
+    with as_file(files("dbo_runtime.planner.whatif") / "published" / f"{name}.json") as path:
         return PublishedCase(name, load_costs(path), _STEPS[name])
 
 
@@ -75,7 +75,7 @@ def open_costs(source: str) -> tuple[CostTable, Batch | None]:
         ConfigError: if there is no such file or case, or the file is not as it must be.
     """
     if source in _STEPS:
-        case = find_case(source)
+        case = get_case(source)
         return case.table, case.step
     if not Path(source).exists() and Path(source).name == source and not Path(source).suffix:
         raise ConfigError(f"costs {source!r} are neither a file nor a published case; known are {', '.join(_STEPS)}.")

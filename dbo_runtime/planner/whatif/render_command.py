@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dbo_runtime.batch import Batch, find_cuts, share_evenly, slice_batch
+from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig, name_policy, read_environment
 from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.whatif.published_cases import open_costs
 from dbo_runtime.planner.whatif.scale import count_layers
-from dbo_runtime.planner.costs.program_spec import record_sketch
-from dbo_runtime.policies import find_policy
+from dbo_runtime.policies import get_policy
 from dbo_runtime.render import digest, name_issue, parse, render
 from dbo_runtime.schedule import Schedule, lower
 from dbo_runtime.validate import validate
@@ -74,17 +74,17 @@ def _set_layers(table: CostTable, layers: int | None) -> CostTable:
 
 
 def _make_schedule(table: CostTable, batch: Batch, config: RuntimeConfig) -> Schedule:
-    program = record_sketch(table.program)
+    program = build_program(table.program)
     if config.policy[0] != "optimal":
         programs = (program,) * config.parts
-        return lower(programs, find_policy(*config.policy)(programs))
-    slices = slice_batch(batch, find_cuts(batch, share_evenly(batch, config.parts)))
+        return lower(programs, get_policy(*config.policy)(programs))
+    slices = slice_batch(batch, place_cuts(batch, share_evenly(batch, config.parts)))
     assert len(slices) == config.parts  # such steps can be cut often enough
     return Planner(program, table).find_schedule(measure_slices(batch, slices), config)
 
 
 def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:
-    counts = f"{len(schedule.steps)} steps, {sum(len(step.waits) for step in schedule.steps)} waits"
+    counts = f"{len(schedule.instructions)} steps, {sum(len(step.waits) for step in schedule.instructions)} waits"
     about = f"{facts['costs']}; layers {facts['layers']}; micro-batches {len(schedule.programs)}; {facts['policy']}"
     return (
         f"{NOTE} {about}\n{NOTE} {counts}, digest {digest(schedule)}; all rules of validation hold\n{render(schedule)}"
@@ -106,7 +106,7 @@ def _list(schedule: Schedule) -> dict[str, Any]:
                 "records": step.records,
                 "frees": [f"%{slot.value.index}/{slot.micro_batch}" for slot in step.frees],
             }
-            for step in schedule.steps
+            for step in schedule.instructions
         ],
         "joins": [name_issue(programs, issue) for issue in schedule.joins],
     }

@@ -11,8 +11,8 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.planner.whatif.scale import Bandwidth, scale_bandwidth, scale_tensor
 
 TOKENS, BANDWIDTH, RANKS = "tokens", "bandwidth", "tp"

@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.planner.search.bound import find_bound
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
+from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import make_jobs
-from dbo_runtime.planner.costs.batch_features import Load
-from dbo_runtime.planner.online.planner import Choice, Planner
 from dbo_runtime.planner.search.search import ROUNDING, find_order
-from dbo_runtime.planner.costs.program_spec import record_sketch
+from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.program import COMPUTE, Program
 
 MOST_STATES = 500_000  # of the search that proves the order of two micro-batches best: seconds
@@ -73,7 +74,7 @@ class WhatIf:
     busy: Mapping[str, float]
     splits: tuple[Split, ...]
     timeline: Timeline
-    decision: Choice | Decline
+    decision: SplitChoice | Decline
 
     @property
     def best(self) -> Split | None:
@@ -114,14 +115,14 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
     Raises:
         ConfigError: if the batch and the costs do not go together.
     """
-    planner = Planner(record_sketch(table.program), table)
+    planner = Planner(build_program(table.program), table)
     (load,) = measure_slices(batch, slice_batch(batch, ()))
     always = [replace(config, mode="always", micro_batches=parts) for parts in planner.list_parts(config)]
-    choices = [choice for choice in (planner.choose(batch, each) for each in always) if isinstance(choice, Choice)]
+    choices = [choice for choice in (planner.choose(batch, each) for each in always) if isinstance(choice, SplitChoice)]
     by_parts = {len(choice.slices): choice for choice in reversed(choices)}  # some batches cannot be cut that often
     return WhatIf(
         batch=batch,
-        whole=planner.predict_whole(load),
+        whole=planner.predict_unsplit(load),
         busy=_sum_lanes(planner, load),
         splits=tuple(_measure(planner, batch, by_parts[parts]) for parts in sorted(by_parts)),
         timeline=_draw_whole(planner, load),
@@ -129,7 +130,9 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
     )
 
 
-def find_break_even(estimator: Estimator, batch: Batch, config: RuntimeConfig, most: int, parts: int = 2) -> BreakEven:
+def compute_break_even(
+    estimator: Estimator, batch: Batch, config: RuntimeConfig, most: int, parts: int = 2
+) -> BreakEven:
     """Return from how many tokens on the runtime takes batches like *batch* in *parts* micro-batches or more.
 
     In 1 that is with ops on `side`: a step that is left whole is none. Powers of two are scanned up to *most*, and
@@ -152,7 +155,7 @@ def find_break_even(estimator: Estimator, batch: Batch, config: RuntimeConfig, m
     return BreakEven(high, sizes[-1], tuple(size for size in sizes if size > high and size not in paying))
 
 
-def _measure(planner: Planner, batch: Batch, choice: Choice) -> Split:
+def _measure(planner: Planner, batch: Batch, choice: SplitChoice) -> Split:
     """Predict a split for its very loads, which the planner does for loads like them."""
     loads = measure_slices(batch, choice.slices)
     timeline = planner.draw_timeline(choice.order.schedule, loads)
@@ -164,13 +167,13 @@ def _measure(planner: Planner, batch: Batch, choice: Choice) -> Split:
     return Split(sizes, choice.order.name, seconds, min(bound, seconds), timeline, beside)
 
 
-def _find_bound(planner: Planner, programs: Sequence[Program], loads: Sequence[Load]) -> float:
+def _find_bound(planner: Planner, programs: Sequence[Program], loads: Sequence[BatchFeatures]) -> float:
     """Return what no order beats: of two micro-batches the proven optimum where it is found in time."""
     jobs = make_jobs(programs, [planner.table.times(planner.program, load) for load in loads])
-    return find_order(jobs, MOST_STATES).bound if len(jobs) <= 2 else find_bound(jobs)
+    return find_order(jobs, MOST_STATES).bound if len(jobs) <= 2 else compute_bound(jobs)
 
 
-def _draw_whole(planner: Planner, load: Load) -> Timeline:
+def _draw_whole(planner: Planner, load: BatchFeatures) -> Timeline:
     """Draw the unsplit step: its ops one after the other, as a model runs that nobody split."""
     times = planner.table.times(planner.plain, load)
     ends = list(accumulate(times))
@@ -178,7 +181,7 @@ def _draw_whole(planner: Planner, load: Load) -> Timeline:
     return Timeline(tuple(Span(op.lane, op.label, 0, end - seconds, end) for op, seconds, end in spans))
 
 
-def _sum_lanes(planner: Planner, load: Load) -> dict[str, float]:
+def _sum_lanes(planner: Planner, load: BatchFeatures) -> dict[str, float]:
     busy = {COMPUTE: 0.0}
     for op, seconds in zip(planner.plain.ops, planner.table.times(planner.plain, load), strict=True):
         busy[op.lane] = busy.get(op.lane, 0.0) + seconds

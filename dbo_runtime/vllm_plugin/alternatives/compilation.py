@@ -90,7 +90,7 @@ class OpCompiler:
 
     def wrap(self, program: Program) -> Program:
         """Return *program* with functions that `compile` can compile; as it is where nothing is to be compiled."""
-        refusal = find_refusal(self._vllm_config, program)
+        refusal = check_compilation(self._vllm_config, program)
         if refusal is not None:
             self._log.warning("ops of split steps run eager, though DBO_COMPILE=1", reason=refusal)
             return program
@@ -147,7 +147,7 @@ class OpCompiler:
 
     def _compile(self, fn: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
         """Compile a function for any number of tokens."""
-        reducing = self._collectives.find_reducing(fn)
+        reducing = self._collectives.get_reducing_module(fn)
         traced = fn if reducing is None else reducing
 
         def call(*arguments: Any) -> Any:
@@ -182,7 +182,7 @@ class OpCompiler:
         return [hidden[0], rows, *hidden[1:]]
 
 
-def find_refusal(vllm_config: Any, program: Program) -> str | None:
+def check_compilation(vllm_config: Any, program: Program) -> str | None:
     """Return why nothing is compiled here, or None: only what vLLM compiles, too, and where it has been measured."""
     if not current_platform.is_cpu():
         return "not proven but on CPU"

@@ -20,9 +20,10 @@ from vllm.forward_context import set_forward_context
 from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.adapter import Collectives
-from dbo_runtime.errors import ProgramError, UnsupportedError
+from dbo_runtime.decline import DeclineError
+from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import ProgramBuilder, Value
-from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, WHOLE, Stage
+from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, UNSPLIT, Stage
 
 TRIAL_TOKENS = 2  # of the run in which all-reduces are counted
 OTHERS = ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather", "broadcast", "send", "recv")
@@ -39,7 +40,7 @@ class GenericAdapter:
 
     takes_stages = True
 
-    def __init__(self, group: Any, vllm_config: Any, stage: Stage = WHOLE) -> None:
+    def __init__(self, group: Any, vllm_config: Any, stage: Stage = UNSPLIT) -> None:
         self._group = group
         self._vllm_config = vllm_config
         self._stage = stage
@@ -58,32 +59,32 @@ class GenericAdapter:
         """Declare one micro-batch: parts of the forward, and the reduces between them.
 
         Raises:
-            UnsupportedError: if it sums nothing, or communicates in another way, too.
+            DeclineError: if it sums nothing, or communicates in another way, too.
         """
         if not collectives.reduces:
-            raise UnsupportedError("not supported yet without an adapter: tokens that travel to experts")
+            raise DeclineError("not supported yet without an adapter: tokens that travel to experts")
         count, stage = self._count_reduces(model), self._stage
         layers = stage.layers or range(self._vllm_config.model_config.hf_text_config.num_hidden_layers)
         each = _count_per_layer(count, len(layers))
         more = [name for name in stage.handed if name != HIDDEN]
         given = [] if stage.is_first else [p.input(name) for name in more]
-        start = partial(_start, partial(Strand, self._group, model.forward), None if stage.is_first else more)
+        start = partial(_start, partial(Coroutine, self._group, model.forward), None if stage.is_first else more)
         for number in range(count):
             with p.layer(layers.start + number // each):
                 name = f"part{number % each}"
                 if number == 0:
-                    x, strand = p.compute(name, start, x, positions, *given, outputs=2, ordered=True)
+                    x, coroutine = p.compute(name, start, x, positions, *given, outputs=2, ordered=True)
                 else:
-                    x = p.compute(name, _go_on, x, strand, ordered=True)
+                    x = p.compute(name, _go_on, x, coroutine, ordered=True)
                 x = p.comm(f"reduce{number % each}", collectives.all_reduce, x, overwrites=(x,))
-        return self._record_tail(p, x, strand, more)
+        return self._record_tail(p, x, coroutine, more)
 
-    def _record_tail(self, p: ProgramBuilder, x: Value, strand: Value, more: Sequence[str]) -> Value:
+    def _record_tail(self, p: ProgramBuilder, x: Value, coroutine: Value, more: Sequence[str]) -> Value:
         """Declare the end of the forward, which gives hidden states, or what goes to the next stage."""
         if self._stage.is_last:
-            hidden: Value = p.compute("tail", _finish, x, strand, ordered=True)
+            hidden: Value = p.compute("tail", _finish, x, coroutine, ordered=True)
             return hidden
-        results = p.compute("tail", partial(_hand_on, more), x, strand, ordered=True, outputs=1 + len(more))
+        results = p.compute("tail", partial(_hand_on, more), x, coroutine, ordered=True, outputs=1 + len(more))
         hidden, *rest = results if more else (results,)
         for name, value in zip(more, rest, strict=True):
             p.output(name, value)
@@ -103,16 +104,16 @@ class GenericAdapter:
         try:
             with _stand_in(self._group) as reduces, torch.inference_mode(), context:
                 model.forward(None, positions, handed, None if handed else x)
-        except UnsupportedError:
+        except DeclineError:
             raise
         except Exception as error:  # nobody has read this forward; whatever it raises, it runs whole
-            raise UnsupportedError(f"its forward cannot be tried with {TRIAL_TOKENS} tokens: {error!r}") from error
+            raise DeclineError(f"its forward cannot be tried with {TRIAL_TOKENS} tokens: {error!r}") from error
         if not reduces:
-            raise UnsupportedError("its forward sums nothing over ranks, so there is nothing to stop it at")
+            raise DeclineError("its forward sums nothing over ranks, so there is nothing to stop it at")
         return len(reduces)
 
 
-class Strand:
+class Coroutine:
     """One run of a forward, stopped at each all-reduce.
 
     It is a greenlet: a stack of its own in the calling thread, so that everything that belongs to a thread (inference
@@ -151,33 +152,33 @@ class Strand:
 
 
 def _start(
-    make_strand: Callable[[], Strand], names: Sequence[str] | None, x: Any, positions: Any, *more: Any
-) -> tuple[Any, Strand]:
+    make_coroutine: Callable[[], Coroutine], names: Sequence[str] | None, x: Any, positions: Any, *more: Any
+) -> tuple[Any, Coroutine]:
     """Begin a forward with embedded tokens, or, with *names*, with hidden states and more of the stage before."""
-    strand = make_strand()
+    coroutine = make_coroutine()
     if names is None:
-        first = strand.resume(None, positions, None, x)
+        first = coroutine.resume(None, positions, None, x)
     else:
         handed = IntermediateTensors({HIDDEN: x, **dict(zip(names, more, strict=True))})
-        first = strand.resume(None, positions, handed, None)
-    return _expect(strand, first, ended=False), strand
+        first = coroutine.resume(None, positions, handed, None)
+    return _expect(coroutine, first, ended=False), coroutine
 
 
-def _go_on(reduced: Any, strand: Strand) -> Any:
-    return _expect(strand, strand.resume(reduced), ended=False)
+def _go_on(reduced: Any, coroutine: Coroutine) -> Any:
+    return _expect(coroutine, coroutine.resume(reduced), ended=False)
 
 
-def _finish(reduced: Any, strand: Strand) -> Any:
-    return _expect(strand, strand.resume(reduced), ended=True)
+def _finish(reduced: Any, coroutine: Coroutine) -> Any:
+    return _expect(coroutine, coroutine.resume(reduced), ended=True)
 
 
-def _hand_on(names: Sequence[str], reduced: Any, strand: Strand) -> Any:
-    tensors = _finish(reduced, strand).tensors
+def _hand_on(names: Sequence[str], reduced: Any, coroutine: Coroutine) -> Any:
+    tensors = _finish(reduced, coroutine).tensors
     return (tensors[HIDDEN], *(tensors[name] for name in names)) if names else tensors[HIDDEN]
 
 
-def _expect(strand: Strand, result: Any, ended: bool) -> Any:
-    if strand.has_ended is not ended:
+def _expect(coroutine: Coroutine, result: Any, ended: bool) -> Any:
+    if coroutine.has_ended is not ended:
         found = "more" if ended else "fewer"
         raise ProgramError(
             f"the model's forward has made {found} all-reduces than in the run in which they were counted. It cannot "
@@ -210,4 +211,4 @@ def _stand_in(group: Any) -> Iterator[list[torch.Size]]:
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> Any:
-    raise UnsupportedError(f"not supported yet without an adapter: a forward that calls {name}")
+    raise DeclineError(f"not supported yet without an adapter: a forward that calls {name}")

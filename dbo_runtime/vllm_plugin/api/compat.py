@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.config import ENABLE, PREFIX
-from dbo_runtime.errors import UnsupportedError
+from dbo_runtime.decline import DeclineError
 
 KNOWN_VERSIONS = ("0.30.",)
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
-def find_unknown_version() -> str | None:
+def check_version() -> str | None:
     """Return why this vLLM cannot be served, or None if it is one we know."""
     import vllm
 
@@ -56,7 +56,7 @@ class Groups(NamedTuple):
     everyone: Any
 
 
-def find_groups(vllm_config: Any) -> Groups:
+def get_groups(vllm_config: Any) -> Groups:
     """Return the groups of the model that this worker serves."""
     from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_tp_group
 
@@ -65,7 +65,7 @@ def find_groups(vllm_config: Any) -> Groups:
     return Groups(get_tp_group(), get_dp_group(), get_ep_group())
 
 
-def find_transport(groups: Groups, hosts: int) -> str:
+def get_transport(groups: Groups, hosts: int) -> str:
     """Return how the ranks on *hosts* hosts communicate: `none`, `device`, `shared memory`, `one host` or `network`.
 
     NPUs and GPUs have links and engines of their own for it, also within a host.
@@ -74,7 +74,7 @@ def find_transport(groups: Groups, hosts: int) -> str:
     """
     if groups.everyone.world_size == 1:
         return "none"
-    if find_platform() != "cpu":
+    if get_device_type() != "cpu":
         return "device"
     if groups.data_parallel is not None:
         return "one host" if hosts == 1 else "network"
@@ -82,7 +82,7 @@ def find_transport(groups: Groups, hosts: int) -> str:
     return "shared memory" if type(module).__name__ == "_CPUSHMDistributed" else "network"
 
 
-def find_host() -> str:
+def get_host() -> str:
     """Return name and address of this host, by which ranks see whether they share it."""
     from vllm.utils.network_utils import get_ip
 
@@ -104,7 +104,7 @@ def describe_machine() -> dict[str, str]:
     import torch
     from vllm.platforms import current_platform
 
-    kind = find_platform()
+    kind = get_device_type()
     chip = str(current_platform.get_device_name()) if kind != "cpu" else _find_processor()
     return {"platform": kind, "chip": chip, "threads": str(torch.get_num_threads())}
 
@@ -133,7 +133,7 @@ def describe_parallel(vllm_config: Any, hosts: int) -> dict[str, int]:
     }
 
 
-def find_platform() -> str:
+def get_device_type() -> str:
     """Return vLLM's device type, such as `cpu`, `cuda` or `npu`."""
     from vllm.platforms import current_platform
 
@@ -181,16 +181,16 @@ class Limits(NamedTuple):
     block_size: int
 
 
-def find_limits(runner: Any) -> Limits:
+def get_limits(runner: Any) -> Limits:
     """Return the limits of a model runner's dummy batches.
 
     Raises:
-        UnsupportedError: if it is another model runner than the one whose dummy batches we know.
+        DeclineError: if it is another model runner than the one whose dummy batches we know.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if not isinstance(runner, GPUModelRunner):
-        raise UnsupportedError("the dummy batches of vLLM's second model runner are not known")
+        raise DeclineError("the dummy batches of vLLM's second model runner are not known")
     return Limits(
         runner.max_num_tokens,
         runner.max_model_len,
@@ -233,7 +233,7 @@ def run_dummy(runner: Any, requests: int, tokens: int, context: int) -> None:
             table.block_table.np[:requests], table.num_blocks_per_row[:requests] = rows, counts
 
 
-def find_weight_and_reduce(kernel: Any) -> Any:
+def get_weight_and_reduce(kernel: Any) -> Any:
     """Return what sums a token's experts on this rank; kernels that leave the choice open get vLLM's default."""
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
         TopKWeightAndReduceContiguous,

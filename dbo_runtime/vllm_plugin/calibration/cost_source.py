@@ -17,12 +17,12 @@ from dbo_runtime.planner.costs.contention import fit_contention
 from dbo_runtime.planner.costs.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
 from dbo_runtime.planner.costs.cost_table import CostTable, HostCost, Origin
 from dbo_runtime.planner.costs.fit import fit_costs
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.parallel.agreement import gather, tell
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
 from dbo_runtime.vllm_plugin.calibration.step_fit import fit_steps
+from dbo_runtime.vllm_plugin.parallel.agreement import format_ranks, gather
 
 BUDGET = 45.0  # seconds that a calibration takes at most, about
 
@@ -90,7 +90,7 @@ class CostSource:
         runtime: MicroBatchRuntime = self._forward.runtime
         return runtime
 
-    def settle(self, config: RuntimeConfig) -> None:
+    def prepare(self, config: RuntimeConfig) -> None:
         """Calibrate or load, as the settings say. Whatever goes wrong, serving goes on by the thresholds."""
         try:
             if config.calibrate:
@@ -117,7 +117,9 @@ class CostSource:
         if not all(fits for _, fits in everyone):
             raise ConfigError(next(words for words, fits in everyone if not fits))
         if len({words for words, _ in everyone}) > 1:
-            raise ConfigError(f"{path} differs between ranks; copy one to all hosts. {tell([w for w, _ in everyone])}")
+            raise ConfigError(
+                f"{path} differs between ranks; copy one to all hosts. {format_ranks([w for w, _ in everyone])}"
+            )
         assert table is not None
         self._use(table, path)
 
@@ -127,7 +129,7 @@ class CostSource:
         If it cannot be written there, the log says so; the costs are used all the same.
 
         Raises:
-            UnsupportedError, ConfigError: on all ranks, if ops cannot be measured or their durations make no sense.
+            DeclineError, ConfigError: on all ranks, if ops cannot be measured or their durations make no sense.
         """
         start = time.perf_counter()
         with _Bar(quiet=self._group.rank_in_group > 0) as bar:
@@ -173,7 +175,7 @@ class CostSource:
         )
         host = HostCost(computes=self._runtime.device.name == "cpu")
         contention = fit_contention(costs, found.samples)
-        table = CostTable(origin, sketch_program(program), costs, contention, host, errors)
+        table = CostTable(origin, describe_program(program), costs, contention, host, errors)
         table, step_errors = fit_steps(table, program, found.steps)
         return format_costs(table), step_errors
 
@@ -184,7 +186,7 @@ class CostSource:
             table.check_fits(identity.machine, identity.model, identity.parallel)
         except ConfigError as error:
             raise ConfigError(f"cost file {path}: {error}") from None
-        if table.program != sketch_program(self._runtime.program):
+        if table.program != describe_program(self._runtime.program):
             raise ConfigError(
                 f"cost file {path}: it is of another program than the adapter records now; calibrate anew: "
                 "`python -m dbo_runtime calibrate`."

@@ -26,17 +26,17 @@ import torch.distributed as dist
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import DeclineError
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.serial import SerialDevice
-from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import COMM, COMPUTE, Program
 from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 
 MOST_REPEATS = 3  # of each shape, after a round to warm up; layers are repeats, too
 LONG = 1.0  # seconds of a round that is repeated twice at most: once for each cut
@@ -51,7 +51,7 @@ class StepSample(NamedTuple):
     """One measured run of the forward."""
 
     way: str  # "whole", "sequential" or "alternate"
-    loads: tuple[Load, ...]  # of its micro-batches; one for a whole step
+    loads: tuple[BatchFeatures, ...]  # of its micro-batches; one for a whole step
     seconds: float  # of the whole forward call
     idle: float  # seconds between its first op and the last in which no lane ran anything; 0 for a whole step
 
@@ -77,9 +77,9 @@ def measure(runner: Any, forward: SplitForward, group: Any, budget: float, progr
         progress: told what is measured, on every rank.
 
     Raises:
-        UnsupportedError: if vLLM's dummy batches cannot be split, with the reason.
+        DeclineError: if vLLM's dummy batches cannot be split, with the reason.
     """
-    shapes = choose_shapes(_agree_on_limits(group, compat.find_limits(runner)))
+    shapes = choose_shapes(_agree_on_limits(group, compat.get_limits(runner)))
     stand = _Stand(runner, forward, group)
     found = Measurements()
     for shape in shapes[:1]:
@@ -141,7 +141,7 @@ class _Run(NamedTuple):
     """One run of a shape on one rank; see `StepSample`."""
 
     way: str
-    loads: tuple[Load, ...]
+    loads: tuple[BatchFeatures, ...]
     seconds: float
     idle: float
     samples: list[Sample]  # in an order that is the same on all ranks
@@ -203,11 +203,11 @@ class _Stand:
         finally:
             model.forward = served
         if way == "whole":
-            return _Run(way, (shape.measure_load(),), self._seconds, 0.0, [])
+            return _Run(way, (shape.measure_features(),), self._seconds, 0.0, [])
         timeline = self._forward.recording.timeline
         if timeline is None:
             reasons = ", ".join(self._forward.runtime.statistics.declined)
-            raise UnsupportedError(f"vLLM's dummy batch of {shape} cannot be split: {reasons}")
+            raise DeclineError(f"vLLM's dummy batch of {shape} cannot be split: {reasons}")
         loads = shape.measure_parts(cut)
         return _Run(way, loads, self._seconds, timeline.idle, _read_samples(timeline, loads))
 
@@ -236,9 +236,9 @@ def _agree_on_time(group: Any, start: float) -> float:
     return max(seconds)
 
 
-def _read_samples(timeline: Timeline, loads: Sequence[Load]) -> list[Sample]:
+def _read_samples(timeline: Timeline, loads: Sequence[BatchFeatures]) -> list[Sample]:
     """Return the spans of a timeline as samples, by micro-batch and op: their order in time differs between ranks."""
-    spans = zip(timeline.spans, timeline.measure_beside(), strict=True)
+    spans = zip(timeline.spans, timeline.measure_concurrent(), strict=True)
     return [
         Sample(span.op.rpartition(".")[2], span.lane, loads[span.micro_batch], span.end - span.start, beside)
         for span, beside in sorted(spans, key=lambda item: (item[0].micro_batch, item[0].op))

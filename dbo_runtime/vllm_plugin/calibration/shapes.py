@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dbo_runtime.planner.costs.batch_features import Load, measure_load
+from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.vllm_plugin.api.compat import Limits
 
 GROWTH = 4  # from one size to the next
@@ -39,7 +39,7 @@ class Shape:
         least = 1 if self.requests > 1 else min(2, units // 2)
         return tuple(dict.fromkeys((units // 2 * unit, (units - least) * unit)))
 
-    def measure_load(self, first: int = 0, last: int | None = None) -> Load:
+    def measure_features(self, first: int = 0, last: int | None = None) -> BatchFeatures:
         """Return the load of the tokens from *first* to *last*: a request's tail has its head as further context."""
         last = self.total if last is None else last
         query_lens, context_lens = [], []
@@ -48,11 +48,11 @@ class Shape:
             if begin < end:
                 query_lens.append(end - begin)
                 context_lens.append(self.context + begin - start)
-        return measure_load(query_lens, context_lens)
+        return measure_features(query_lens, context_lens)
 
-    def measure_parts(self, cut: int) -> tuple[Load, Load]:
+    def measure_parts(self, cut: int) -> tuple[BatchFeatures, BatchFeatures]:
         """Return the loads of the two micro-batches of a cut."""
-        return self.measure_load(0, cut), self.measure_load(cut)
+        return self.measure_features(0, cut), self.measure_features(cut)
 
 
 def choose_shapes(limits: Limits) -> list[Shape]:

@@ -9,8 +9,8 @@ from statistics import median
 import numpy as np
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.costs.batch_features import Load
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import Program
@@ -31,7 +31,7 @@ def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tu
     it is what decisions have to reckon with.
     """
     in_turn = lower((program,) * 2, sequential((program,) * 2))
-    handovers = sum(bool(step.waits) for step in in_turn.steps)
+    handovers = sum(bool(step.waits) for step in in_turn.instructions)
     idle = [step.idle for step in steps if step.way == "sequential"]
     handover = max(median(idle), 0.0) / handovers if idle and handovers else 0.0
     table = replace(table, host=replace(table.host, handover=handover))
@@ -46,10 +46,10 @@ def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tu
     )
     errors = {"whole": _find_error(whole, *fit_rest(whole)), "split": _find_error(split, *fit_rest(split))}
     table = replace(table, host=host)
-    return replace(table, split_error=find_split_error(*_predict(Planner(program, table), steps))), errors
+    return replace(table, split_error=compute_split_error(*_predict(Planner(program, table), steps))), errors
 
 
-def find_split_error(whole: list[_Predicted], split: list[_Predicted]) -> float:
+def compute_split_error(whole: list[_Predicted], split: list[_Predicted]) -> float:
     """Return by which share split steps took longer than predicted, next to the whole step of the same turn [turns].
 
     Upper quartile, because what is in doubt speaks against splitting. A step counts by the time that it takes: that is
@@ -91,11 +91,11 @@ def fit_rest(predicted: list[_Predicted]) -> tuple[float, float]:
 def _predict(planner: Planner, steps: list[StepSample]) -> tuple[list[_Predicted], list[_Predicted]]:
     """Return the whole steps, and those split in turns, with what is predicted of them."""
     config = RuntimeConfig(policy=("alternate", 0), side="on")  # as they were measured
-    whole = [(step, planner.predict_whole(step.loads[0])) for step in steps if step.way == "whole"]
+    whole = [(step, planner.predict_unsplit(step.loads[0])) for step in steps if step.way == "whole"]
     return whole, [(step, planner.predict_split(step.loads, config)) for step in steps if step.way == "alternate"]
 
 
-def _identify(predicted: _Predicted) -> tuple[tuple[Load, ...], float]:
+def _identify(predicted: _Predicted) -> tuple[tuple[BatchFeatures, ...], float]:
     step, seconds = predicted
     return step.loads, seconds
 

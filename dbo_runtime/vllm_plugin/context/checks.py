@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from dbo_runtime.batch import BatchSlice, Decline
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.batch import BatchSlice
+from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.platforms import ascend
 
 
-def find_config_hazard(vllm_config: Any) -> str | None:
+def check_config(vllm_config: Any) -> str | None:
     """Return the first feature in use that splitting does not support."""
-    if compat.find_platform() == "npu":
-        hazard = ascend.find_config_hazard(vllm_config)
+    if compat.get_device_type() == "npu":
+        hazard = ascend.check_config(vllm_config)
         if hazard is not None:
             return hazard
     parallel = vllm_config.parallel_config
@@ -42,7 +43,7 @@ def find_config_hazard(vllm_config: Any) -> str | None:
     return next((f"not supported yet: {what}" for found, what in hazards if found), None)
 
 
-def find_mode_hazard(context: Any) -> Decline | None:
+def check_mode(context: Any) -> Decline | None:
     """Return why a step with this forward context runs as vLLM would run it, even if nothing is cut, or None."""
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
@@ -51,33 +52,33 @@ def find_mode_hazard(context: Any) -> Decline | None:
     return None
 
 
-def find_start_hazard(context: Any) -> Decline | None:
+def check_capture(context: Any) -> Decline | None:
     """Return why a step that vLLM runs to capture it, or right before, is captured as vLLM has it, or None."""
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
-    return ascend.find_step_hazard(context)
+    return ascend.check_step(context)
 
 
-def find_context_hazard(context: Any, tokens: int) -> Decline | None:
+def check_context(context: Any, tokens: int) -> Decline | None:
     """Return why a step with this forward context runs whole, or None."""
-    hazard = find_mode_hazard(context)
+    hazard = check_mode(context)
     if hazard is not None:
         return hazard
     if context.is_padding is not None and context.is_padding.shape[0] != tokens:
         return Decline("padded batch")
-    return ascend.find_step_hazard(context)
+    return ascend.check_step(context)
 
 
-def find_agreed_hazard(context: Any) -> Decline | None:
+def check_agreed_context(context: Any) -> Decline | None:
     """Return why a step runs whole on all data parallel ranks, from what vLLM has made equal on them."""
     if context.dp_metadata is None:
         return Decline("no data parallel metadata")
     if context.cudagraph_runtime_mode.name != "NONE":
         return Decline("padded to the size of a graph on all data parallel ranks")
-    return ascend.find_step_hazard(context)
+    return ascend.check_step(context)
 
 
-def find_prefix_hazard(
+def check_prefix_cache(
     slices: Sequence[BatchSlice],
     query_starts: np.ndarray[Any, Any],
     seq_lens: np.ndarray[Any, Any],

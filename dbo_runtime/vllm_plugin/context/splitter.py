@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline
+from dbo_runtime.batch import Batch, BatchSlice
+from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api import compat
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_OF_CONTEXT
-from dbo_runtime.vllm_plugin.context.checks import find_context_hazard, find_prefix_hazard
+from dbo_runtime.vllm_plugin.context.checks import check_context, check_prefix_cache
 
 _ORIGIN = "_dbo_origin"
 
@@ -112,7 +113,7 @@ class ContextSplitter:
             if context.dp_metadata is None:
                 return Decline("no attention metadata (profiling or dummy run)")
             return Batch((tokens,), 0)  # a dummy batch, which keeps an idle rank in step with the others
-        hazard = find_context_hazard(context, tokens) or self._find_unknown_data(context, tokens)
+        hazard = check_context(context, tokens) or self._find_unknown_data(context, tokens)
         if hazard is not None:
             return hazard
         pieces = {id(metadata): metadata for metadata in context.attn_metadata.values()}  # layers share them
@@ -194,7 +195,7 @@ class ContextSplitter:
         """Return the metadata of each slice; None for those of padding only."""
         common = origin.common
         padded, slices = len(slices), _without_padding(slices, common)
-        hazard = find_prefix_hazard(
+        hazard = check_prefix_cache(
             slices,
             common.query_start_loc_cpu.numpy(),
             common.seq_lens_cpu_upper_bound.numpy(),

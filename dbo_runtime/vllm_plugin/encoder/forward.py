@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dbo_runtime.adapter import EncoderAdapter, find_encoder_adapter, list_encoders, name_adapter, record_program
-from dbo_runtime.batch import LEAST_SHARE, Batch, Decline, decline_early, share_by_work
+from dbo_runtime.adapter import EncoderAdapter, get_encoder_adapter, list_encoders, name_adapter, record_program
+from dbo_runtime.batch import LEAST_SHARE, Batch, decline_early, share_by_work
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.devices import Device
-from dbo_runtime.errors import UnsupportedError
 from dbo_runtime.program import Program
-from dbo_runtime.runtime import MicroBatchRuntime, Plan
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api import compat
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.vllm_plugin.step.decision import NOTHING_TO_HIDE, list_cuts
 from dbo_runtime.vllm_plugin.step.forward import compare_split
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
-from dbo_runtime.vllm_plugin.step.decision import NOTHING_TO_HIDE, find_cuts
 
 ABSENT = "StageMissingLayer"  # what vLLM puts in the place of an encoder that may get no images
 
@@ -41,7 +41,7 @@ class SplitEncoder:
         encoder: the module.
         adapter: of its class.
         runtime: runs plans.
-        transport: how ranks communicate; see `compat.find_transport`.
+        transport: how ranks communicate; see `compat.get_transport`.
         agreement: of the ranks that share the encoder, under DBO_CHECK.
         metrics: counts forwards; None where another rank does.
 
@@ -76,7 +76,7 @@ class SplitEncoder:
         if self._metrics is not None and self.serving:
             self._metrics.count_encoder(plan)
         if self.runtime.config.check:
-            cuts = "" if isinstance(plan, Decline) else f", cuts at {find_cuts(plan)}"
+            cuts = "" if isinstance(plan, Decline) else f", cuts at {list_cuts(plan)}"
             self._agreement.compare(f"{plan if isinstance(plan, Decline) else plan.digest}{cuts}")
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
@@ -87,7 +87,9 @@ class SplitEncoder:
             compare_split({"embeddings of images": embeddings}, {"embeddings of images": whole()}, plan)
         return embeddings
 
-    def _plan(self, x: torch.Tensor, grid_thw: Any, kwargs: dict[str, Any]) -> tuple[list[Grid], Plan | Decline]:
+    def _plan(
+        self, x: torch.Tensor, grid_thw: Any, kwargs: dict[str, Any]
+    ) -> tuple[list[Grid], ExecutionPlan | Decline]:
         """Return the grids as the host has them, and how to run them."""
         unexpected = sorted(name for name, value in kwargs.items() if value is not None)
         if unexpected or grid_thw is None:
@@ -111,7 +113,7 @@ class SplitEncoder:
         """Return before which images to cut."""
         if self.choose_cuts is not None:
             return tuple(self.choose_cuts(grids))
-        work = [self._adapter.weigh(self._encoder, grid) for grid in grids]
+        work = [self._adapter.estimate_flops(self._encoder, grid) for grid in grids]
         cuts = share_by_work(work, self.runtime.config.parts)
         least = min(sum(work[left:right]) for left, right in pairwise([0, *cuts, len(work)]))
         share = least * (len(cuts) + 1) / (sum(work) or 1.0)
@@ -142,7 +144,7 @@ class FoundEncoder(NamedTuple):
     ) -> None:
         """Replace the encoder's forward by one that splits, on the ranks of vLLM's *group*, which share it."""
         runtime = MicroBatchRuntime(self.program, device, config, log, group.world_size)
-        transport = compat.find_transport(compat.Groups(group, None, group), hosts)
+        transport = compat.get_transport(compat.Groups(group, None, group), hosts)
         agreement = Agreement(group)
         self.module.forward = SplitEncoder(self.module, self.adapter, runtime, transport, agreement, metrics)
         log.info(
@@ -156,7 +158,7 @@ class FoundEncoder(NamedTuple):
 def find_encoder(model: Any, vllm_config: Any, collectives: ModelCollectives) -> FoundEncoder | str:
     """Return the encoder of a loaded multimodal *model*, or why it runs whole."""
     names = {type(module).__name__ for module in model.modules()}
-    adapters = {name: find_encoder_adapter(name) for name in names & list_encoders()}
+    adapters = {name: get_encoder_adapter(name) for name in names & list_encoders()}
     for module in model.modules():
         adapter = adapters.get(type(module).__name__)
         if adapter is None:
@@ -166,7 +168,7 @@ def find_encoder(model: Any, vllm_config: Any, collectives: ModelCollectives) ->
             return refusal
         try:
             return FoundEncoder(module, adapter, record_program(adapter, module, collectives))
-        except UnsupportedError as error:
+        except DeclineError as error:
             return str(error)
     return "its encoder is not loaded" if ABSENT in names else "no adapter is registered for its encoder"
 
@@ -178,8 +180,8 @@ def get_encoder(model: Any) -> SplitEncoder | None:
 
 
 def _find_hazard(vllm_config: Any) -> str | None:
-    if compat.find_platform() == "npu":  # where a group of its own can reduce an encoder's MLP, too
-        hazard = ascend.find_config_hazard(vllm_config)
+    if compat.get_device_type() == "npu":  # where a group of its own can reduce an encoder's MLP, too
+        hazard = ascend.check_config(vllm_config)
         if hazard is not None:
             return hazard
     compilation, multimodal = vllm_config.compilation_config, vllm_config.model_config.multimodal_config

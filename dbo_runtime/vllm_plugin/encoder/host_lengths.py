@@ -17,8 +17,8 @@ import torch
 
 from dbo_runtime.errors import SplitError
 from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.step.comparison import compare_results
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention, EncoderAttention, NpuAttention
+from dbo_runtime.vllm_plugin.step.comparison import compare_results
 
 NAME = "MMEncoderAttention"  # under which vLLM looks its class up
 KERNELS: dict[str, type[EncoderAttention]] = {"cpu": CpuAttention, "npu": NpuAttention}
@@ -45,7 +45,7 @@ def make_lengths(cu_seqlens: np.ndarray[Any, Any]) -> HostLengths:
     return lengths
 
 
-def install_host_plan(check: bool = False) -> None:
+def install_host_lengths(check: bool = False) -> None:
     """Put our class on top of the one that vLLM would take, before a model is made. Safe to call again.
 
     With *check*, each attention is computed as it would be without the plan, too, and compared.
@@ -53,13 +53,13 @@ def install_host_plan(check: bool = False) -> None:
     from vllm.model_executor import custom_op
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-    platform = compat.find_platform()
+    platform = compat.get_device_type()
     registered = custom_op.op_registry_oot.get(NAME, MMEncoderAttention)
     if platform in KERNELS:
-        custom_op.op_registry_oot[NAME] = plan_attention(getattr(registered, _BASE, registered), platform, check)
+        custom_op.op_registry_oot[NAME] = make_attention_class(getattr(registered, _BASE, registered), platform, check)
 
 
-def plan_attention(base: Any, platform: str, check: bool = False) -> Any:
+def make_attention_class(base: Any, platform: str, check: bool = False) -> Any:
     """Return an encoder attention like *base* that takes lengths from the host plan; for *check* see above."""
 
     class MMEncoderAttention(base):  # type: ignore[misc] # named as vLLM asks for it

@@ -29,7 +29,7 @@ class Gap:
     mend: Callable[[], None]
 
 
-def mend_gaps() -> list[str]:
+def apply_patches() -> list[str]:
     """Mend what is broken in this vLLM and return the symptoms. Only for the CPU platform; safe to call again."""
     mended = []
     for gap in GAPS:

@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbo_runtime.adapter import InputAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig, name_policy
+from dbo_runtime.decline import DeclineError
 from dbo_runtime.devices import Device
-from dbo_runtime.errors import ConfigError, UnsupportedError
-from dbo_runtime.observe.counts import find_folder
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.platforms import ascend
 from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.install.served_device import find_side, open_served_device
+from dbo_runtime.vllm_plugin.install.served_device import has_side_lane, open_served_device
+from dbo_runtime.vllm_plugin.platforms import ascend
 
 if TYPE_CHECKING:
-    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
     from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
+    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
     from dbo_runtime.vllm_plugin.encoder.forward import FoundEncoder
-    from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
     from dbo_runtime.vllm_plugin.parallel.stage import Stage
+    from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 
 _ATTACHED = "_dbo_attached"
 PROVEN = ("cpu", "npu")  # where split steps of vLLM have been compared with unsplit ones; npu on a stand-in for CANN
@@ -32,7 +33,7 @@ WRITE_ONE = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 
 
 
 class Place(NamedTuple):
-    """Where this rank stands: with whom it runs a step, and how they communicate; see `compat.find_transport`."""
+    """Where this rank stands: with whom it runs a step, and how they communicate; see `compat.get_transport`."""
 
     groups: compat.Groups
     stage: Stage
@@ -47,21 +48,23 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
         ConfigError: if the ranks were given different settings.
     """
     from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-    from dbo_runtime.vllm_plugin.parallel.stage import any_stage, find_stage
+    from dbo_runtime.vllm_plugin.parallel.stage import any_stage, get_stage
 
     model, vllm_config = runner.get_model(), runner.vllm_config
     if _ATTACHED in model.__dict__:
         return  # loaded again into the same instance
-    groups, stage = compat.find_groups(vllm_config), find_stage(model, vllm_config)
+    groups, stage = compat.get_groups(vllm_config), get_stage(model, vllm_config)
     log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells, of each stage
     log = log.bind(stage=stage.name) if stage.name else log
-    sizes_apart = compat.find_platform() != "cpu"
-    collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel, config.dispatch, sizes_apart)
-    unproven = find_unproven(compat.find_platform(), config)
+    exchange_sizes_separately = compat.get_device_type() != "cpu"
+    collectives = ModelCollectives(
+        groups.tensor_parallel, groups.data_parallel, config.dispatch, exchange_sizes_separately
+    )
+    unproven = check_proven(compat.get_device_type(), config)
     if adapter is None and config.generic:
         adapter = _open_generic(groups, vllm_config, stage)
-    unproven_model = unproven or find_unproven_model(compat.find_platform(), architecture, config)
-    has_side = find_side(compat.find_platform(), config)
+    unproven_model = unproven or check_proven_model(compat.get_device_type(), architecture, config)
+    has_side = has_side_lane(compat.get_device_type(), config)
     program = unproven_model or _record(adapter, architecture, model, vllm_config, collectives, stage, has_side)
     encoder = _find_encoder(model, vllm_config, collectives) if stage.is_first and not unproven else None
     hosts = _compare_settings(groups.everyone, config, (program, encoder), _votes(vllm_config, groups))
@@ -76,7 +79,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     setattr(model, _ATTACHED, True)
     if not is_split:
         return
-    place = Place(groups, stage, hosts, compat.find_transport(groups, hosts))
+    place = Place(groups, stage, hosts, compat.get_transport(groups, hosts))
     device = open_served_device(collectives, config, log)
     metrics = _open_metrics(vllm_config, place)
     if encoder is not None and not isinstance(encoder, str):
@@ -91,8 +94,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     forward.compiler = compiler
     forward.costs = _make_cost_source(runner, forward, config, place, log)
     model.forward = forward
-    if collectives.whole_attention is not None:
-        log.info("attention stays one op, with nothing beside it", reason=collectives.whole_attention)
+    if collectives.fused_attention_reason is not None:
+        log.info("attention stays one op, with nothing beside it", reason=collectives.fused_attention_reason)
     _announce(architecture, name_adapter(adapter), config, place, log)
 
 
@@ -104,7 +107,7 @@ def _announce(architecture: str, adapter: str, config: RuntimeConfig, place: Pla
         model=architecture,
         adapter=adapter,
         layers=f"{layers.start} to {layers.stop - 1}" if layers else None,
-        device=compat.find_platform(),
+        device=compat.get_device_type(),
         ranks=groups.everyone.world_size,
         data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,
         transport=place.transport,
@@ -117,21 +120,21 @@ def _announce(architecture: str, adapter: str, config: RuntimeConfig, place: Pla
         min_prefill_tokens=config.min_prefill_tokens,
         check=int(config.check),
     )
-    if compat.find_platform() == "npu" and not config.check:
+    if compat.get_device_type() == "npu" and not config.check:
         log.warning("no NPU has run this yet, only a stand-in for CANN", advice="compare steps once, with DBO_CHECK=1")
 
 
-def find_unproven(platform: str, config: RuntimeConfig) -> str | None:
+def check_proven(platform: str, config: RuntimeConfig) -> str | None:
     """Return why *platform* is not served split, or None. Nobody's answers are an experiment by default."""
     if platform not in DEVICES:
         return f"there is no device for {platform!r}"
     unproven = None if platform in PROVEN else f"not proven on {platform!r} yet"
     if platform == "npu":
-        unproven = ascend.find_unknown_version()
+        unproven = ascend.check_version()
     return None if unproven is None or config.check else f"{unproven}; {COMPARE}"
 
 
-def find_unproven_model(platform: str, architecture: str, config: RuntimeConfig) -> str | None:
+def check_proven_model(platform: str, architecture: str, config: RuntimeConfig) -> str | None:
     """Return why steps of a model are not split on *platform* where others' are, or None."""
     if platform != "npu" or architecture in ascend.KNOWN_MODELS or config.check:
         return None
@@ -154,21 +157,21 @@ def _record(
     has_side: bool,
 ) -> Program | str:
     """Return the program of this model, or why it runs whole."""
-    from dbo_runtime.vllm_plugin.context.checks import find_config_hazard
+    from dbo_runtime.vllm_plugin.context.checks import check_config
 
     if adapter is None:
         return f"no adapter is registered for {architecture}; {WRITE_ONE}"
-    refusal = find_config_hazard(vllm_config) or find_stage_hazard(adapter, stage) or adapter.decline(model)
+    refusal = check_config(vllm_config) or check_stage(adapter, stage) or adapter.decline(model)
     if refusal is not None:
         return refusal
     try:
         program = record_program(adapter, model, collectives, has_side)
-    except UnsupportedError as error:
+    except DeclineError as error:
         return str(error)
-    return stage.find_mismatch(program) or program
+    return stage.check_program(program) or program
 
 
-def find_stage_hazard(adapter: ModelAdapter, stage: Stage) -> str | None:
+def check_stage(adapter: ModelAdapter, stage: Stage) -> str | None:
     """Return why an adapter need not even look at this stage of a pipeline, or None."""
     if stage.count > 1 and not stage.layers:
         return f"stage {stage.number} of {stage.count} has no layers"
@@ -197,20 +200,20 @@ def _compare_settings(group: Any, config: RuntimeConfig, found: Sequence[Any], v
     Returns:
         On how many hosts the ranks are.
     """
-    from dbo_runtime.vllm_plugin.parallel.agreement import gather, tell
+    from dbo_runtime.vllm_plugin.parallel.agreement import format_ranks, gather
 
     model, encoder = (thing if isinstance(thing, str | None) else "can be split" for thing in found)
     own = f"{config}, model: {model}, encoder: {encoder}, votes: {votes}, {compat.describe_versions()}"
-    said = gather(group, (own, compat.find_host()))
+    said = gather(group, (own, compat.get_host()))
     settings = [words for words, _ in said]
     if len(set(settings)) > 1:
-        raise ConfigError(f"give all ranks on all hosts the same settings and packages. {tell(settings)}")
+        raise ConfigError(f"give all ranks on all hosts the same settings and packages. {format_ranks(settings)}")
     return len({host for _, host in said})
 
 
 def open_splitter(vllm_config: Any, runner: Any) -> ContextSplitter:
     """Return what makes forward contexts of micro-batches on the platform that serves."""
-    if compat.find_platform() == "npu":
+    if compat.get_device_type() == "npu":
         from dbo_runtime.vllm_plugin.platforms.ascend_contexts import AscendContextSplitter
 
         return AscendContextSplitter(vllm_config, runner)
@@ -229,10 +232,10 @@ def _make_forward(
     device: Device,
     log: Any,
 ) -> Any:
-    from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
     from dbo_runtime.vllm_plugin.context.splitter import trace_builders
+    from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+    from dbo_runtime.vllm_plugin.step.decision import StepDecider
     from dbo_runtime.vllm_plugin.step.forward import SplitForward
-    from dbo_runtime.vllm_plugin.step.decision import StepPlanner
 
     groups = place.groups
     trace_builders()  # in time: builders are made after the model
@@ -240,7 +243,7 @@ def _make_forward(
     runtime = MicroBatchRuntime(program, device, config, log, groups.everyone.world_size)
     agreement = Agreement(groups.everyone, _votes(vllm_config, groups))
     rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group
-    planner = StepPlanner(runtime, open_splitter(vllm_config, runner), agreement, place.transport, rank)
+    planner = StepDecider(runtime, open_splitter(vllm_config, runner), agreement, place.transport, rank)
     planner.serving = False  # until vLLM has warmed up
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     return SplitForward(model, model.forward, runtime, planner, agreement, add_inputs, place.stage)
@@ -259,7 +262,7 @@ def _open_metrics(vllm_config: Any, place: Place) -> Metrics | None:
 
     Of a pipeline, that of the first stage: a step that passes several stages is one step.
     """
-    folder = find_folder()
+    folder = get_folder()
     if folder is None or place.groups.tensor_parallel.rank_in_group > 0 or not place.stage.is_first:
         return None
     from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics

@@ -10,7 +10,7 @@ from dbo_runtime.program import SIDE
 from dbo_runtime.vllm_plugin.api import compat
 
 
-def find_side(platform: str, config: RuntimeConfig) -> bool:
+def has_side_lane(platform: str, config: RuntimeConfig) -> bool:
     """Return whether a model's ops may be on a second compute lane.
 
     On the CPU such a lane would take the cores of the first, so it is there only for those who ask, to try programs.
@@ -22,7 +22,7 @@ def open_served_device(collectives: Any, config: RuntimeConfig, log: Any) -> Dev
     """Open the device that vLLM serves on, whatever else the machine has; *collectives* know its communicators."""
     from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
 
-    platform = compat.find_platform()
+    platform = compat.get_device_type()
     options: dict[str, dict[str, Any]] = {
         # vLLM's kernels for CPU work in one scratchpad a process: two at the same time end in a segmentation fault.
         "cpu": {"capture_state": capture_thread_state, "inline": {SIDE}},

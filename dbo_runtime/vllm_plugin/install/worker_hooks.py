@@ -13,11 +13,11 @@ import functools
 import os
 from typing import Any
 
-from dbo_runtime.adapter import find_adapter
+from dbo_runtime.adapter import get_adapter
 from dbo_runtime.config import RuntimeConfig, is_enabled, read_environment
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.install.model_setup import attach, find_unproven
+from dbo_runtime.vllm_plugin.install.model_setup import attach, check_proven
 
 _INSTALLED = "_dbo_installed"
 
@@ -28,7 +28,7 @@ def install() -> None:
     The settings are read when a worker starts: one process may run several engines, one after the other.
     """
     compat.pass_settings_on()
-    unknown = compat.find_unknown_version()
+    unknown = compat.check_version()
     if unknown is not None:
         open_log().warning("every step runs whole", reason=unknown)
         return
@@ -59,14 +59,14 @@ def _plan_on_host(vllm_config: Any, config: RuntimeConfig) -> None:
 
     Not where encoders are compiled or captured: lengths are integers, and those of the first images would stay.
     """
-    if vllm_config.model_config.multimodal_config is None or find_unproven(compat.find_platform(), config) is not None:
+    if vllm_config.model_config.multimodal_config is None or check_proven(compat.get_device_type(), config) is not None:
         return
     compilation = vllm_config.compilation_config
     if compilation.compile_mm_encoder or compilation.cudagraph_mm_encoder:
         return
-    from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_plan
+    from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
 
-    install_host_plan(config.check)
+    install_host_lengths(config.check)
 
 
 def _wrap_load_model(runner: Any, config: RuntimeConfig) -> None:
@@ -75,7 +75,7 @@ def _wrap_load_model(runner: Any, config: RuntimeConfig) -> None:
     @functools.wraps(load_model)
     def load_and_attach(*args: Any, **kwargs: Any) -> Any:
         architecture = runner.vllm_config.model_config.architecture
-        adapter = find_adapter(architecture)  # before the weights: an adapter that is wrong should not cost their time
+        adapter = get_adapter(architecture)  # before the weights: an adapter that is wrong should not cost their time
         result = load_model(*args, **kwargs)
         attach(runner, config, architecture, adapter)
         return result
@@ -93,7 +93,7 @@ def _wrap_profile_run(runner: Any) -> None:
     def profile_whole_and_split(*args: Any, **kwargs: Any) -> None:
         from dbo_runtime.vllm_plugin.step.memory_profile import profile_split
 
-        everyone = compat.find_groups(runner.vllm_config).everyone
+        everyone = compat.get_groups(runner.vllm_config).everyone
         profile_split(runner, everyone, functools.partial(profile_run, *args, **kwargs))
 
     runner.profile_run = profile_whole_and_split
@@ -114,7 +114,7 @@ def _wrap_warm_up(worker: Any) -> None:
             if forward.compiler is not None:  # before costs, which are those of what is served
                 forward.compiler.compile(forward.runtime.program)
             if forward.costs is not None:
-                forward.costs.settle(forward.runtime.config)
+                forward.costs.prepare(forward.runtime.config)
             forward.planner.serving = True
         encoder = get_encoder(worker.model_runner.get_model())
         if encoder is not None:
@@ -127,9 +127,9 @@ def _wrap_warm_up(worker: Any) -> None:
 def _mend_platform(parallel: Any, quiet: bool) -> None:
     """Mend what of this vLLM expert, data and pipeline parallel need on CPU, split or not."""
     sizes = parallel.data_parallel_size, parallel.pipeline_parallel_size
-    if compat.find_platform() != "cpu" or not (parallel.enable_expert_parallel or max(sizes) > 1):
+    if compat.get_device_type() != "cpu" or not (parallel.enable_expert_parallel or max(sizes) > 1):
         return
-    from dbo_runtime.vllm_plugin.install.cpu_patches import mend_gaps
+    from dbo_runtime.vllm_plugin.install.cpu_patches import apply_patches
 
-    for symptom in mend_gaps():
+    for symptom in apply_patches():
         open_log(quiet=quiet).info("mended a fault of vLLM", symptom=symptom)

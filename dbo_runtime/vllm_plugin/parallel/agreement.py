@@ -1,6 +1,6 @@
 """Ranks that have to do the same thing agree on it before any of them begins.
 
-Whether and where to split follows from numbers that all ranks hold already (`batch.decide_together`), so as a rule
+Whether and where to split follows from numbers that all ranks hold already (`batch.decide_data_parallel`), so as a rule
 nobody asks. Ranks ask each other at start, once for every new plan, where a rank may have a reason of its own, and in
 each step under DBO_CHECK.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.batch import Decline
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.runtime import Plan
+from dbo_runtime.runtime import ExecutionPlan
 
 _DECLINES = 0
 
@@ -27,7 +27,7 @@ class Agreement:
     Args:
         group: vLLM's coordinator of all of them.
         votes: whether one rank may have reasons against a step that the others cannot know. Prefix caching makes such
-            (`hazards.find_prefix_hazard`); each step that could be split is then put to the vote.
+            (`hazards.check_prefix_cache`); each step that could be split is then put to the vote.
     """
 
     def __init__(self, group: Any, votes: bool = False) -> None:
@@ -39,7 +39,7 @@ class Agreement:
         """Return an agreement that has settled nothing yet."""
         return Agreement(group, self._votes)
 
-    def settle(self, own: Plan | Decline, key: Hashable, statement: str) -> Plan | Decline:
+    def agree(self, own: ExecutionPlan | Decline, key: Hashable, statement: str) -> ExecutionPlan | Decline:
         """Return what all ranks do: *own*, or the first rank's reason against it.
 
         Every rank must get here in the same steps with the same *key*, which names the plan before it is made.
@@ -82,7 +82,7 @@ class Agreement:
         dist.all_gather(said, torch.tensor([own]), group=self._group.cpu_group)
         return [int(one) for one in said]
 
-    def _explain(self, own: Plan | Decline) -> Decline:
+    def _explain(self, own: ExecutionPlan | Decline) -> Decline:
         """Return the decline that all ranks report: that of the first rank that has one."""
         reasons = gather(self._group, own if isinstance(own, Decline) else None)
         rank, first = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
@@ -104,10 +104,10 @@ def find_disagreement(group: Any, own: Any) -> str | None:
     Ranks that disagree issue different collectives, and hang without a word.
     """
     said = gather(group, own)
-    return None if all(other == said[0] for other in said) else tell(said)
+    return None if all(other == said[0] for other in said) else format_ranks(said)
 
 
-def tell(said: Sequence[Any]) -> str:
+def format_ranks(said: Sequence[Any]) -> str:
     """Return who says what."""
     return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
 

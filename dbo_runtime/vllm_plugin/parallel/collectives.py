@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from vllm import forward_context
 
+from dbo_runtime.decline import DeclineError
 from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher
-from dbo_runtime.errors import ProgramError, UnsupportedError
+from dbo_runtime.errors import ProgramError
+from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts, check_experts, needs_dispatch
+from dbo_runtime.vllm_plugin.parallel.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 from dbo_runtime.vllm_plugin.platforms import ascend
-from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts, find_expert_hazard, travels
-from dbo_runtime.vllm_plugin.parallel.latent_attention import SplitLatentAttention, find_attention_hazard, find_latent_module
 
 
 class ModelCollectives:
@@ -28,11 +29,12 @@ class ModelCollectives:
         tensor_parallel: vLLM's coordinator of the group that all-reduces.
         data_parallel: of the group between which tokens travel to experts; None without data parallel.
         dispatch: how they travel, `all_gather` or `all_to_all`.
-        sizes_apart: whether `all_to_all` exchanges sizes in an op of its own. On a device with streams the host has
+        exchange_sizes_separately: whether `all_to_all` exchanges sizes in an op of its own. On a device with streams
+        the host has
             something to issue meanwhile; on the CPU the lane itself waits, and the tokens leave earlier without.
 
     Attributes:
-        whole_attention: why latent attention was left whole; None if it was not, or nobody asked.
+        fused_attention_reason: why latent attention was left whole; None if it was not, or nobody asked.
     """
 
     def __init__(
@@ -40,13 +42,13 @@ class ModelCollectives:
         tensor_parallel: Any,
         data_parallel: Any = None,
         dispatch: str = "all_gather",
-        sizes_apart: bool = False,
+        exchange_sizes_separately: bool = False,
     ) -> None:
         self._tensor_parallel = tensor_parallel
         self._data_parallel = data_parallel
         self._dispatch = dispatch
-        self._sizes_apart = sizes_apart
-        self.whole_attention: str | None = None
+        self._exchange_sizes_separately = exchange_sizes_separately
+        self.fused_attention_reason: str | None = None
         self._process_group: dist.ProcessGroup | None = None
         self._own_groups: list[dist.ProcessGroup] = []
         self._dispatcher: Dispatcher | None = None
@@ -81,34 +83,34 @@ class ModelCollectives:
                 AllGather(group) if self._expert_map is None else self._make_all_to_all(self._expert_map, group)
             )
 
-    def take_apart(self, experts: Any) -> SplitExperts | None:
+    def decompose(self, experts: Any) -> SplitExperts | None:
         """Return an MoE layer in parts, or None if its tokens stay on their rank and it is run as one op.
 
         Raises:
-            UnsupportedError: if it cannot be taken apart.
+            DeclineError: if it cannot be taken apart.
         """
-        if not travels(experts):
+        if not needs_dispatch(experts):
             return None
-        find_hazard, parts = find_expert_hazard, SplitExperts
+        find_hazard, parts = check_experts, SplitExperts
         if type(experts).__name__ in ascend.MOE_RUNNERS:
             from dbo_runtime.vllm_plugin.platforms import ascend_experts
 
-            find_hazard, parts = ascend_experts.find_expert_hazard, ascend_experts.AscendExperts
+            find_hazard, parts = ascend_experts.check_experts, ascend_experts.AscendExperts
         hazard = find_hazard(experts)
         if hazard is not None:
-            raise UnsupportedError(hazard)
+            raise DeclineError(hazard)
         if self._dispatch == "all_gather":
-            return parts(experts, self._find_dispatcher, exchanges_sizes=False)
+            return parts(experts, self._get_dispatcher, exchanges_sizes=False)
         self._note_placement(experts)
-        return parts(experts, self._find_dispatcher, exchanges_sizes=self._sizes_apart)
+        return parts(experts, self._get_dispatcher, exchanges_sizes=self._exchange_sizes_separately)
 
-    def take_attention_apart(self, attention: Any) -> SplitLatentAttention | None:
-        """Return latent attention in parts, or None where it is one op; `whole_attention` says why, if it is latent."""
-        module = find_latent_module(attention)
+    def decompose_attention(self, attention: Any) -> SplitLatentAttention | None:
+        """Return latent attention in parts, or None where it stays one op for `fused_attention_reason`."""
+        module = get_latent_module(attention)
         if module is None:
             return None
-        self.whole_attention = find_attention_hazard(module)
-        return SplitLatentAttention(module) if self.whole_attention is None else None
+        self.fused_attention_reason = check_attention(module)
+        return SplitLatentAttention(module) if self.fused_attention_reason is None else None
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* without the all-reduce at its end.
@@ -121,7 +123,7 @@ class ModelCollectives:
             return module
         return functools.partial(self._run_without_reduce, module, _copies_result(module))
 
-    def find_reducing(self, fn: Callable[..., Any]) -> Callable[..., Any] | None:
+    def get_reducing_module(self, fn: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return the module of which `without_reduce` made *fn*; None if it leaves nothing out."""
         is_mine = isinstance(fn, functools.partial) and fn.func == self._run_without_reduce
         return fn.args[0] if is_mine else None  # type: ignore[attr-defined]  # of a partial
@@ -143,7 +145,7 @@ class ModelCollectives:
         dist.all_reduce(whole, group=self._process_group)
         return whole
 
-    def _find_dispatcher(self) -> Dispatcher:
+    def _get_dispatcher(self) -> Dispatcher:
         assert self._dispatcher is not None, "connect() comes before the first step"
         return self._dispatcher
 
@@ -152,11 +154,11 @@ class ModelCollectives:
         layer = experts.routed_experts
         placed = getattr(layer, "ascend_expert_map", layer.expert_map)
         if placed is None or self._tensor_parallel.world_size > 1:
-            raise UnsupportedError(
+            raise DeclineError(
                 "DBO_DISPATCH=all_to_all needs every expert on one rank: --enable-expert-parallel, no tensor parallel"
             )
         if self._expert_map is not None and not torch.equal(self._expert_map, placed):
-            raise UnsupportedError("DBO_DISPATCH=all_to_all needs all layers' experts on the same ranks")
+            raise DeclineError("DBO_DISPATCH=all_to_all needs all layers' experts on the same ranks")
         self._expert_map = placed
 
     def _make_all_to_all(self, placed: torch.Tensor, group: dist.ProcessGroup) -> AllToAll:

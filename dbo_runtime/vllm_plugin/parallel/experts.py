@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from vllm import forward_context
 
-from dbo_runtime.dispatch import Arrived, Dispatcher, Routing, WayBack
-from dbo_runtime.errors import UnsupportedError
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.decline import DeclineError
+from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Routing
 from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.platforms import ascend
 
 
-def travels(runner: Any) -> bool:
+def needs_dispatch(runner: Any) -> bool:
     """Return whether tokens of an MoE layer leave their rank. They do under data parallel.
 
     Raises:
-        UnsupportedError: if it is no MoE layer that we know, or one in which the last all-reduce is not the last step.
+        DeclineError: if it is no MoE layer that we know, or one in which the last all-reduce is not the last step.
     """
     name = type(runner).__name__
     if name not in (*compat.MOE_RUNNERS, *ascend.MOE_RUNNERS):
-        raise UnsupportedError(f"the MoE class {name} is not one that can be taken apart")
+        raise DeclineError(f"the MoE class {name} is not one that can be taken apart")
     if name in compat.MOE_RUNNERS and runner._fused_output_is_reduced:
-        raise UnsupportedError("the MoE kernel reduces its own output")  # Ascend's does it or not, step by step
+        raise DeclineError("the MoE kernel reduces its own output")  # Ascend's does it or not, step by step
     return bool(runner.moe_config.dp_size > 1)
 
 
-def find_expert_hazard(runner: Any) -> str | None:
+def check_experts(runner: Any) -> str | None:
     """Return why an MoE layer whose tokens travel cannot be taken apart, or None if it can."""
     kernel = runner.routed_experts.quant_method.moe_kernel
     impl: Any = getattr(kernel, "impl", None)
@@ -62,15 +62,15 @@ class SplitExperts:
 
     Args:
         runner: vLLM's MoE runner.
-        find_dispatcher: returns the dispatcher, which is made after programs are recorded.
+        get_dispatcher: returns the dispatcher, which is made after programs are recorded.
         exchanges_sizes: whether that is an op of its own.
     """
 
-    def __init__(self, runner: Any, find_dispatcher: Callable[[], Dispatcher], exchanges_sizes: bool) -> None:
+    def __init__(self, runner: Any, get_dispatcher: Callable[[], Dispatcher], exchanges_sizes: bool) -> None:
         self.exchanges_sizes = exchanges_sizes
         self.has_shared_experts = runner.shared_experts is not None
         self._runner = runner
-        self._find_dispatcher = find_dispatcher
+        self._get_dispatcher = get_dispatcher
 
     def gate(self, x: torch.Tensor) -> Routing:
         """Choose experts for *x* [tokens, hidden]; the micro-batch's forward context knows the other ranks' sizes."""
@@ -80,22 +80,22 @@ class SplitExperts:
             hidden_states=x, router_logits=logits, topk_indices_dtype=runner._quant_method.topk_indices_dtype
         )
         sizes = forward_context.get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()
-        return self._find_dispatcher().choose_ranks(Routing(weights, ids, tuple(sizes)))
+        return self._get_dispatcher().choose_ranks(Routing(weights, ids, tuple(sizes)))
 
     def exchange_sizes(self, routing: Routing) -> Routing:
         """Tell every rank how many rows it will get."""
-        return self._find_dispatcher().exchange_sizes(routing)
+        return self._get_dispatcher().exchange_sizes(routing)
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[Arrived, WayBack]:
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
         """Send *x* [tokens, hidden] to its experts' ranks."""
-        return self._find_dispatcher().dispatch(x, routing)
+        return self._get_dispatcher().dispatch(x, routing)
 
     def shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Run the shared experts themselves, past the wrapper that keeps their output for later."""
         result: torch.Tensor = self._runner.shared_experts._layer(x)
         return result
 
-    def experts(self, arrived: Arrived) -> torch.Tensor:
+    def experts(self, arrived: DispatchedTokens) -> torch.Tensor:
         """Run the kernel of the experts between vLLM's prepare and finalize -> [received, hidden]."""
         layer = self._runner.routed_experts
         impl = layer.quant_method.moe_kernel.impl
@@ -115,7 +115,7 @@ class SplitExperts:
             expert_tokens_meta=None,
             output_alias=torch.empty_like(arrived.x),  # else it may lie in a workspace that the next micro-batch reuses
         )
-        reduce = compat.find_weight_and_reduce(impl)
+        reduce = compat.get_weight_and_reduce(impl)
         result: torch.Tensor = reduce.apply(
             output=None,
             fused_expert_output=routed,
@@ -125,9 +125,9 @@ class SplitExperts:
         )
         return result
 
-    def combine(self, routed: torch.Tensor, back: WayBack) -> torch.Tensor:
+    def combine(self, routed: torch.Tensor, back: CombineHandle) -> torch.Tensor:
         """Send results back -> [tokens, hidden]."""
-        return self._find_dispatcher().combine(routed, back)
+        return self._get_dispatcher().combine(routed, back)
 
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
         """Scale what the experts gave and add the shared experts, as the runner does at its end."""

@@ -15,13 +15,13 @@ KNOWN_MODULES = ("MultiHeadLatentAttentionWrapper",)
 SINGLE, PAIRED = "RotaryEmbedding", "DeepseekScalingRotaryEmbedding"  # turns queries alone, too, and only with keys
 
 
-def find_latent_module(attention: Any) -> Any | None:
+def get_latent_module(attention: Any) -> Any | None:
     """Return the module of latent attention that a decoder's attention holds, or None if it is of another kind."""
     module = getattr(attention, "mla_attn", None)
     return module if hasattr(module, "mla_attn") or hasattr(module, "kv_lora_rank") else None
 
 
-def find_attention_hazard(module: Any) -> str | None:
+def check_attention(module: Any) -> str | None:
     """Return why latent attention stays one op, or None if it can be taken apart."""
     name = type(module).__name__
     if name not in KNOWN_MODULES:
@@ -49,7 +49,7 @@ class SplitLatentAttention:
         self._module = module
         self._layer = module.mla_attn
 
-    def find_slots(self) -> torch.Tensor | None:
+    def get_slots(self) -> torch.Tensor | None:
         """Return the slots of the cache that this micro-batch's tokens take [tokens]; None in a profiling run."""
         slots: torch.Tensor | None = get_attention_context(self._layer.layer_name)[3]
         return slots

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.batch import Decline
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 
@@ -55,7 +55,7 @@ class Stage:
         """Return what costs of this stage hold for beside all else; nothing without a pipeline."""
         return {} if self.count == 1 else {"pipeline": self.count, "stage": self.number}
 
-    def find_mismatch(self, program: Program) -> str | None:
+    def check_program(self, program: Program) -> str | None:
         """Return why a program is not this stage's: it takes or hands on other tensors."""
         takes, gives = {*_name_inputs(program)}, {HIDDEN, *program.named}
         handed = {*self.handed}
@@ -66,7 +66,7 @@ class Stage:
             f"takes {_list(takes)} and hands on {_list(gives)}"
         )
 
-    def find_obstacle(self, given: IntermediateTensors | None, tokens: int) -> Decline | None:
+    def check_inputs(self, given: IntermediateTensors | None, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens cannot be split by what the stage before hands over, or None."""
         sizes = {} if given is None else {name: tensor.shape[0] for name, tensor in given.tensors.items()}
         if sizes.keys() != (set() if self.is_first else {*self.handed}):
@@ -83,17 +83,17 @@ class Stage:
         return IntermediateTensors(dict(zip((HIDDEN, *program.named), joined, strict=True)))
 
 
-WHOLE = Stage()
+UNSPLIT = Stage()
 
 
-def find_stage(model: Any, vllm_config: Any) -> Stage:
+def get_stage(model: Any, vllm_config: Any) -> Stage:
     """Return the stage that a loaded model is on this rank."""
     from vllm.distributed.parallel_state import get_pp_group
     from vllm.distributed.utils import get_pp_indices
 
     group = get_pp_group()
     if group.world_size == 1:
-        return WHOLE
+        return UNSPLIT
     config = vllm_config.model_config
     layers = get_pp_indices(config.get_total_num_hidden_layers(), group.rank_in_group, group.world_size)
     empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=config.dtype, device=torch.device("cpu"))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from dbo_runtime.batch import Decline
+from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api import fields
 
 KNOWN_VERSIONS = ("0.30.0rc2",)
@@ -44,7 +44,7 @@ FIELDS = fields.FIELDS._replace(
 )
 
 
-def find_unknown_version() -> str | None:
+def check_version() -> str | None:
     """Return why steps of this vllm-ascend have not been compared with unsplit ones, or None if they have."""
     try:
         found = version("vllm-ascend")
@@ -55,7 +55,7 @@ def find_unknown_version() -> str | None:
     return f"vllm-ascend {found} is not one that this dbo_runtime knows ({', '.join(KNOWN_VERSIONS)})"
 
 
-def find_config_hazard(vllm_config: Any) -> str | None:
+def check_config(vllm_config: Any) -> str | None:
     """Return the first feature of vllm-ascend in use that splitting does not support."""
     from vllm_ascend.ascend_config import get_ascend_config
 
@@ -86,7 +86,7 @@ def _find_feature(vllm_config: Any, config: Any) -> str | None:
     return next((f"not supported yet: {what}" for found, what in hazards if found), None)
 
 
-def find_step_hazard(context: Any) -> Decline | None:
+def check_step(context: Any) -> Decline | None:
     """Return why a step runs whole, from what is equal on all ranks: how tokens get to their experts in it.
 
     vllm-ascend chooses that by the number of tokens of the whole step, and could choose otherwise for a part of it; so
@@ -104,7 +104,7 @@ def find_step_hazard(context: Any) -> Decline | None:
     return Decline("MoE communication is fused into its kernels", kind)
 
 
-def find_gathering(moe_config: Any) -> Any:
+def get_gathering(moe_config: Any) -> Any:
     """Return vllm-ascend's way to run the experts of one rank on tokens of all ranks."""
     from vllm_ascend.ascend_forward_context import MoECommType
     from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method

@@ -10,8 +10,8 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from dbo_runtime.batch import BatchSlice
-from dbo_runtime.vllm_plugin.platforms import ascend
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter, Origin
+from dbo_runtime.vllm_plugin.platforms import ascend
 
 NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"
 
@@ -37,7 +37,7 @@ class AscendContextSplitter(ContextSplitter):
         changed = {
             name: derived[name.removeprefix("_")] for name in self.fields.derived if getattr(part, name) is not None
         }
-        state = find_state(part.attn_state, derived["num_computed_tokens_cpu"], queries)
+        state = get_attention_state(part.attn_state, derived["num_computed_tokens_cpu"], queries)
         return replace(part, **changed, attn_state=state, num_input_tokens=part.num_actual_tokens)
 
     def _is_cuttable(self, origin: Origin) -> bool:
@@ -49,7 +49,7 @@ class AscendContextSplitter(ContextSplitter):
             return super()._build(builder, part, origin)
 
 
-def find_state(state: Any, computed: torch.Tensor, queries: torch.Tensor) -> Any:
+def get_attention_state(state: Any, computed: torch.Tensor, queries: torch.Tensor) -> Any:
     """Return the state of a slice of a batch in *state*, by the rule of vllm-ascend's runner (`_build_attn_state`).
 
     Args:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from vllm import forward_context
 
-from dbo_runtime.dispatch import Arrived, Routing
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.dispatch import DispatchedTokens, Routing
 from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts
+from dbo_runtime.vllm_plugin.platforms import ascend
 
 
-def find_expert_hazard(runner: Any) -> str | None:
+def check_experts(runner: Any) -> str | None:
     """Return why an MoE layer whose tokens travel cannot be taken apart, or None if it can."""
     routed = runner.routed_experts
     method = type(routed.quant_method).__name__
@@ -45,17 +45,17 @@ class AscendExperts(SplitExperts):
         logits = runner._compute_router_logits(x, x)
         weights, ids = runner.routed_experts._select_experts(x, logits, enable_force_load_balance=False)
         sizes = forward_context.get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()
-        return self._find_dispatcher().choose_ranks(Routing(weights, ids, tuple(sizes)))
+        return self._get_dispatcher().choose_ranks(Routing(weights, ids, tuple(sizes)))
 
     def shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Run the shared experts themselves: beside what, is for the schedule to say."""
         result: torch.Tensor = self._runner.ascend_shared_experts.layer(x)
         return result
 
-    def experts(self, arrived: Arrived) -> torch.Tensor:
+    def experts(self, arrived: DispatchedTokens) -> torch.Tensor:
         """Run this rank's experts on what arrived, as after a gather: those of other ranks add nothing."""
         layer = self._runner.routed_experts
-        forward_context.get_forward_context().moe_comm_method = ascend.find_gathering(self._runner.moe_config)
+        forward_context.get_forward_context().moe_comm_method = ascend.get_gathering(self._runner.moe_config)
         result = layer.quant_method.apply(layer, arrived.x, arrived.weights, arrived.ids, None, None)
         whole: torch.Tensor = result.routed_out
         return whole

@@ -69,7 +69,7 @@ class NpuAttention(EncoderAttention):
     def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None:
         self._size = size
         self._padding = LARGE - size if SMALL < size < LARGE else 0
-        unpadded = find_unpadded_kernel()
+        unpadded = get_unpadded_kernel()
         if unpadded is not None:
             kernel = partial(unpadded, num_heads=heads, num_kv_heads=kv_heads, scale_value=scale)
             self._attend = partial(_attend_unpadded, kernel)
@@ -87,7 +87,7 @@ class NpuAttention(EncoderAttention):
         return result[..., : self._size] if self._padding else result
 
 
-def find_unpadded_kernel() -> Kernel | None:
+def get_unpadded_kernel() -> Kernel | None:
     """Return NNAL's attention, or None where torch_npu has none."""
     return getattr(torch.ops.atb, "_npu_flash_attention_unpad", None)
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm import forward_context
 
-from dbo_runtime.batch import Decline
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.devices import Device, Stopwatch
+from dbo_runtime.decline import Decline
+from dbo_runtime.devices import Device, Timer
 from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.planner.online.correction import SPLIT, WHOLE
-from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
+from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+from dbo_runtime.vllm_plugin.parallel.stage import UNSPLIT as WHOLE_MODEL
+from dbo_runtime.vllm_plugin.parallel.stage import Stage, copy_tensors, name_results, take_inputs
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
+from dbo_runtime.vllm_plugin.step.decision import StepDecider, list_cuts
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
-from dbo_runtime.vllm_plugin.parallel.stage import WHOLE as WHOLE_MODEL
-from dbo_runtime.vllm_plugin.parallel.stage import Stage, copy_tensors, name_results, take_inputs
-from dbo_runtime.vllm_plugin.step.decision import StepPlanner, find_cuts
 
 if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
@@ -64,7 +64,7 @@ class SplitForward:
         model: Any,
         forward: Callable[..., Any],
         runtime: MicroBatchRuntime,
-        planner: StepPlanner,
+        planner: StepDecider,
         agreement: Agreement,
         add_inputs: Callable[[Any, torch.Tensor, bool], torch.Tensor] | None = None,
         stage: Stage = WHOLE_MODEL,
@@ -76,7 +76,7 @@ class SplitForward:
         self.last_step: StepTime | None = None
         self.costs: CostSource | None = None
         self.compiler: OpCompiler | None = None
-        self._watches: deque[tuple[str, float | None, Stopwatch]] = deque()
+        self._watches: deque[tuple[str, float | None, Timer]] = deque()
         self._model = model
         self._forward = forward
         self._agreement = agreement
@@ -108,7 +108,7 @@ class SplitForward:
         watch = self._start_watch()
         tokens = positions.shape[-1]
         whole = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
-        obstacle = _find_unknown(kwargs) or self._stage.find_obstacle(intermediate_tensors, tokens)
+        obstacle = _find_unknown(kwargs) or self._stage.check_inputs(intermediate_tensors, tokens)
         plan, contexts, statement = self.planner.plan(tokens, obstacle)
         checks = self.runtime.config.check
         if checks:
@@ -125,7 +125,7 @@ class SplitForward:
         self._learn(plan, watch)
         if self.metrics is not None and self.planner.serving:
             self.metrics.count_step(plan)
-        if checks and isinstance(plan, Plan):
+        if checks and isinstance(plan, ExecutionPlan):
             compare_split(name_results(hidden), name_results(whole()), plan)
         return hidden
 
@@ -138,7 +138,7 @@ class SplitForward:
         x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
         return [x if self._add_inputs is None else self._add_inputs(self._model, x, self.runtime.config.check)]
 
-    def _run(self, plan: Plan, contexts: list[Any], given: list[torch.Tensor], positions: torch.Tensor) -> Any:
+    def _run(self, plan: ExecutionPlan, contexts: list[Any], given: list[torch.Tensor], positions: torch.Tensor) -> Any:
         x, *more = given
         inputs = [
             (x[piece.tokens], positions[..., piece.tokens], *(tensor[piece.tokens] for tensor in more))
@@ -151,11 +151,11 @@ class SplitForward:
             self.recording.end(recorder, plan.executor.schedule)
         return self._stage.join(self.runtime.program, outputs)
 
-    def _start_watch(self) -> Stopwatch | None:
+    def _start_watch(self) -> Timer | None:
         """Start a watch, but not before serving: vLLM may be capturing graphs, and a watch is none of their ops."""
-        return self.runtime.device.start_watch() if self.planner.serving else None
+        return self.runtime.device.start_timer() if self.planner.serving else None
 
-    def _learn(self, plan: Plan | Decline, watch: Stopwatch | None) -> None:
+    def _learn(self, plan: ExecutionPlan | Decline, watch: Timer | None) -> None:
         """Compare what steps took with what was predicted; now and then, with the other ranks, correct predictions.
 
         A device may be behind its host, and then it is an earlier step whose time is known. Every step of every rank is
@@ -164,7 +164,7 @@ class SplitForward:
         if watch is None:
             return
         watch.stop()
-        self._watches.append((WHOLE if isinstance(plan, Decline) else SPLIT, plan.expected, watch))
+        self._watches.append((UNSPLIT if isinstance(plan, Decline) else SPLIT, plan.expected, watch))
         planner = self.runtime.planner
         while self._watches and (seconds := self._watches[0][2].read()) is not None:
             way, expected, _ = self._watches.popleft()
@@ -177,9 +177,9 @@ class SplitForward:
             planner.correct(self._agreement.gather(planner.correction.propose()))
 
 
-def compare_split(split: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], plan: Plan) -> None:
+def compare_split(split: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], plan: ExecutionPlan) -> None:
     """Raise SplitError if what a plan gave split is further from what it gave whole than rounding explains."""
-    how, remedy = f"cuts at {find_cuts(plan)}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
+    how, remedy = f"cuts at {list_cuts(plan)}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
     if split.keys() != whole.keys():
         raise SplitError(f"a split step gave {sorted(split)}, an unsplit one {sorted(whole)}; {remedy} meanwhile.")
     for what, wanted in whole.items():

@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dbo_runtime.batch import Decline
+from dbo_runtime.decline import Decline
 from dbo_runtime.observe.counts import FOLDER, HELP, PREFIX, SHARED
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.runtime import Plan
+from dbo_runtime.runtime import ExecutionPlan
 
 # Of tokens in a micro-batch: those of vLLM's `iteration_tokens_total`.
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -87,7 +87,7 @@ class Metrics:
         for bound in (*map(float, BUCKETS), float("inf")):
             self._put("histogram", "micro_batch_tokens", "_bucket", 0, {"le": str(bound)})
 
-    def count_step(self, plan: Plan | Decline) -> None:
+    def count_step(self, plan: ExecutionPlan | Decline) -> None:
         """Count a step that ran split, whole for a reason, or whole with ops of it beside each other."""
         if isinstance(plan, Decline):
             self._add("steps", 1, way="whole")
@@ -103,7 +103,7 @@ class Metrics:
             self._put("histogram", "micro_batch_tokens", "_bucket", 1, {"le": str(bound)})
             self._put("histogram", "micro_batch_tokens", "_sum", piece.size, {})
 
-    def count_encoder(self, plan: Plan | Decline) -> None:
+    def count_encoder(self, plan: ExecutionPlan | Decline) -> None:
         """Count a forward of the vision encoder that ran split or whole."""
         self._add("encoder_forwards", 1, way="whole" if isinstance(plan, Decline) else "split")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dbo_runtime.observe.timeline import Recorder, Timeline
-from dbo_runtime.planner.search.bound import find_bound_of
+from dbo_runtime.planner.search.bound import compute_bound_of
 from dbo_runtime.schedule import Schedule
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
@@ -56,7 +56,7 @@ class Recording:
         if not self._requested and traces is None:
             return
         timeline = recorder.timeline()
-        timeline = replace(timeline, bound=find_bound_of(timeline, schedule))
+        timeline = replace(timeline, bound=compute_bound_of(timeline, schedule))
         if self._requested:
             self.timeline, self._requested = timeline, False
         if traces is not None:

@@ -14,9 +14,9 @@ from dbo_runtime.config import read_environment
 from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.policies import find_policy
+from dbo_runtime.policies import get_policy
 from dbo_runtime.render import digest, render
-from dbo_runtime.schedule import Schedule, Step, lower
+from dbo_runtime.schedule import Instruction, Schedule, lower
 from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
 
@@ -50,17 +50,17 @@ def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
     config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     with divert_output():
-        from dbo_runtime.vllm_plugin.verify.verification import try_adapter  # late: it imports vLLM
+        from dbo_runtime.vllm_plugin.verify.verification import verify_adapter  # late: it imports vLLM
 
-        trial = try_adapter(arguments.model, has_side=arguments.side)
+        trial = verify_adapter(arguments.model, has_side=arguments.side)
     programs = (trial.program,) * config.parts
     policy = ("alternate", 0) if config.policy[0] == "optimal" else config.policy  # there are no costs to search by
-    schedule = lower(programs, find_policy(*policy)(programs))
+    schedule = lower(programs, get_policy(*policy)(programs))
     validate(schedule)
     simulation = None if durations is None else Simulation.of(schedule, durations)
     if arguments.json:
-        faults = [fault._asdict() for fault in trial.faults]
-        facts = {"ops": len(trial.program.ops), "cuts": trial.cuts, "digest": digest(schedule), "faults": faults}
+        mismatches = [fault._asdict() for fault in trial.mismatches]
+        facts = {"ops": len(trial.program.ops), "cuts": trial.cuts, "digest": digest(schedule), "faults": mismatches}
         if simulation is not None:
             facts |= {"whole_ms": simulation.whole, "split_ms": simulation.split}
         print(json.dumps(facts, indent=2))
@@ -68,15 +68,14 @@ def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
         print(describe(schedule, str(trial), arguments.render))
         if simulation is not None:
             print(simulation)
-    return DIFFERENT if trial.faults else 0
+    return DIFFERENT if trial.mismatches else 0
 
 
 def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:
     """Return the verdict on an adapter, and what it declares."""
-    waits = sum(len(step.waits) for step in schedule.steps)
-    count = (
-        f"{len(schedule.programs)} micro-batches: {len(schedule.steps)} steps, {waits} waits; digest {digest(schedule)}"
-    )
+    waits = sum(len(step.waits) for step in schedule.instructions)
+    counts = f"{len(schedule.programs)} micro-batches: {len(schedule.instructions)} instructions, {waits} waits"
+    count = f"{counts}; digest {digest(schedule)}"
     return "\n".join([verdict, count, *([render(schedule)] if with_table else [])])
 
 
@@ -100,7 +99,7 @@ class Simulation(NamedTuple):
         if unknown:
             raise ConfigError(f"--simulate: no op is named {unknown[0]!r}; there are {', '.join(sorted(names))}.")
 
-        def cost(step: Step) -> float:
+        def cost(step: Instruction) -> float:
             return durations.get(step.op.name, 0.0) / 1e3 / len(schedule.programs)
 
         timeline = simulate(schedule, cost)

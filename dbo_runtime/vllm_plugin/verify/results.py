@@ -25,7 +25,7 @@ def run_ops(program: Program, given: Sequence[Any]) -> dict[Value, Any]:
     return kept
 
 
-def find_different(
+def find_first_mismatch(
     program: Program, whole: dict[Value, Any], parts: Sequence[dict[Value, Any]]
 ) -> tuple[Op, float] | None:
     """Return the first op whose results for the parts, one after the other, are not that for the whole."""
@@ -34,15 +34,17 @@ def find_different(
             pieces = [part[value] for part in parts]
             if not all(isinstance(piece, torch.Tensor) for piece in (whole[value], *pieces)):
                 continue
-            apart = measure_apart(torch.cat(pieces), whole[value])
+            apart = compute_relative_error(torch.cat(pieces), whole[value])
             if apart > TOLERANCE:
                 return op, apart
     return None
 
 
-def find_foreign(program: Program, whole: dict[Value, Any], own: Sequence[torch.Tensor]) -> tuple[Op, float] | None:
+def find_first_unmatched(
+    program: Program, whole: dict[Value, Any], own: Sequence[torch.Tensor]
+) -> tuple[Op, float] | None:
     """Return the op that follows the last one whose result the model has, too, unless its result is the model's."""
-    apart = max(measure_apart(whole[value], own[-1]) for value in program.outputs)
+    apart = max(compute_relative_error(whole[value], own[-1]) for value in program.outputs)
     if apart <= TOLERANCE:
         return None
     known = [any(_is_among(whole[value], own) for value in op.writes) for op in program.ops]
@@ -51,10 +53,10 @@ def find_foreign(program: Program, whole: dict[Value, Any], own: Sequence[torch.
 
 
 def _is_among(item: Any, others: Iterable[torch.Tensor]) -> bool:
-    return isinstance(item, torch.Tensor) and any(measure_apart(item, other) <= TOLERANCE for other in others)
+    return isinstance(item, torch.Tensor) and any(compute_relative_error(item, other) <= TOLERANCE for other in others)
 
 
-def measure_apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def compute_relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return by how much two tensors differ, relative to the largest value; infinite if their shapes do."""
     if one.shape != other.shape:
         return math.inf

@@ -11,11 +11,11 @@ import torch
 from dbo_runtime.adapter import ModelAdapter, StageAdapter, name_adapter, record_program
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Op, Program, Value
-from dbo_runtime.vllm_plugin.verify.results import TOLERANCE, measure_apart, run_ops
 from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage
+from dbo_runtime.vllm_plugin.verify.results import TOLERANCE, compute_relative_error, run_ops
 
 
-class StageTrial(NamedTuple):
+class StageVerification(NamedTuple):
     """The programs of a first and a second stage, of about half of the layers each."""
 
     first: Program
@@ -39,7 +39,9 @@ class StageTrial(NamedTuple):
         return (self.second.ops[-1], apart) if apart > TOLERANCE else None
 
 
-def record_stages(adapter: ModelAdapter, model: Any, collectives: Any, has_side: bool = False) -> StageTrial | None:
+def record_stages(
+    adapter: ModelAdapter, model: Any, collectives: Any, has_side: bool = False
+) -> StageVerification | None:
     """Return the programs of two stages; None if the adapter takes none, or the model is not made of layers.
 
     Raises:
@@ -55,10 +57,10 @@ def record_stages(adapter: ModelAdapter, model: Any, collectives: Any, has_side:
     for number, layers in enumerate((range((count + 1) // 2), range((count + 1) // 2, count))):
         with _as_stage(decoder, layers):
             programs.append(record_program(adapter, model, collectives, has_side))
-        mismatch = Stage(number, 2, layers, tuple(empty.tensors)).find_mismatch(programs[-1])
+        mismatch = Stage(number, 2, layers, tuple(empty.tensors)).check_program(programs[-1])
         if mismatch is not None:
             raise ProgramError(f"{name_adapter(adapter)}: {mismatch}")
-    return StageTrial(*programs)
+    return StageVerification(*programs)
 
 
 @contextmanager
@@ -76,4 +78,4 @@ def _measure(wanted: list[Any] | None, found: list[Any]) -> float:
     """Return by how much an op's results differ; 0 where they are no tensors, or the whole model has no such op."""
     pairs = zip(wanted or (), found, strict=False)
     tensors = [pair for pair in pairs if all(isinstance(item, torch.Tensor) for item in pair)]
-    return max((measure_apart(one, other) for other, one in tensors), default=0.0)
+    return max((compute_relative_error(one, other) for other, one in tensors), default=0.0)

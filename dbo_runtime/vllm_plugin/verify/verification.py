@@ -15,18 +15,19 @@ from unittest.mock import patch
 import torch
 from vllm import forward_context
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, find_adapter, record_program
-from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.adapter import InputAdapter, ModelAdapter, get_adapter, record_program
+from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import ENABLE
-from dbo_runtime.errors import SplitError, UnsupportedError
+from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.errors import SplitError
 from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.install.model_setup import open_splitter
+from dbo_runtime.vllm_plugin.context.checks import check_config
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter, trace_builders
+from dbo_runtime.vllm_plugin.install.model_setup import open_splitter
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.context.checks import find_config_hazard
-from dbo_runtime.vllm_plugin.verify.results import find_different, find_foreign, listen, run_ops
-from dbo_runtime.vllm_plugin.verify.stage_verification import StageTrial, record_stages
+from dbo_runtime.vllm_plugin.verify.results import find_first_mismatch, find_first_unmatched, listen, run_ops
+from dbo_runtime.vllm_plugin.verify.stage_verification import StageVerification, record_stages
 
 PROMPTS = (7, 5, 9)  # tokens
 STEPS = 2  # a prefill of them, and a decode
@@ -52,7 +53,7 @@ OPTIONS = {
 }
 
 
-class Fault(NamedTuple):
+class Mismatch(NamedTuple):
     """Where a program does not do what it should.
 
     Attributes:
@@ -77,7 +78,7 @@ class Fault(NamedTuple):
 
 
 @dataclass
-class Trial:
+class Verification:
     """What a trial found.
 
     Attributes:
@@ -90,23 +91,23 @@ class Trial:
     program: Program
     cuts: int = 0
     in_stages: bool = False
-    faults: list[Fault] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
 
     def __str__(self) -> str:
         """A line, or one for each fault."""
-        if self.faults:
-            return "\n".join(map(str, self.faults))
+        if self.mismatches:
+            return "\n".join(map(str, self.mismatches))
         ways = f"unsplit{', in two stages' if self.in_stages else ''} and cut at {self.cuts} places"
         return f"equal to the model's own forward: {len(self.program.ops)} ops, {ways}"
 
 
-def try_adapter(
+def verify_adapter(
     directory: str,
     adapter: ModelAdapter | None = None,
     prompts: Sequence[int] = PROMPTS,
     has_side: bool = False,
     **options: Any,
-) -> Trial:
+) -> Verification:
     """Run a model in vLLM, and compare its own forward with the program of its adapter, unsplit and at every cut.
 
     Of an adapter that takes stages of a pipeline, the programs of two stages are compared, too, one after the other.
@@ -119,7 +120,7 @@ def try_adapter(
         options: of `vllm.LLM`, on top of `OPTIONS`.
 
     Raises:
-        UnsupportedError: if there is no adapter, or it declines the model, or vLLM's step cannot be split.
+        DeclineError: if there is no adapter, or it declines the model, or vLLM's step cannot be split.
         ProgramError: if the adapter breaks its contract.
     """
     from vllm import LLM, SamplingParams
@@ -130,10 +131,10 @@ def try_adapter(
         llm = LLM(directory, **{**OPTIONS, **options})
         try:
             if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
-                raise UnsupportedError("an adapter is tried on one rank; leave out what asks for several")
+                raise DeclineError("an adapter is tried on one rank; leave out what asks for several")
             runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
             model = runner.get_model()
-            adapter = adapter or find_adapter(runner.vllm_config.model_config.architecture)
+            adapter = adapter or get_adapter(runner.vllm_config.model_config.architecture)
             program, stages = record(model, runner.vllm_config, adapter, has_side)
             take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
             splitter = open_splitter(runner.vllm_config, runner)
@@ -149,20 +150,20 @@ def try_adapter(
 
 def record(
     model: Any, vllm_config: Any, adapter: ModelAdapter | None, has_side: bool = False
-) -> tuple[Program, StageTrial | None]:
+) -> tuple[Program, StageVerification | None]:
     """Return the program of a model that vLLM has made, and those of two stages of a pipeline.
 
     Raises:
-        UnsupportedError: if there is no adapter, or it declines.
+        DeclineError: if there is no adapter, or it declines.
         ProgramError: if it breaks its contract.
     """
     architecture = vllm_config.model_config.architecture
     if adapter is None:
-        raise UnsupportedError(f"no adapter is registered for {architecture}")
-    refusal = find_config_hazard(vllm_config) or adapter.decline(model)
+        raise DeclineError(f"no adapter is registered for {architecture}")
+    refusal = check_config(vllm_config) or adapter.decline(model)
     if refusal is not None:
-        raise UnsupportedError(f"{architecture} is declined: {refusal}")
-    groups = compat.find_groups(vllm_config)
+        raise DeclineError(f"{architecture} is declined: {refusal}")
+    groups = compat.get_groups(vllm_config)
     collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
     program = record_program(adapter, model, collectives, has_side)
     return program, record_stages(adapter, model, collectives, has_side)
@@ -199,9 +200,14 @@ class _Comparison:
     """Stands in for a model's forward: runs it, and then the program in all ways, and notes where they differ."""
 
     def __init__(
-        self, program: Program, stages: StageTrial | None, model: Any, splitter: ContextSplitter, take_inputs: Any
+        self,
+        program: Program,
+        stages: StageVerification | None,
+        model: Any,
+        splitter: ContextSplitter,
+        take_inputs: Any,
     ) -> None:
-        self.trial = Trial(program, in_stages=stages is not None)
+        self.trial = Verification(program, in_stages=stages is not None)
         self._stages = stages
         self._take_inputs = take_inputs
         self._model = model
@@ -230,18 +236,18 @@ class _Comparison:
     def _compare(self, context: Any, x: torch.Tensor, positions: torch.Tensor, own: list[torch.Tensor]) -> None:
         batch = self._splitter.read_batch(context, x.shape[0])
         if isinstance(batch, Decline):
-            raise UnsupportedError(f"vLLM's step cannot be split: {batch}")
+            raise DeclineError(f"vLLM's step cannot be split: {batch}")
         step = f"{'prefill' if batch.prefill_tokens else 'decode'} of {batch.tokens} tokens"
         program = self.trial.program
         whole = run_ops(program, (x.clone(), positions))
-        self._note(step, None, find_foreign(program, whole, own))
+        self._note(step, None, find_first_unmatched(program, whole, own))
         if self._stages is not None:
             self._note(f"{step}, in two stages", None, self._stages.compare(program, whole, x, positions))
         for cut in range(1, batch.tokens):
             parts = self._run_cut(context, batch, cut, x, positions)
             if parts is not None:
                 self.trial.cuts += 1
-                self._note(step, cut, find_different(program, whole, parts))
+                self._note(step, cut, find_first_mismatch(program, whole, parts))
 
     def _run_cut(
         self, context: Any, batch: Batch, cut: int, x: torch.Tensor, positions: torch.Tensor
@@ -253,7 +259,7 @@ class _Comparison:
             return None
         contexts = self._splitter.split(context, slices)
         if isinstance(contexts, Decline):
-            raise UnsupportedError(f"vLLM's step cannot be split: {contexts}")
+            raise DeclineError(f"vLLM's step cannot be split: {contexts}")
         parts = []
         for piece, own in zip(slices, contexts, strict=True):
             with forward_context.override_forward_context(own):
@@ -263,4 +269,4 @@ class _Comparison:
     def _note(self, step: str, cut: int | None, found: tuple[Op, float] | None) -> None:
         if found is not None:
             op, apart = found
-            self.trial.faults.append(Fault(op.label, op.declared_at, cut, step, apart))
+            self.trial.mismatches.append(Mismatch(op.label, op.declared_at, cut, step, apart))

@@ -32,7 +32,7 @@ def cut_into_blocks(sequences: Tensors, table: torch.Tensor, block_size: int) ->
     return cache
 
 
-def find_slots(
+def get_slots(
     requests: list[tuple[int, int]],
     positions: list[int],
     table: torch.Tensor,

@@ -22,7 +22,7 @@ from tests.ascend.operators.checks import (
 )
 
 
-class Choice(NamedTuple):
+class SplitChoice(NamedTuple):
     """How experts are chosen."""
 
     groups: int
@@ -34,12 +34,12 @@ class Choice(NamedTuple):
     renorm: int
 
 
-def make_choices() -> st.SearchStrategy[Choice]:
+def make_choices() -> st.SearchStrategy[SplitChoice]:
     """Return choices that make sense: no more experts than the kept groups have."""
     groups = st.integers(1, 4).flatmap(lambda groups: st.tuples(st.just(groups), st.integers(1, groups)))
     return st.tuples(groups, st.integers(2, 4)).flatmap(
         lambda drawn: st.builds(
-            Choice,
+            SplitChoice,
             groups=st.just(drawn[0][0]),
             size=st.just(drawn[1]),
             kept=st.just(drawn[0][1]),
@@ -51,7 +51,7 @@ def make_choices() -> st.SearchStrategy[Choice]:
     )
 
 
-def choose(logits: torch.Tensor, choice: Choice, scale: float, bias: torch.Tensor | None) -> Any:
+def choose(logits: torch.Tensor, choice: SplitChoice, scale: float, bias: torch.Tensor | None) -> Any:
     """Call the operator."""
     return torch.ops._C_ascend.moe_gating_top_k(
         logits.npu(),
@@ -68,7 +68,9 @@ def choose(logits: torch.Tensor, choice: Choice, scale: float, bias: torch.Tenso
     )
 
 
-def choose_plainly(row: list[float], bias: list[float], choice: Choice, scale: float) -> tuple[list[int], list[float]]:
+def choose_plainly(
+    row: list[float], bias: list[float], choice: SplitChoice, scale: float
+) -> tuple[list[int], list[float]]:
     """Choose experts of one token, with Python's numbers."""
     exponentials = np.exp(np.array(row))
     scores = exponentials / (1 + exponentials if choice.norm == SIGMOID else exponentials.sum())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.blocks import find_slots, make_table
+from tests.ascend.operators.blocks import get_slots, make_table
 from tests.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
@@ -96,7 +96,7 @@ def test_each_token_finds_its_slot(
     table = make_table(make_generator(seed), [first + count for first, count in requests] or [1], block_size)
     positions = [position for first, count in requests for position in range(first, first + count)]
     slots = torch.full((tokens + padding + 2,), ABSENT).int().npu()
-    find_slots(requests, positions, table, slots, padding, block_size)
+    get_slots(requests, positions, table, slots, padding, block_size)
     owners = [request for request, (_, count) in enumerate(requests) for _ in range(count)]
     expected = [
         int(table[request, position // block_size]) * block_size + position % block_size

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.operators.blocks import find_slots
+from tests.ascend.operators.blocks import get_slots
 from tests.ascend.operators.cases import DECODE, TND
 from tests.ascend.operators.checks import ANY_FORMAT, BEST, CAUSAL, COUNTS, HALF, SIGMOID, npu
-from tests.ascend.operators.experts import Choice, choose
+from tests.ascend.operators.experts import SplitChoice, choose
 from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
@@ -41,8 +41,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "split, rotated in part": lambda x: split_with(x, rope_dim=4),
     "batches, quantized": lambda x: npu().npu_transpose_batchmatmul(x, x, scale=x),
     "batches, split": lambda x: npu().npu_transpose_batchmatmul(x, x, batch_split_factor=2),
-    "choice, another norm": lambda x: choose(x[0].cpu(), Choice(1, 16, 1, 1, BEST, 2, 0), 1.0, None),
-    "choice, other groups": lambda x: choose(x[0].cpu(), Choice(1, 16, 1, 1, 2, SIGMOID, 0), 1.0, None),
+    "choice, another norm": lambda x: choose(x[0].cpu(), SplitChoice(1, 16, 1, 1, BEST, 2, 0), 1.0, None),
+    "choice, other groups": lambda x: choose(x[0].cpu(), SplitChoice(1, 16, 1, 1, 2, SIGMOID, 0), 1.0, None),
     "routing, quantized": lambda x: route_with(x, quant_mode=1),
     "routing, scaled": lambda x: route_with(x, scale=x[0, 0]),
     "routing, dropped": lambda x: route_with(x, drop_pad_mode=1, expert_capacity=2),
@@ -56,8 +56,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
     "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),
     "format, of another type": lambda x: npu().npu_format_cast(x, 29, customize_dtype=1),
-    "slots, circular": lambda x: find_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, IS_CIRCULAR=True),
-    "slots, of several ranks": lambda x: find_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, TOTAL_CP_WORLD_SIZE=2),
+    "slots, circular": lambda x: get_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, IS_CIRCULAR=True),
+    "slots, of several ranks": lambda x: get_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, TOTAL_CP_WORLD_SIZE=2),
 }
 
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.contention import MOST_CONTENTION, fit_contention
 from dbo_runtime.planner.costs.cost_table import ComputeCost, Cost
-from dbo_runtime.planner.costs.batch_features import Load
 from dbo_runtime.planner.costs.samples import Sample
 from tests.planner.costs.test_fit import HINGE, LINE, PROMPTS, REDUCE, measure
 
 
-def overlap(cost: Cost, factor: float, share: float, loads: Iterable[Load] = PROMPTS) -> list[Sample]:
+def overlap(cost: Cost, factor: float, share: float, loads: Iterable[BatchFeatures] = PROMPTS) -> list[Sample]:
     """Return samples of which *share* of the work was done beside another lane, slower by *factor*."""
     samples = []
     for sample in measure(cost, loads):
@@ -49,9 +49,9 @@ def test_disturbed_samples_hardly_change_contention() -> None:
     ("samples", "factor"),
     [
         (measure(LINE, PROMPTS), 1.0),  # nothing beside
-        ([Sample("op", "compute", Load(100), 100e-6, 100e-6)], 1.0),  # faster than alone
-        ([Sample("op", "compute", Load(100), 12.0, 12.0)], MOST_CONTENTION),
-        ([Sample("op", "compute", Load(100), 13.0, 1.0)], 1.0),  # all work was done without the other lane
+        ([Sample("op", "compute", BatchFeatures(100), 100e-6, 100e-6)], 1.0),  # faster than alone
+        ([Sample("op", "compute", BatchFeatures(100), 12.0, 12.0)], MOST_CONTENTION),
+        ([Sample("op", "compute", BatchFeatures(100), 13.0, 1.0)], 1.0),  # all work was done without the other lane
     ],
 )
 def test_contention_stays_within_reason(samples: list[Sample], factor: float) -> None:
@@ -77,7 +77,7 @@ def test_what_an_op_takes_longer_whatever_runs_beside_it_is_no_contention(factor
 
 def test_nothing_is_said_of_a_side_lane_that_never_ran_beside_another() -> None:
     """Costs that say how it slows others let the planner use it: that takes a look."""
-    samples = [Sample(op, lane, Load(8), 1.0) for op, lane in (("attention", "compute"), ("keys", "side"))]
+    samples = [Sample(op, lane, BatchFeatures(8), 1.0) for op, lane in (("attention", "compute"), ("keys", "side"))]
     costs: dict[str, Cost] = {"attention": ComputeCost(1.0), "keys": ComputeCost(1.0)}
     assert fit_contention(costs, samples) == {"compute": 1.0}
     beside = [sample._replace(beside=0.5) for sample in samples]

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_file import (
-    find_stage_files,
     format_costs,
+    list_stage_files,
     load_costs,
     name_stage_file,
     parse_costs,
     save_costs,
 )
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
-from dbo_runtime.planner.costs.program_spec import sketch_program
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.program import Program
 from tests.planner.costs.test_cost_table import make_origin, make_table
 from tests.programs import record_three_lanes
@@ -48,11 +48,11 @@ def test_each_stage_of_a_pipeline_has_a_file_of_its_own(tmp_path: Path) -> None:
     path = str(folder / "costs.json")
     assert name_stage_file(path, None) == path
     assert name_stage_file("costs", "pp0") == "costs.pp0"
-    assert find_stage_files(path) == []
+    assert list_stage_files(path) == []
     files = [name_stage_file(path, f"pp{stage}") for stage in (0, 2, 10)]
     for file in (*files[::-1], path, str(folder / "other.pp1.json"), str(folder / "costs.pp1.txt")):
         Path(file).touch()
-    assert find_stage_files(path) == files
+    assert list_stage_files(path) == files
     assert [Path(file).name for file in files] == ["costs.pp0.json", "costs.pp2.json", "costs.pp10.json"]
 
 
@@ -93,13 +93,13 @@ def test_any_numbers_come_back_the_very_same(
 def test_any_program_comes_back(tmp_path_factory: pytest.TempPathFactory, program: Program) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
     ops: dict[str, Any] = {op.name: CommCost(0, 0, 1) if op.lane == "comm" else ComputeCost() for op in program.ops}
-    table = make_table(ops, program=sketch_program(program), contention={})
+    table = make_table(ops, program=describe_program(program), contention={})
     save_costs(table, path)
     assert load_costs(path) == table
 
 
 def test_times_are_in_microseconds_and_short_things_stand_in_one_line(path: Path) -> None:
-    save_costs(make_table(program=sketch_program(record_three_lanes(1)), ops=THREE_LANES), path)
+    save_costs(make_table(program=describe_program(record_three_lanes(1)), ops=THREE_LANES), path)
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     assert lines[1:4] == ['"format": 1,', '"kind": "measured",', '"source": "a test",']
     assert '"machine": {"platform": "cpu", "chip": "A"},' in lines

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
-from dbo_runtime.planner.costs.batch_features import Load, measure_load
-from dbo_runtime.planner.costs.program_spec import sketch_program
+from dbo_runtime.planner.costs.program_spec import describe_program
 from tests.programs import record_chain, record_toy
 
 NAN, INF = float("nan"), float("inf")
-LOAD = Load(10, 55.0, 40.0)
+LOAD = BatchFeatures(10, 55.0, 40.0)
 FULL = ComputeCost(fixed=1.0, per_token=2.0, weights=5.0, per_pair=0.5)
 
 
@@ -50,7 +50,7 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
     }
     values: dict[str, Any] = {
         "origin": make_origin(),
-        "program": sketch_program(record_toy(layers=3)),
+        "program": describe_program(record_toy(layers=3)),
         "ops": {**costs, **(ops or {})},
         "contention": {"compute": 1.1, "comm": 1},
         "host": HostCost(issue=5e-6, computes=True, whole=-1e-3, split=2e-3),
@@ -63,14 +63,14 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
 @pytest.mark.parametrize(
     ("query_lens", "context_lens", "load"),
     [
-        ([], (), Load(0)),
-        ([4], (), Load(4, 10.0, prefills=1)),
-        ([1, 1], [7, 9], Load(2, decodes=2, decode_pairs=18)),
-        ([4, 1, 2], [10, 7, 0], Load(7, 10 + 3, 40, prefills=2, context=10, decodes=1, decode_pairs=8)),
+        ([], (), BatchFeatures(0)),
+        ([4], (), BatchFeatures(4, 10.0, prefills=1)),
+        ([1, 1], [7, 9], BatchFeatures(2, decodes=2, decode_pairs=18)),
+        ([4, 1, 2], [10, 7, 0], BatchFeatures(7, 10 + 3, 40, prefills=2, context=10, decodes=1, decode_pairs=8)),
     ],
 )
-def test_the_load_of_a_batch_is_counted(query_lens: list[int], context_lens: list[int], load: Load) -> None:
-    assert measure_load(query_lens, context_lens) == load
+def test_the_load_of_a_batch_is_counted(query_lens: list[int], context_lens: list[int], load: BatchFeatures) -> None:
+    assert measure_features(query_lens, context_lens) == load
 
 
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(0, 40)), min_size=1, max_size=4))
@@ -82,18 +82,18 @@ def test_pairs_are_those_a_causal_mask_leaves(requests: list[tuple[int, int]]) -
         for column in range(context + query)
         if column <= context + row
     ]
-    load = measure_load([query for query, _ in requests], [context for _, context in requests])
+    load = measure_features([query for query, _ in requests], [context for _, context in requests])
     assert load.context_pairs == sum(visible)
     assert load.pairs == len(visible) - sum(visible)
 
 
 def test_what_a_backend_takes_for_a_decode_is_none_of_the_prefills() -> None:
-    load = measure_load([3, 4], [5, 0], decode_len=3)
-    assert load == Load(7, 10.0, prefills=1, decodes=3, decode_pairs=3 * 8)
+    load = measure_features([3, 4], [5, 0], decode_len=3)
+    assert load == BatchFeatures(7, 10.0, prefills=1, decodes=3, decode_pairs=3 * 8)
 
 
 def test_attention_pays_for_all_it_does() -> None:
-    load = Load(10, 13, 11, prefills=2, context=3, decodes=5, decode_pairs=7)
+    load = BatchFeatures(10, 13, 11, prefills=2, context=3, decodes=5, decode_pairs=7)
     assert ComputeCost(per_pair=100).time(load) == 1300
     assert ComputeCost(per_context_pair=100).time(load) == 1100
     assert ComputeCost(per_prefill=100).time(load) == 200
@@ -104,7 +104,7 @@ def test_attention_pays_for_all_it_does() -> None:
 
 def test_contexts_of_other_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match="context_lens has 1 requests and query_lens 2"):
-        measure_load([1, 2], [3])
+        measure_features([1, 2], [3])
 
 
 def test_a_compute_op_pays_for_weights_or_tokens_whichever_is_more() -> None:
@@ -120,13 +120,13 @@ def test_a_communication_op_pays_alpha_and_beta_for_each_byte() -> None:
 def test_a_buffer_saves_no_more_than_a_message_is_long() -> None:
     cost = CommCost(alpha=3.0, beta=0.25, bytes_per_token=8, free_bytes=60)
     assert (cost.time(LOAD), cost.credit(LOAD)) == (3 + 0.25 * 20, 0.25 * 60)
-    assert (cost.time(Load(5)), cost.credit(Load(5))) == (3, 0.25 * 40)
+    assert (cost.time(BatchFeatures(5)), cost.credit(BatchFeatures(5))) == (3, 0.25 * 40)
 
 
 def test_credits_are_in_program_order_and_communications_only() -> None:
     table = make_table({"mlp_reduce": CommCost(1e-6, 1e-9, 1000, free_bytes=2000)})
     program = record_toy(layers=3)
-    credits = dict(zip((op.label for op in program.ops), table.credits(program, Load(10)), strict=True))
+    credits = dict(zip((op.label for op in program.ops), table.credits(program, BatchFeatures(10)), strict=True))
     assert {label for label, seconds in credits.items() if seconds} == {f"L{layer}.mlp_reduce" for layer in range(3)}
     assert credits["L1.mlp_reduce"] == pytest.approx(2e-6)
 
@@ -149,10 +149,10 @@ def test_the_weight_share_is_what_does_not_shrink_with_the_tokens(cost: ComputeC
 
 @given(st.builds(ComputeCost, *[st.floats(0, 1)] * 4, st.booleans()), st.integers(0, 5000))
 def test_two_halves_cost_1_plus_the_weight_share(cost: ComputeCost, half: int) -> None:
-    load = Load(2 * half, 2.0 * half, 4.0 * half)
+    load = BatchFeatures(2 * half, 2.0 * half, 4.0 * half)
     share = cost.weight_share(load)
     assert 0 <= share <= 1
-    assert 2 * cost.time(Load(half, 1.0 * half, 2.0 * half)) == pytest.approx((1 + share) * cost.time(load))
+    assert 2 * cost.time(BatchFeatures(half, 1.0 * half, 2.0 * half)) == pytest.approx((1 + share) * cost.time(load))
 
 
 def test_times_are_those_of_the_programs_ops_in_their_order() -> None:
@@ -212,7 +212,7 @@ def test_what_cannot_be_is_refused_by_the_name_of_its_field(changes: dict[str, A
 
 def test_a_program_whose_op_has_no_cost_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ops\.make is missing, but the program has this op"):
-        make_table(program=sketch_program(record_chain(len, len)))
+        make_table(program=describe_program(record_chain(len, len)))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_equal_tables_have_equal_digests_whatever_the_order_and_the_kind_of_thei
         {"contention": {}},
         {"errors": {}},
         {"split_error": 0.0},
-        {"program": sketch_program(record_toy(layers=4))},
+        {"program": describe_program(record_toy(layers=4))},
         {"origin": make_origin(date="2026-02-01")},
         {"origin": make_origin(parallel={"tensor": 4})},
     ],

@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost
 from dbo_runtime.planner.costs.fit import fit_costs
-from dbo_runtime.planner.costs.batch_features import Load, measure_load
 from dbo_runtime.planner.costs.samples import Sample
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-PROMPTS = tuple(measure_load([size], ()) for size in SIZES)
+PROMPTS = tuple(measure_features([size], ()) for size in SIZES)
 # As calibration measures: requests of many lengths, one as long as can be, and some with a context, without which new
 # and cached pairs cannot be told apart.
 MIXED = (
-    *(measure_load([size // 4] * 4, ()) for size in SIZES),
-    *(measure_load([size], [1024]) for size in SIZES[::2]),
+    *(measure_features([size // 4] * 4, ()) for size in SIZES),
+    *(measure_features([size], [1024]) for size in SIZES[::2]),
     PROMPTS[-1],
 )
-UNSEEN = (measure_load([3000], ()), measure_load([512, 700], [100, 0]), measure_load([1500], [1500]))
+UNSEEN = (measure_features([3000], ()), measure_features([512, 700], [100, 0]), measure_features([1500], [1500]))
 
 LINE = ComputeCost(20e-6, 1e-6)
 FLAT = ComputeCost(50e-6)
@@ -37,13 +37,13 @@ MASKED_HINGE = replace(MASKED, weights=200e-6)
 REDUCE = CommCost(30e-6, 1e-10, 14336)
 
 
-def measure(cost: Cost, loads: Iterable[Load], **sample: Any) -> list[Sample]:
+def measure(cost: Cost, loads: Iterable[BatchFeatures], **sample: Any) -> list[Sample]:
     """Return one sample a load, as exact as they come."""
     lane = "comm" if isinstance(cost, CommCost) else "compute"
     return [Sample("op", lane, load, cost.time(load), **sample) for load in loads]
 
 
-def measure_badly(cost: Cost, loads: Iterable[Load], noise: float, seed: int = 0) -> list[Sample]:
+def measure_badly(cost: Cost, loads: Iterable[BatchFeatures], noise: float, seed: int = 0) -> list[Sample]:
     """Return nine samples a load that scatter by *noise*; about one in twenty takes twenty times as long."""
     random = np.random.default_rng(seed)
     return [
@@ -118,7 +118,7 @@ def test_cached_pairs_are_taken_to_cost_what_new_ones_do_where_none_was_measured
 
 
 def test_a_few_long_prompts_are_not_outvoted_by_many_short_ones() -> None:
-    short = [measure_load([16], [context]) for context in range(60)]
+    short = [measure_features([16], [context]) for context in range(60)]
     found = fit(measure_badly(DENSE, [*short, *PROMPTS], noise=0.05))
     assert found.time(PROMPTS[-1]) == pytest.approx(DENSE.time(PROMPTS[-1]), rel=0.1)
 
@@ -135,7 +135,7 @@ def test_no_more_terms_are_fitted_than_measurements_can_tell() -> None:
 )
 def test_what_is_exactly_linear_is_reproduced(fixed: float, per_token: float, sizes: list[int]) -> None:
     for cost in (ComputeCost(fixed, per_token), CommCost(fixed, per_token / 8, 8)):
-        loads = [measure_load([size], ()) for size in sizes]
+        loads = [measure_features([size], ()) for size in sizes]
         costs, errors = fit_costs(measure(cost, loads), 8)
         assert [costs["op"].time(load) for load in loads] == pytest.approx(
             [cost.time(load) for load in loads], rel=1e-6, abs=1e-15
@@ -161,10 +161,10 @@ def test_small_and_large_sizes_count_alike() -> None:
 
 
 def test_the_error_is_the_median_over_the_loads() -> None:
-    samples = [Sample("op", "comm", Load(size), seconds) for size, seconds in ((1, 1.0), (2, 1.0), (3, 1.0))]
+    samples = [Sample("op", "comm", BatchFeatures(size), seconds) for size, seconds in ((1, 1.0), (2, 1.0), (3, 1.0))]
     assert fit_costs(samples, 1)[1]["op"] == pytest.approx(0, abs=1e-9)
-    rising = [*samples, Sample("op", "comm", Load(4), 0.5)]
-    alpha = fit_costs(rising, 1)[0]["op"].time(Load(0))  # the slope cannot be negative
+    rising = [*samples, Sample("op", "comm", BatchFeatures(4), 0.5)]
+    alpha = fit_costs(rising, 1)[0]["op"].time(BatchFeatures(0))  # the slope cannot be negative
     assert fit_costs(rising, 1)[1]["op"] == pytest.approx(abs(alpha - 1.0))
 
 
@@ -183,7 +183,7 @@ def test_samples_beside_another_lane_do_not_count_as_costs() -> None:
     [
         ([], 1, "no op was measured; measure unsplit steps of at least two sizes"),
         (measure(LINE, PROMPTS[:1] * 3), 1, "op op was measured at 32 tokens only; measure unsplit steps of at least"),
-        (measure(LINE, [Load(8, 1), Load(8, 2)]), 1, "op op was measured at 8 tokens only"),
+        (measure(LINE, [BatchFeatures(8, 1), BatchFeatures(8, 2)]), 1, "op op was measured at 8 tokens only"),
         (measure(LINE, PROMPTS, beside=1e-9), 1, "op op was measured only beside another lane, never alone"),
         (measure(REDUCE, PROMPTS), 0, "bytes_per_token is 0; it must be above 0, because op op communicates"),
         (measure(LINE, PROMPTS) + measure(REDUCE, PROMPTS), 1, "op op runs on lanes comm and compute"),
@@ -208,19 +208,21 @@ def test_decodes_and_cached_tokens_are_told_apart_from_prefills() -> None:
         per_decode=7e-6,
         per_decode_pair=3e-8,
     )
-    loads = [measure_load([q] * r, [c] * r) for q in (1, 16, 128, 512, 2048) for r in (1, 8) for c in (0, 100, 1000)]
+    loads = [
+        measure_features([q] * r, [c] * r) for q in (1, 16, 128, 512, 2048) for r in (1, 8) for c in (0, 100, 1000)
+    ]
     found = fit(measure(attention, loads))
     unseen = [
-        measure_load([1, 1, 700], [50, 900, 0]),
-        measure_load([64] * 5, [300] * 5),
-        measure_load([1] * 30, [400] * 30),
+        measure_features([1, 1, 700], [50, 900, 0]),
+        measure_features([64] * 5, [300] * 5),
+        measure_features([1] * 30, [400] * 30),
     ]
     assert [found.time(load) for load in unseen] == pytest.approx([attention.time(load) for load in unseen], rel=1e-3)
 
 
 def test_what_buffers_take_at_once_is_found() -> None:
     link = CommCost(400e-6, 4e-8, 1024, free_bytes=48_000)
-    loads = [measure_load([size], ()) for size in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)]
+    loads = [measure_features([size], ()) for size in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)]
     found = fit(measure(link, loads), bytes_per_token=1024)
     assert found.free_bytes == pytest.approx(48_000, rel=0.2)
     assert [found.time(load) for load in UNSEEN] == pytest.approx([link.time(load) for load in UNSEEN], rel=0.02)

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from dbo_models.deepseek import DeepseekAdapter
 from dbo_runtime.adapter import record_program
 from dbo_runtime.errors import ConfigError, ProgramError
-from dbo_runtime.planner.costs.program_spec import MOST_LAYERS, LayerRun, OpSketch, Sketch, record_sketch, sketch_program
+from dbo_runtime.planner.costs.program_spec import (
+    MOST_LAYERS,
+    LayerRun,
+    OpSpec,
+    ProgramSpec,
+    build_program,
+    describe_program,
+)
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.render import digest
@@ -42,7 +49,7 @@ class Collectives:
         self.experts = experts
         self.reduces = experts is None
 
-    def take_apart(self, experts: Any) -> Experts | None:
+    def decompose(self, experts: Any) -> Experts | None:
         return self.experts
 
     def without_reduce(self, module: Any) -> Any:
@@ -91,13 +98,13 @@ def strip(program: Program) -> Program:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_comes_back_as_it_was(name: str) -> None:
     program = PROGRAMS[name]
-    assert strip(record_sketch(sketch_program(program))) == strip(program)
+    assert strip(build_program(describe_program(program))) == strip(program)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_comes_back_has_the_same_schedule(name: str) -> None:
     program = PROGRAMS[name]
-    again = record_sketch(sketch_program(program))
+    again = build_program(describe_program(program))
     schedule = lower([again] * 2, alternate([again] * 2))
     validate(schedule)
     assert digest(schedule) == digest(lower([program] * 2, alternate([program] * 2)))
@@ -105,7 +112,7 @@ def test_a_program_that_comes_back_has_the_same_schedule(name: str) -> None:
 
 @given(programs())
 def test_any_program_with_op_names_of_its_own_comes_back_as_it_was(program: Program) -> None:
-    assert strip(record_sketch(sketch_program(program))) == strip(program)
+    assert strip(build_program(describe_program(program))) == strip(program)
 
 
 @st.composite
@@ -146,11 +153,11 @@ def reads_a_hidden_value(program: Program) -> bool:
 def test_a_program_with_layers_comes_back_as_it_was_unless_it_reads_a_hidden_value(program: Program) -> None:
     if reads_a_hidden_value(program):
         with pytest.raises(ProgramError, match="cannot tell them apart"):
-            sketch_program(program)
+            describe_program(program)
     else:
-        sketch = sketch_program(program)
-        assert strip(record_sketch(sketch)) == strip(program)
-        assert sketch_program(record_sketch(sketch)) == sketch
+        sketch = describe_program(program)
+        assert strip(build_program(sketch)) == strip(program)
+        assert describe_program(build_program(sketch)) == sketch
 
 
 @pytest.mark.parametrize(
@@ -162,19 +169,19 @@ def test_a_program_with_layers_comes_back_as_it_was_unless_it_reads_a_hidden_val
     ],
 )
 def test_equal_layers_become_one_run(name: str, repeats: list[int]) -> None:
-    runs = sketch_program(DEEPSEEK[name]).runs
+    runs = describe_program(DEEPSEEK[name]).runs
     assert [run.repeat for run in runs] == repeats
     assert [run.layered for run in runs] == [True] * (len(runs) - 1) + [False]
 
 
 def test_values_are_named_after_who_wrote_them() -> None:
-    sketch = sketch_program(record_toy(layers=2))
+    sketch = describe_program(record_toy(layers=2))
     first, second, last = sketch.runs
     assert sketch.inputs == ("x", "positions")
     assert sketch.outputs == ("final_norm",)
-    assert first.ops[0] == OpSketch("attn_norm", "compute", ("x", "x"), outputs=2)
-    assert first.ops[3] == OpSketch("mlp_norm", "compute", ("attn_reduce", "attn_norm.1"), outputs=2)
-    assert second.ops[0] == OpSketch("attn_norm", "compute", ("mlp_reduce", "mlp_norm.1"), outputs=2)
+    assert first.ops[0] == OpSpec("attn_norm", "compute", ("x", "x"), outputs=2)
+    assert first.ops[3] == OpSpec("mlp_norm", "compute", ("attn_reduce", "attn_norm.1"), outputs=2)
+    assert second.ops[0] == OpSpec("attn_norm", "compute", ("mlp_reduce", "mlp_norm.1"), outputs=2)
     assert last.ops[0].reads == ("mlp_reduce", "mlp_norm.1")
 
 
@@ -212,7 +219,7 @@ def record_hidden_result() -> Program:
 )
 def test_a_read_of_a_value_whose_name_was_written_again_is_refused(record: Callable[[], Program], says: str) -> None:
     with pytest.raises(ProgramError, match=says):
-        sketch_program(record())
+        describe_program(record())
 
 
 def record_mlps(layers: list[int]) -> Program:
@@ -225,24 +232,26 @@ def record_mlps(layers: list[int]) -> Program:
 
 
 def test_layers_of_a_stage_of_a_pipeline_are_numbered_from_0() -> None:
-    assert sketch_program(record_mlps([3, 4])) == sketch_program(record_mlps([0, 1]))
+    assert describe_program(record_mlps([3, 4])) == describe_program(record_mlps([0, 1]))
 
 
 @pytest.mark.parametrize("layers", [[0, 2], [1, 0], [3, 2]])
 def test_layers_that_do_not_count_up_are_refused(layers: list[int]) -> None:
     with pytest.raises(ProgramError, match=r"layers are \[[\d, ]+\], in this order; a sketch needs them to count up"):
-        sketch_program(record_mlps(layers))
+        describe_program(record_mlps(layers))
 
 
 def test_ops_recorded_from_a_sketch_refuse_to_run() -> None:
-    program = record_sketch(sketch_program(record_toy(layers=1)))
+    program = build_program(describe_program(record_toy(layers=1)))
     with pytest.raises(ProgramError, match="can be planned, but has no functions to run"):
         program.ops[0].fn(1, 2)
 
 
-def make_sketch(repeat: int = 1, layered: bool = True, outputs: tuple[str, ...] = ("mlp",), **changes: Any) -> Sketch:
-    op = OpSketch("mlp", "compute", ("x",))._replace(**changes)
-    return Sketch(("x",), (LayerRun(repeat, (op,), layered),), outputs)
+def make_sketch(
+    repeat: int = 1, layered: bool = True, outputs: tuple[str, ...] = ("mlp",), **changes: Any
+) -> ProgramSpec:
+    op = OpSpec("mlp", "compute", ("x",))._replace(**changes)
+    return ProgramSpec(("x",), (LayerRun(repeat, (op,), layered),), outputs)
 
 
 @pytest.mark.parametrize(
@@ -258,23 +267,23 @@ def make_sketch(repeat: int = 1, layered: bool = True, outputs: tuple[str, ...] 
         (lambda: make_sketch(reads=(), overwrites=("x",)), r"runs\[0\]\.ops\[0\]: .* overwrites %0:x, which it does"),
         (lambda: make_sketch(outputs=("y",)), r"program\.outputs has 'y', which no input and no earlier op writes"),
         (lambda: make_sketch(overwrites=("x",), outputs=("x",)), r"program: the program's result reads %0:x after"),
-        (lambda: Sketch(("x",), (LayerRun(1, ()),), ()), r"program\.runs\[0\]\.ops is empty"),
-        (lambda: Sketch(("x",), (), ()), "program: the program has no ops"),
+        (lambda: ProgramSpec(("x",), (LayerRun(1, ()),), ()), r"program\.runs\[0\]\.ops is empty"),
+        (lambda: ProgramSpec(("x",), (), ()), "program: the program has no ops"),
     ],
 )
-def test_a_sketch_of_no_program_cannot_be_made(make: Callable[[], Sketch], says: str) -> None:
+def test_a_sketch_of_no_program_cannot_be_made(make: Callable[[], ProgramSpec], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
 
 
 @pytest.mark.parametrize("outputs", [-1, 1001])
 def test_impossible_numbers_of_outputs_are_refused(outputs: int) -> None:
-    op = OpSketch("mlp", "compute", (), outputs)
+    op = OpSpec("mlp", "compute", (), outputs)
     with pytest.raises(ConfigError, match=rf"program\.runs\[0\]\.ops\[0\]\.outputs is {outputs}; it must be from 0"):
-        Sketch((), (LayerRun(1, (op,)),), ())
+        ProgramSpec((), (LayerRun(1, (op,)),), ())
 
 
 def test_two_ops_of_one_name_in_a_layer_are_refused() -> None:
-    op = OpSketch("mlp", "compute", ())
+    op = OpSpec("mlp", "compute", ())
     with pytest.raises(ConfigError, match=r"program\.runs\[0\]\.ops\[1\]: op 'L0.mlp' was declared already"):
-        Sketch((), (LayerRun(1, (op, op)),), ())
+        ProgramSpec((), (LayerRun(1, (op, op)),), ())

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.planner.online.correction import LARGEST_STEP, LIMIT, PERIOD, SPLIT, WHOLE, WINDOW, Correction
+from dbo_runtime.planner.online.correction import LARGEST_STEP, LIMIT, PERIOD, SPLIT, UNSPLIT, WINDOW, Correction
 
 RATIOS = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=2 * WINDOW)
 PROPOSALS = st.lists(
-    st.dictionaries(st.sampled_from([WHOLE, SPLIT]), st.floats(-5, 5), max_size=2), min_size=1, max_size=5
+    st.dictionaries(st.sampled_from([UNSPLIT, SPLIT]), st.floats(-5, 5), max_size=2), min_size=1, max_size=5
 )
 
 
@@ -33,7 +33,7 @@ def test_at_first_nothing_is_corrected() -> None:
     correction = Correction()
     update(correction)
     assert correction.propose() == {}
-    assert correction.factor(WHOLE) == correction.factor(SPLIT) == 1.0
+    assert correction.factor(UNSPLIT) == correction.factor(SPLIT) == 1.0
 
 
 def test_it_comes_to_what_steps_really_take() -> None:
@@ -45,14 +45,14 @@ def test_it_comes_to_what_steps_really_take() -> None:
 def test_a_way_that_never_ran_stays_as_predicted() -> None:
     correction = learn([1.3] * 10, way=SPLIT)
     update(correction, times=20)
-    assert correction.factor(WHOLE) == 1.0
+    assert correction.factor(UNSPLIT) == 1.0
 
 
 def test_both_ways_are_corrected_apart() -> None:
-    correction = learn([1.2] * 3, way=WHOLE)
+    correction = learn([1.2] * 3, way=UNSPLIT)
     correction.note(SPLIT, 1.0, 0.9)
     update(correction, times=20)
-    assert correction.factor(WHOLE) == pytest.approx(1.2)
+    assert correction.factor(UNSPLIT) == pytest.approx(1.2)
     assert correction.factor(SPLIT) == pytest.approx(0.9)
 
 
@@ -88,7 +88,7 @@ def test_what_is_long_ago_is_forgotten() -> None:
 @pytest.mark.parametrize(("predicted", "measured"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
 def test_what_is_no_time_is_not_learnt(predicted: float, measured: float) -> None:
     correction = Correction()
-    correction.note(WHOLE, predicted, measured)
+    correction.note(UNSPLIT, predicted, measured)
     assert correction.propose() == {}
 
 
@@ -102,8 +102,8 @@ def test_of_several_ranks_the_median_counts() -> None:
 def test_ranks_that_measured_nothing_have_no_say() -> None:
     correction = Correction()
     for _ in range(100):
-        correction.apply([{}, {WHOLE: 0.3}, {SPLIT: 0.1}, {}])
-    assert math.log(correction.factor(WHOLE)) == pytest.approx(0.3)
+        correction.apply([{}, {UNSPLIT: 0.3}, {SPLIT: 0.1}, {}])
+    assert math.log(correction.factor(UNSPLIT)) == pytest.approx(0.3)
     assert math.log(correction.factor(SPLIT)) == pytest.approx(0.1)
 
 
@@ -122,4 +122,4 @@ def test_ranks_that_apply_the_same_correct_alike_whatever_they_measured(
         for rank in ranks:
             rank.apply(proposals)
         assert ranks[0].factor(SPLIT) == ranks[1].factor(SPLIT)
-        assert ranks[0].factor(WHOLE) == ranks[1].factor(WHOLE)
+        assert ranks[0].factor(UNSPLIT) == ranks[1].factor(UNSPLIT)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.batch import Batch, BatchSlice, find_cuts, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, place_cuts, slice_batch
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import ComputeCost
-from dbo_runtime.planner.online.cuts import Density, balance_targets, find_density, measure_slices
-from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.online.cuts import Density, balance_targets, compute_density, measure_slices
 from tests.planner.costs.test_cost_table import make_table
 from tests.programs import record_toy
 from tests.strategies import batches
@@ -33,9 +33,9 @@ def cut_batches(draw: st.DrawFn) -> tuple[Batch, tuple[BatchSlice, ...]]:
     return batch, slice_batch(batch, sorted(cuts), agreed=True)
 
 
-def count_load(batch: Batch, piece: BatchSlice) -> Load:
+def count_load(batch: Batch, piece: BatchSlice) -> BatchFeatures:
     """Count the keys that each token of a micro-batch meets: of its own request, up to itself, new and cached ones."""
-    load = Load(0)
+    load = BatchFeatures(0)
     first = 0
     for length, context in zip(batch.query_lens, batch.contexts, strict=True):
         own = [token - first for token in range(piece.first_token, piece.last_token) if 0 <= token - first < length]
@@ -95,16 +95,16 @@ def test_three_parts_of_a_prompt_cost_the_same() -> None:
 def test_equal_requests_are_parted_between_them(density: Density, parts: int) -> None:
     batch = Batch((500,) * 8, 4000)
     edges = tuple(4000 * part // parts for part in range(1, parts))
-    assert find_cuts(batch, balance_targets(batch, parts, density)) == edges
+    assert place_cuts(batch, balance_targets(batch, parts, density)) == edges
 
 
 def test_what_is_in_the_kv_cache_counts() -> None:
     """Two prompts of 100 tokens, the second of which looks back on 900 more: it has nearly all pairs to itself."""
     batch = Batch((100, 100), 200, context_lens=(0, 900))
     pairs = 100 * 101 / 2
-    assert MASKED.weigh(measure_slices(batch, slice_batch(batch, (100,)))[0]) == pairs
+    assert MASKED.estimate_flops(measure_slices(batch, slice_batch(batch, (100,)))[0]) == pairs
     (cut,) = balance_targets(batch, 2, MASKED)
-    before, after = (MASKED.weigh(load) for load in measure_slices(batch, slice_batch(batch, (cut,))))
+    before, after = (MASKED.estimate_flops(load) for load in measure_slices(batch, slice_batch(batch, (cut,))))
     assert cut > 140
     assert before == pytest.approx(after, rel=0.03)
 
@@ -113,12 +113,12 @@ def test_what_is_in_the_kv_cache_counts() -> None:
 def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch, parts: int) -> None:
     batch = replace(batch, decode_len=0, cuttable=True)
     density = Density(2.0, pair=0.5, context_pair=0.5)
-    whole = density.weigh(measure_slices(batch, slice_batch(batch, ()))[0])
+    whole = density.estimate_flops(measure_slices(batch, slice_batch(batch, ()))[0])
 
     def weigh_before(offset: int) -> float:
         if offset == batch.tokens:
             return whole
-        return density.weigh(measure_slices(batch, slice_batch(batch, (offset,)))[0])
+        return density.estimate_flops(measure_slices(batch, slice_batch(batch, (offset,)))[0])
 
     for part, target in enumerate(balance_targets(batch, parts, density), 1):
         assert weigh_before(target) >= whole * part / parts - 1e-6
@@ -128,6 +128,6 @@ def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch,
 def test_the_density_is_what_all_layers_add_up_to() -> None:
     attention = ComputeCost(1e-6, 3e-6, 9e-6, 1e-9, 8e-9, 4e-6, 5e-9, 6e-6, 7e-9)
     table = make_table({"attention": attention, "mlp": ComputeCost(per_token=2e-6, per_pair=7e-9)})
-    density = find_density(table, record_toy(layers=3))
+    density = compute_density(table, record_toy(layers=3))
     expected = Density(15e-6, 24e-9, 24e-9, 12e-6, 15e-9, 18e-6, 21e-9)
     assert density == Density(*(pytest.approx(getattr(expected, name)) for name in Density.__slots__))

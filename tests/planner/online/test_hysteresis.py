@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.planner.online.hysteresis import Gate, Prediction
+from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis
 
 MARGIN = 0.02
 
@@ -14,42 +14,42 @@ GAINS = st.floats(-0.1, 0.1)
 QUESTIONS = st.lists(st.tuples(st.sampled_from("ab"), st.tuples(GAINS, GAINS), st.sampled_from([0.0, MARGIN])))
 
 
-def predict(gain: float, doubtful: float = 0.0) -> Prediction:
+def predict(gain: float, worst_case: float = 0.0) -> Prediction:
     """Return what is predicted where splitting gains so much, and so much if costs are off."""
-    return Prediction(1.0, 1.0 - gain, 2, doubtful)
+    return Prediction(1.0, 1.0 - gain, 2, worst_case)
 
 
-def ask(gate: Gate, gains: list[float]) -> list[bool]:
+def ask(gate: SplitHysteresis, gains: list[float]) -> list[bool]:
     return [gate.decide("prefill", predict(gain), MARGIN) for gain in gains]
 
 
 def test_a_split_must_gain_more_than_the_margin() -> None:
-    assert ask(Gate(), [MARGIN - 1e-6, MARGIN + 1e-6]) == [False, True]
+    assert ask(SplitHysteresis(), [MARGIN - 1e-6, MARGIN + 1e-6]) == [False, True]
 
 
 def test_a_split_stays_until_less_than_half_of_the_margin_is_left() -> None:
-    answers = ask(Gate(), [0.03, 0.015, 0.011, 0.009, 0.015, 0.019, 0.021])
+    answers = ask(SplitHysteresis(), [0.03, 0.015, 0.011, 0.009, 0.015, 0.019, 0.021])
     assert answers == [True, True, True, False, False, False, True]
 
 
 def test_a_gain_that_wavers_around_the_margin_does_not_make_it_flicker() -> None:
-    assert all(ask(Gate(), [0.021, 0.019] * 10))
+    assert all(ask(SplitHysteresis(), [0.021, 0.019] * 10))
 
 
 def test_a_split_must_not_lose_if_costs_are_off() -> None:
-    gate = Gate()
+    gate = SplitHysteresis()
     assert not gate.decide("prefill", predict(0.1, -1e-6), MARGIN)
     assert gate.decide("prefill", predict(0.1, 0.0), MARGIN)
 
 
 def test_a_split_stays_until_it_may_lose_more_than_half_of_the_margin() -> None:
-    gate = Gate()
-    answers = [gate.decide("prefill", predict(0.1, doubtful), MARGIN) for doubtful in (0.0, -0.009, -0.011, -0.009)]
+    gate = SplitHysteresis()
+    answers = [gate.decide("prefill", predict(0.1, worst_case), MARGIN) for worst_case in (0.0, -0.009, -0.011, -0.009)]
     assert answers == [True, True, False, False]
 
 
 def test_steps_of_one_kind_do_not_open_it_for_another() -> None:
-    gate = Gate()
+    gate = SplitHysteresis()
     assert gate.decide("prefill", predict(0.1), MARGIN)
     assert not gate.decide("decode", predict(0.015), MARGIN)
     assert gate.decide("prefill", predict(0.015), MARGIN)
@@ -57,14 +57,14 @@ def test_steps_of_one_kind_do_not_open_it_for_another() -> None:
 
 @pytest.mark.parametrize("gain", [0.0, -0.1])
 def test_without_a_margin_nothing_that_gains_nothing_is_split(gain: float) -> None:
-    gate = Gate()
+    gate = SplitHysteresis()
     assert gate.decide("prefill", predict(1e-9), 0.0)
     assert not gate.decide("prefill", predict(gain), 0.0)
 
 
 @given(QUESTIONS)
 def test_ranks_that_ask_the_same_get_the_same_answers(questions: list[tuple[str, tuple[float, float], float]]) -> None:
-    ranks = [Gate(), Gate()]
+    ranks = [SplitHysteresis(), SplitHysteresis()]
     for key, gains, margin in questions:
         first, second = (gate.decide(key, predict(*gains), margin) for gate in ranks)
         assert first == second
@@ -72,7 +72,7 @@ def test_ranks_that_ask_the_same_get_the_same_answers(questions: list[tuple[str,
 
 @given(QUESTIONS)
 def test_nothing_is_split_that_is_predicted_to_lose(questions: list[tuple[str, tuple[float, float], float]]) -> None:
-    gate = Gate()
+    gate = SplitHysteresis()
     for key, gains, margin in questions:
         assert not gate.decide(key, predict(*gains), margin) or (gains[0] > 0 and gains[1] >= -margin / 2)
 

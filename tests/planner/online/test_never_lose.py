@@ -12,7 +12,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.cost_table import Cost
 from dbo_runtime.planner.online.planner import Planner
-from tests.planner.machines import PROGRAM, Machine, find_gain, list_machines, make_table
+from tests.planner.machines import PROGRAM, Machine, compute_gain, list_machines, make_table
 
 AUTO = RuntimeConfig()
 TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
@@ -64,8 +64,8 @@ def test_costs_that_are_exact_leave_no_gain_behind(roofline: bool) -> None:
         costs = machine.find_costs(roofline)
         batch = Batch((machine.tokens,), machine.tokens)
         planner = Planner(PROGRAM, make_table(PROGRAM, costs), most_states=1)
-        best = find_gain(costs, batch, planner.choose(batch, replace(config, mode="always")))
-        gain = find_gain(costs, batch, planner.choose(batch, config))
+        best = compute_gain(costs, batch, planner.choose(batch, replace(config, mode="always")))
+        gain = compute_gain(costs, batch, planner.choose(batch, config))
         assert gain == best or (gain == 0 and best <= AUTO.margin + 5e-3), machine
 
 
@@ -79,7 +79,7 @@ def plan_machines(
         planner = Planner(PROGRAM, make_table(PROGRAM, disturb(costs, noise), error), most_states=1)
         for tokens in TOKENS:
             batch = Batch((tokens,), tokens)
-            gains.append((find_gain(costs, batch, planner.choose(batch, config)), machine, tokens))
+            gains.append((compute_gain(costs, batch, planner.choose(batch, config)), machine, tokens))
     return sorted(gains)
 
 

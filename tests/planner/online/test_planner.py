@@ -10,14 +10,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.batch import Batch, Decline, slice_batch
+from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.online.correction import SPLIT, WHOLE
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, HostCost
+from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.costs.batch_features import Load
-from dbo_runtime.planner.online.planner import Choice, Planner
+from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.planner.search.search import ROUNDING
 from dbo_runtime.policies import staggered
 from dbo_runtime.validate import validate
@@ -42,9 +43,9 @@ def open_planner(error: float = 0.0, **changes: object) -> Planner:
     return Planner(PROGRAM, make_table(PROGRAM, COSTS, error, **changes), FEW_STATES)
 
 
-def split(planner: Planner, batch: Batch, config: RuntimeConfig) -> Choice:
+def split(planner: Planner, batch: Batch, config: RuntimeConfig) -> SplitChoice:
     choice = planner.choose(batch, config)
-    assert isinstance(choice, Choice), choice
+    assert isinstance(choice, SplitChoice), choice
     return choice
 
 
@@ -54,7 +55,7 @@ def decline(planner: Planner, batch: Batch, config: RuntimeConfig) -> Decline:
     return choice
 
 
-def simulate_exactly(planner: Planner, batch: Batch, choice: Choice) -> float:
+def simulate_exactly(planner: Planner, batch: Batch, choice: SplitChoice) -> float:
     """Return what a step takes with the loads that its micro-batches have, and not with those of their buckets."""
     return simulate_split(planner.program, planner.table, choice, measure_slices(batch, choice.slices))
 
@@ -73,7 +74,7 @@ def test_a_prompt_is_split_where_that_pays() -> None:
 def test_a_prompt_stays_whole_where_split_steps_took_longer_than_predicted_by_as_much_as_is_gained() -> None:
     sure = split(open_planner(), PROMPT, AUTO).prediction
     longer = sure.whole / sure.split - 1
-    assert split(open_planner(split_error=longer * 0.99), PROMPT, AUTO).prediction.doubtful > 0
+    assert split(open_planner(split_error=longer * 0.99), PROMPT, AUTO).prediction.worst_case > 0
     declined = decline(open_planner(split_error=longer * 1.01), PROMPT, AUTO)
     assert declined.reason == "no gain predicted"
     assert split(open_planner(split_error=longer * 1.01), PROMPT, ALWAYS)
@@ -108,7 +109,7 @@ def test_a_decline_carries_what_was_predicted() -> None:
     predicted = split(planner, batch, ALWAYS).prediction
     assert predicted.gain < 0
     assert declined.detail.startswith(f"{predicted}; DBO_MARGIN asks for more than 3.0% less")
-    assert declined.expected == planner.predict_whole(measure_whole(batch))
+    assert declined.expected == planner.predict_unsplit(measure_whole(batch))
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
@@ -156,7 +157,7 @@ def test_no_policy_is_predicted_faster_than_what_is_searched_for(
         for op in program.ops[:4]
     }
     planner = Planner(program, make_table(program, costs, contention=contention), FEW_STATES)
-    load = [Load(1023)] * micro_batches  # the middle of a bucket: orders are searched for there
+    load = [BatchFeatures(1023)] * micro_batches  # the middle of a bucket: orders are searched for there
     found = planner.predict_split(load, ALWAYS)
     for policy in (("alternate", 0), ("staggered", 1), ("sequential", 0)):
         assert found <= planner.predict_split(load, replace(ALWAYS, policy=policy)) * 1.01  # shares are rounded
@@ -240,12 +241,12 @@ def test_an_op_without_a_cost_is_refused_at_once() -> None:
 def test_a_whole_step_takes_what_its_ops_take_one_after_the_other() -> None:
     planner = open_planner(host=HostCost(whole=3e-3, split=1e-3))
     load = measure_whole(PROMPT)
-    assert planner.predict_whole(load) == pytest.approx(3e-3 + sum(planner.table.times(PROGRAM, load)))
+    assert planner.predict_unsplit(load) == pytest.approx(3e-3 + sum(planner.table.times(PROGRAM, load)))
 
 
 def test_a_whole_step_takes_no_less_than_its_host() -> None:
     planner = open_planner(host=HostCost(issue=1.0))
-    assert planner.predict_whole(measure_whole(PROMPT)) == len(PROGRAM.ops)
+    assert planner.predict_unsplit(measure_whole(PROMPT)) == len(PROGRAM.ops)
 
 
 def test_what_the_host_adds_to_a_split_step_counts() -> None:
@@ -260,7 +261,7 @@ def test_predictions_are_close_to_what_the_very_loads_would_take(batch: Batch, p
     planner = open_planner()
     batch = replace(batch, context_lens=(context,) * len(batch.query_lens))
     choice = planner.choose(batch, replace(ALWAYS, micro_batches=parts, policy=("alternate", 0)))
-    if isinstance(choice, Choice):
+    if isinstance(choice, SplitChoice):
         assert choice.prediction.split == pytest.approx(simulate_exactly(planner, batch, choice), rel=0.04)
 
 
@@ -277,7 +278,7 @@ def test_a_message_that_follows_another_at_once_is_predicted_to_pay_for_all_of_i
     reduce = CommCost(1e-6, 1e-6 / BYTES, BYTES, free_bytes=100 * BYTES)
     costs = {**COSTS, "attention": ComputeCost(1e-6), "reduce": reduce}
     planner = Planner(PROGRAM, make_table(PROGRAM, costs), FEW_STATES)
-    loads = [Load(1000)] * 2
+    loads = [BatchFeatures(1000)] * 2
     drawn = planner.draw_timeline(planner.find_schedule(loads, AUTO), loads)
     sent = [span.end - span.start for span in drawn.spans if span.lane == "comm"]
     assert sent[0] == pytest.approx(901e-6)
@@ -310,19 +311,19 @@ def test_steps_that_take_longer_than_predicted_are_not_split_any_more() -> None:
     learn(planner, SPLIT, 1.5)
     declined = decline(planner, PROMPT, AUTO)
     assert f"{predicted.split * 1.5 * 1e3:.2f} ms in" in declined.detail
-    learn(planner, WHOLE, 1.5)
+    learn(planner, UNSPLIT, 1.5)
     assert split(planner, PROMPT, AUTO).prediction.gain == pytest.approx(predicted.gain)
 
 
 def test_what_is_learnt_does_not_build_up() -> None:
     """A prediction with the correction in it, noted against what was measured, asks for nothing more."""
     planner = open_planner()
-    learn(planner, WHOLE, 1.2)
+    learn(planner, UNSPLIT, 1.2)
     load = measure_whole(PROMPT)
-    corrected = planner.predict_whole(load)
-    planner.note(WHOLE, corrected, corrected)
-    learn(planner, WHOLE, 1.0, times=20)
-    assert planner.predict_whole(load) == pytest.approx(corrected)
+    corrected = planner.predict_unsplit(load)
+    planner.note(UNSPLIT, corrected, corrected)
+    learn(planner, UNSPLIT, 1.0, times=20)
+    assert planner.predict_unsplit(load) == pytest.approx(corrected)
 
 
 def test_a_split_stays_while_half_of_the_margin_is_left() -> None:
@@ -358,8 +359,8 @@ def learn(planner: Planner, way: str, ratio: float, times: int = 40) -> None:
 
 def test_ranks_that_share_a_step_get_sizes_that_add_up() -> None:
     tokens = (4096, 1001, 3000)
-    choice = open_planner().choose_together(tokens, AUTO)
-    assert isinstance(choice, Choice)
+    choice = open_planner().choose_data_parallel(tokens, AUTO)
+    assert isinstance(choice, SplitChoice)
     assert choice.slices == ()
     assert len(choice.sizes) == choice.prediction.micro_batches
     assert tuple(map(sum, zip(*choice.sizes, strict=True))) == tokens
@@ -369,20 +370,20 @@ def test_ranks_that_share_a_step_get_sizes_that_add_up() -> None:
 
 def test_every_rank_comes_to_the_same_choice() -> None:
     tokens = (4096, 1001, 3000)
-    assert open_planner().choose_together(tokens, AUTO) == open_planner().choose_together(tokens, AUTO)
+    assert open_planner().choose_data_parallel(tokens, AUTO) == open_planner().choose_data_parallel(tokens, AUTO)
 
 
 @pytest.mark.parametrize("largest", [64, 512, 4096])
 def test_the_largest_rank_decides(largest: int) -> None:
-    shared, even = (open_planner().choose_together(tokens, AUTO) for tokens in ((40, largest), (largest, largest)))
-    assert isinstance(shared, Choice) == isinstance(even, Choice) == (largest > 64)
-    if isinstance(shared, Choice) and isinstance(even, Choice):
+    shared, even = (open_planner().choose_data_parallel(tokens, AUTO) for tokens in ((40, largest), (largest, largest)))
+    assert isinstance(shared, SplitChoice) == isinstance(even, SplitChoice) == (largest > 64)
+    if isinstance(shared, SplitChoice) and isinstance(even, SplitChoice):
         assert shared.prediction == even.prediction
     else:
         assert shared == even
 
 
 def test_ranks_with_too_little_to_share_stay_whole() -> None:
-    declined = open_planner().choose_together((4096, 1), ALWAYS)
+    declined = open_planner().choose_data_parallel((4096, 1), ALWAYS)
     assert isinstance(declined, Decline)
     assert declined.reason == "nowhere to cut"

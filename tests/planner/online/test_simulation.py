@@ -17,7 +17,7 @@ from dbo_runtime.planner.costs.cost_table import HostCost
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule, Step, lower
+from dbo_runtime.schedule import Instruction, Schedule, lower
 from tests.planner.shop import do_nothing
 from tests.strategies import Case, cases
 
@@ -31,8 +31,8 @@ class Timed(NamedTuple):
     schedule: Schedule
     seconds: tuple[float, ...]
 
-    def cost(self, step: Step) -> float:
-        return self.seconds[self.schedule.steps.index(step)]
+    def cost(self, step: Instruction) -> float:
+        return self.seconds[self.schedule.instructions.index(step)]
 
 
 @st.composite
@@ -42,7 +42,7 @@ def timed(draw: st.DrawFn, with_host_sync: bool = False) -> Timed:
         kinds = {id(program): draw_host_sync(draw, program) for program in case.programs}
         case = Case(tuple(kinds[id(program)] for program in case.programs), case.order)
     schedule = case.lower()
-    return Timed(schedule, tuple(float(draw(st.integers(0, 9))) for _ in schedule.steps))
+    return Timed(schedule, tuple(float(draw(st.integers(0, 9))) for _ in schedule.instructions))
 
 
 def draw_host_sync(draw: st.DrawFn, program: Program) -> Program:
@@ -75,7 +75,7 @@ def test_a_lane_that_is_not_slower_beside_others_changes_nothing(case: Timed, co
 @settings(max_examples=300)
 @given(timed(), FACTORS)
 def test_contention_costs_time_but_no_more_than_if_it_never_ended(case: Timed, factors: dict[str, float]) -> None:
-    def slow(step: Step) -> float:
+    def slow(step: Instruction) -> float:
         return case.cost(step) * factors[step.op.lane]
 
     contended = find_ends(predict_timeline(case.schedule, case.cost, factors))
@@ -180,7 +180,7 @@ def test_a_handover_costs_time_and_no_more_than_one_for_each_wait(case: Timed, h
         max(find_ends(predict_timeline(case.schedule, case.cost, host=HostCost(handover=each))))
         for each in (0, handover)
     )
-    waits = sum(bool(step.waits) for step in case.schedule.steps)
+    waits = sum(bool(step.waits) for step in case.schedule.instructions)
     assert alone <= late <= alone + handover * waits
 
 
@@ -207,22 +207,22 @@ def test_what_follows_at_once_has_no_credit_and_what_follows_late_has() -> None:
 def test_credit_that_is_lacking_costs_no_more_than_it_is_worth(case: Timed, credit: int) -> None:
     before = max(find_ends(predict_timeline(case.schedule, case.cost)))
     after = max(find_ends(predict_timeline(case.schedule, case.cost, credit=lambda step: float(credit))))
-    assert before <= after <= before + credit * len(case.schedule.steps)
+    assert before <= after <= before + credit * len(case.schedule.instructions)
 
 
 def test_steps_that_wait_for_each_other_are_refused() -> None:
     schedule = lower_lanes(("compute", "comm"))
-    first, second = schedule.steps
+    first, second = schedule.instructions
     crossed = (replace(first, waits=(second.issue,)), replace(second, waits=(first.issue,)))
     with pytest.raises(ScheduleError, match="step 1 waits for ever"):
-        predict_timeline(replace(schedule, steps=crossed), lambda step: 1.0)
+        predict_timeline(replace(schedule, instructions=crossed), lambda step: 1.0)
 
 
 def test_an_op_that_waits_for_what_the_host_issues_only_after_it_is_refused() -> None:
     """The host computes and so keeps itself from ever issuing what it waits for."""
     schedule = lower_lanes(("compute", "comm"))
-    first, second = schedule.steps
-    stuck = replace(schedule, steps=(replace(first, waits=(second.issue,)), second))
+    first, second = schedule.instructions
+    stuck = replace(schedule, instructions=(replace(first, waits=(second.issue,)), second))
     assert find_ends(predict_timeline(stuck, lambda step: 1.0)) == [2, 1]
     with pytest.raises(ScheduleError, match="step 0 waits for ever"):
         predict_timeline(stuck, lambda step: 1.0, host=HostCost(computes=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from dbo_runtime.planner.search.bound import find_bound
+from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.program import COMM, COMPUTE
 from tests.planner.shop import Shop, chain_shops, find_least_end, share_chain, shops
@@ -36,19 +36,19 @@ def find_head(chain: list[tuple[str, float]], lane: str) -> float:
 @settings(max_examples=500)
 @given(chain_shops(micro_batches=3))
 def test_the_bound_of_chains_is_that_of_the_formula(shop: Shop) -> None:
-    assert find_bound(make_jobs(shop.programs, shop.times)) == calculate_bound(shop)
+    assert compute_bound(make_jobs(shop.programs, shop.times)) == calculate_bound(shop)
 
 
 @settings(max_examples=300)
 @given(shops(most_ops=4))
 def test_no_order_of_two_micro_batches_beats_the_bound(shop: Shop) -> None:
-    assert find_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
+    assert compute_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
 
 
 @settings(max_examples=100)
 @given(shops(micro_batches=3, most_ops=3))
 def test_no_order_of_three_micro_batches_beats_the_bound(shop: Shop) -> None:
-    assert find_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
+    assert compute_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_no_order_of_three_micro_batches_beats_the_bound(shop: Shop) -> None:
 )
 def test_the_bound_of_two_equal_halves_is_as_worked_out_by_hand(layer: list[tuple[str, float]], bound: float) -> None:
     shop = share_chain(layer, 1, 2)
-    assert find_bound(make_jobs(shop.programs, shop.times)) == bound
+    assert compute_bound(make_jobs(shop.programs, shop.times)) == bound
 
 
 def test_one_micro_batch_takes_its_longest_path() -> None:
     shop = share_chain([("A", 1), ("C", 2), ("A", 3)], 2, 1)
-    assert find_bound(make_jobs(shop.programs, shop.times)) == 12
+    assert compute_bound(make_jobs(shop.programs, shop.times)) == 12
 
 
 def test_nothing_takes_no_time() -> None:
-    assert find_bound([]) == 0.0
+    assert compute_bound([]) == 0.0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from dbo_runtime.errors import ConfigError, ScheduleError
-from dbo_runtime.planner.search.bound import find_bound
+from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job, make_jobs
 from dbo_runtime.planner.search.search import find_order, issue_early, measure_order, order_greedily
 from dbo_runtime.policies import Order, alternate, sequential, staggered
@@ -106,7 +106,7 @@ def test_of_all_orders_of_two_micro_batches_none_is_faster(shop: Shop) -> None:
     found = find_order(jobs)
     assert found.seconds == find_least_end(shop)
     assert found.is_optimal
-    assert find_bound(jobs) <= found.seconds
+    assert compute_bound(jobs) <= found.seconds
 
 
 @settings(max_examples=300)
@@ -172,7 +172,7 @@ def test_a_search_that_must_give_up_still_finds_an_order_and_says_how_good_it_is
     found = find_order(make_jobs_of(shop), most_states=1)
     validate(lower(shop.programs, found.order))
     assert found.seconds == pytest.approx(simulate_order(*shop, found.order))
-    assert find_bound(make_jobs_of(shop)) == found.bound < found.seconds
+    assert compute_bound(make_jobs_of(shop)) == found.bound < found.seconds
     assert not found.is_optimal
     assert found.gap == 1 - found.bound / found.seconds > 0
 
@@ -188,7 +188,7 @@ def test_issuing_early_changes_no_lane_and_no_time(shop: Shop) -> None:
     jobs = make_jobs_of(shop)
     for order in allowed_orders(shop):
         early = issue_early(jobs, order)
-        assert find_lanes(shop.programs, early) == find_lanes(shop.programs, order)
+        assert list_lanes(shop.programs, early) == list_lanes(shop.programs, order)
         assert simulate_order(*shop, early) == simulate_order(*shop, order)
 
 
@@ -287,7 +287,7 @@ def measure_if_allowed(shop: Shop, order: Order) -> float | None:
         return None
 
 
-def find_lanes(programs: Sequence[Program], order: Order) -> dict[str, list[Issue]]:
+def list_lanes(programs: Sequence[Program], order: Order) -> dict[str, list[Issue]]:
     """Return what each lane runs, in order."""
     lanes: dict[str, list[Issue]] = {}
     for issue in order:

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable
-from dbo_runtime.planner.whatif.estimate import Estimator
+from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.hysteresis import Prediction
-from dbo_runtime.planner.costs.batch_features import Load
-from dbo_runtime.planner.online.orders import LEAST_SHARE, ORDER_BUCKETS, list_beside
+from dbo_runtime.planner.online.orders import LEAST_SHARE, ORDER_BUCKETS, list_side_ops
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.online.predictor import Predictor, find_end
-from dbo_runtime.planner.whatif.published_cases import find_case
+from dbo_runtime.planner.online.predictor import Predictor, compute_end
+from dbo_runtime.planner.whatif.estimate import Estimator
+from dbo_runtime.planner.whatif.published_cases import get_case
 from dbo_runtime.planner.whatif.scale import set_layers
-from dbo_runtime.planner.costs.program_spec import record_sketch
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import SIDE, Program, ProgramBuilder
 from dbo_runtime.schedule import lower
@@ -39,13 +39,13 @@ def make_decodes(count: int) -> Batch:
     return Batch((1,) * count, 0, context_lens=(4096,) * count)
 
 
-def measure_decodes(count: int) -> Load:
-    return Load(count, decodes=count, decode_pairs=count * 4097.0)
+def measure_decodes(count: int) -> BatchFeatures:
+    return BatchFeatures(count, decodes=count, decode_pairs=count * 4097.0)
 
 
 @cache
 def open_estimator(name: str) -> Estimator:
-    return Estimator(find_case(name).table)
+    return Estimator(get_case(name).table)
 
 
 def list_options(name: str, count: int, side: str) -> tuple[Prediction, ...]:
@@ -67,22 +67,22 @@ def test_the_files_are_what_the_tool_derives() -> None:
     derived = {machine.name: tool.derive_table(machine) for machine in tool.list_machines()}
     assert tuple(sorted(derived)) == CASES
     for name, table in derived.items():
-        assert find_case(name).table.digest == table.digest
+        assert get_case(name).table.digest == table.digest
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_keys_beside_queries_alone_bring_about_one_percent(name: str) -> None:
     """As vllm-ascend #1353 measured; beside them a lane for communication runs in both."""
-    table = find_case(name).table
-    program = record_sketch(table.program)
+    table = get_case(name).table
+    program = build_program(table.program)
     predictor = Predictor(program, table)
     for count in (8, 24, 64, 96):
         load = measure_decodes(count)
         without, beside = (
-            find_end(predictor.simulate(lower((placed,), sequential((placed,))), [load]))
+            compute_end(predictor.simulate(lower((placed,), sequential((placed,))), [load]))
             for placed in (program.fold_side(), program.fold_side("keys"))
         )
-        assert 0.005 < (without - beside) / predictor.predict_whole(load) < 0.015
+        assert 0.005 < (without - beside) / predictor.predict_unsplit(load) < 0.015
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -102,7 +102,7 @@ def test_the_runtime_declines_few_decodes_and_splits_many(name: str) -> None:
     assert "ms in 1 micro-batch, keys beside: " in str(chosen)
 
 
-SHORT = set_layers(find_case("r1-decode-910c").table, (1, 2))
+SHORT = set_layers(get_case("r1-decode-910c").table, (1, 2))
 FACTORS = st.floats(1.0, 2.5)
 
 
@@ -112,7 +112,7 @@ def test_ops_beside_are_never_predicted_to_lose(count: int, factors: tuple[float
     keys = ("compute/side", "side/compute", "comm")
     contention = {**SHORT.contention, **dict(zip(keys, factors, strict=True))}
     changed = CostTable(SHORT.origin, SHORT.program, SHORT.ops, contention, SHORT.host, {})
-    planner = Planner(record_sketch(changed.program), changed, 2000)
+    planner = Planner(build_program(changed.program), changed, 2000)
     loads = [measure_decodes(count)] * parts
     auto, off = (planner.predict_split(loads, RuntimeConfig(side=side)) for side in ("auto", "off"))
     assert auto <= off
@@ -138,10 +138,12 @@ def test_no_order_of_two_micro_batches_on_three_lanes_is_faster(times: list[int]
     ops["send"] = CommCost(float(seconds["send"]), 0.0, 1.0)
     table = make_table(program, ops, contention={SIDE: 1.0})
     planner = Planner(program, table)
-    schedule = planner.find_schedule([Load(1)] * 2, RuntimeConfig(side="on"))
-    assert list_beside(schedule.programs[0]) == ("keys",)
+    schedule = planner.find_schedule([BatchFeatures(1)] * 2, RuntimeConfig(side="on"))
+    assert list_side_ops(schedule.programs[0]) == ("keys",)
     predictor = Predictor(program, table)  # an order is searched for such shares of the time as are rounded
-    rounded = predictor.restore_times(predictor.measure_shares(Load(1), ORDER_BUCKETS, LEAST_SHARE), ORDER_BUCKETS)
+    rounded = predictor.restore_times(
+        predictor.measure_shares(BatchFeatures(1), ORDER_BUCKETS, LEAST_SHARE), ORDER_BUCKETS
+    )
     shop = Shop((program, program), (tuple(rounded),) * 2)
-    order = [step.issue for step in schedule.steps]
+    order = [step.issue for step in schedule.instructions]
     assert simulate_order(*shop, order) == pytest.approx(find_least_end(shop))

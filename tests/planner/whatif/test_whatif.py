@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.batch import Batch, Decline
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_file import save_costs
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost
-from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
-from dbo_runtime.planner.costs.batch_features import Load, measure_load
+from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec, build_program
 from dbo_runtime.planner.online.planner import Planner, Prediction
-from dbo_runtime.planner.whatif.published_cases import find_case, list_cases, open_costs
+from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
+from dbo_runtime.planner.whatif.published_cases import get_case, list_cases, open_costs
 from dbo_runtime.planner.whatif.scale import (
     Bandwidth,
     count_layers,
@@ -29,9 +31,8 @@ from dbo_runtime.planner.whatif.scale import (
     set_layers,
     set_model,
 )
-from dbo_runtime.planner.costs.program_spec import LayerRun, OpSketch, Sketch, record_sketch
 from dbo_runtime.planner.whatif.sweep import GRIDS, list_grid, parse_axes, sweep
-from dbo_runtime.planner.whatif.whatif import BreakEven, Split, WhatIf, find_break_even, predict_step
+from dbo_runtime.planner.whatif.whatif import BreakEven, Split, WhatIf, compute_break_even, predict_step
 from tests.planner.costs.test_cost_table import make_origin, make_table
 
 PROMPTS = ("a3-layer-4894", "910b-profile-4894", "910b-share-5591", "910c-share-5591", "r1-tp16-941")
@@ -42,9 +43,9 @@ MS = 1e-3
 
 def make_pair(compute: float = 1e-6, comm: float = 1e-6, fixed: float = 0.0, **changes: Any) -> CostTable:
     """Return two layers of one op a lane, each costing so many seconds a token, and *fixed* whatever the tokens."""
-    body = (OpSketch("work", "compute", ("send",)), OpSketch("send", "comm", ("work",)))
+    body = (OpSpec("work", "compute", ("send",)), OpSpec("send", "comm", ("work",)))
     ops: dict[str, Cost] = {"work": ComputeCost(fixed, compute), "send": CommCost(fixed, comm, 1.0)}
-    sketch = Sketch(("send",), (LayerRun(2, body),), ("send",))
+    sketch = ProgramSpec(("send",), (LayerRun(2, body),), ("send",))
     return make_table(**{"program": sketch, "contention": {}, "host": HostCost(), "errors": {}, **changes}, ops=ops)
 
 
@@ -53,7 +54,7 @@ def make_prompts(*lengths: int) -> Batch:
 
 
 def open_case(name: str) -> tuple[CostTable, Batch]:
-    case = find_case(name)
+    case = get_case(name)
     return case.table, case.step
 
 
@@ -63,7 +64,7 @@ def change_ops(table: CostTable, change: Callable[[Cost], Cost]) -> CostTable:
 
 def drop_overheads(table: CostTable, tokens: int) -> CostTable:
     """Return costs that are the same at *tokens* and go down in proportion to them."""
-    load = Load(tokens)
+    load = BatchFeatures(tokens)
 
     def change(cost: Cost) -> Cost:
         if isinstance(cost, CommCost):
@@ -95,11 +96,11 @@ def test_every_case_is_modelled_and_says_from_where() -> None:
 def sum_lanes(name: str) -> tuple[float, dict[str, float]]:
     """Return the milliseconds of the unsplit step of a case, and of each lane in it."""
     table, batch = open_case(name)
-    program, load = record_sketch(table.program), measure_load(batch.query_lens, ())
+    program, load = build_program(table.program), measure_features(batch.query_lens, ())
     lanes = {"compute": 0.0, "comm": 0.0}
     for op, seconds in zip(program.ops, table.times(program, load), strict=True):
         lanes[op.lane] += seconds / MS
-    return Planner(program, table).predict_whole(load) / MS, lanes
+    return Planner(program, table).predict_unsplit(load) / MS, lanes
 
 
 def test_the_unsplit_steps_take_what_was_published() -> None:
@@ -162,7 +163,7 @@ def test_a_case_is_found_by_name_and_a_file_by_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cost file a4\.json cannot be read"):
         open_costs("a4.json")
     with pytest.raises(ConfigError, match="no published case 'a4-layer'"):
-        find_case("a4-layer")
+        get_case("a4-layer")
 
 
 # A step.
@@ -270,14 +271,14 @@ class FakeEstimator:
 )
 def test_break_even_is_the_first_size_that_pays(pays: Callable[[int], bool], most: int, expected: BreakEven) -> None:
     estimator: Any = FakeEstimator(pays)
-    assert find_break_even(estimator, make_prompts(100, 100), RuntimeConfig(), most) == expected
+    assert compute_break_even(estimator, make_prompts(100, 100), RuntimeConfig(), most) == expected
 
 
 def test_one_token_less_than_break_even_does_not_pay() -> None:
     table, batch = open_case("910c-share-5591")
     config = replace(IN_TWO, margin=0.05)
     estimator = Estimator(table)
-    even = find_break_even(estimator, batch, config, 8192)
+    even = compute_break_even(estimator, batch, config, 8192)
     assert even.tokens is not None
     assert even.exceptions == ()
     gains = [estimator.estimate(resize_batch(batch, even.tokens - less), config) for less in (1, 0)]
@@ -377,7 +378,7 @@ def count_kinds(table: CostTable) -> list[tuple[int, str]]:
 
 
 def test_a_model_sets_the_layers_of_each_kind() -> None:
-    table = find_case("r1-tp16-941").table
+    table = get_case("r1-tp16-941").table
     assert count_kinds(table) == [(1, "mlp"), (2, "mlp"), (1, "shared_experts"), (57, "shared_experts")]
     lite = set_model(table, "deepseek-v2-lite")
     assert count_kinds(lite) == [(1, "mlp"), (1, "shared_experts"), (25, "shared_experts")]
@@ -388,7 +389,7 @@ def test_a_model_sets_the_layers_of_each_kind() -> None:
 
 
 def test_layers_that_are_all_alike_take_the_model_s_number_of_them() -> None:
-    table = find_case("a3-layer-4894").table
+    table = get_case("a3-layer-4894").table
     assert count_layers(set_model(table, "deepseek-v2-lite")) == 27
     assert set_model(table, "deepseek-v3").program == table.program
 
@@ -396,16 +397,16 @@ def test_layers_that_are_all_alike_take_the_model_s_number_of_them() -> None:
 def test_layers_that_do_not_match_a_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="model is 'deepseek-v4'; known are deepseek-v3, deepseek-r1"):
         set_model(make_pair(), "deepseek-v4")
-    run = find_case("r1-tp16-941").table.program.runs[0]
+    run = get_case("r1-tp16-941").table.program.runs[0]
     ops = [run.ops[:length] for length in (1, 2, 4)]
-    program = Sketch(("embedded",), tuple(LayerRun(1, body) for body in ops), ())
-    table = replace(find_case("r1-tp16-941").table, program=program)
+    program = ProgramSpec(("embedded",), tuple(LayerRun(1, body) for body in ops), ())
+    table = replace(get_case("r1-tp16-941").table, program=program)
     with pytest.raises(ConfigError, match="the costs have 3 kinds of layers; deepseek-v3 has 2"):
         set_model(table, "deepseek-v3")
     with pytest.raises(ConfigError, match="3 kinds of layers, but counts for 1"):
         set_layers(table, (4,))
     with pytest.raises(ConfigError, match=r"0 layers of gather, .* are fewer"):
-        set_layers(find_case("a3-layer-4894").table, (0,))
+        set_layers(get_case("a3-layer-4894").table, (0,))
 
 
 # Sweeps.
@@ -420,7 +421,7 @@ def test_a_sweep_is_a_prediction_at_each_point() -> None:
     scaled = scale_bandwidth(scale_tensor(table, 16), Bandwidth(2))
     assert cell.prediction == Estimator(scaled).estimate(batch, IN_TWO)
     assert cell.prediction is not None
-    paying = [option for option in cell.options if option.gain > 0.02 and option.doubtful >= 0]
+    paying = [option for option in cell.options if option.gain > 0.02 and option.worst_case >= 0]
     assert cell.choose(0.02) == (paying[0] if paying else None)
 
 

@@ -17,7 +17,7 @@ from vllm.config import CompilationMode
 from vllm.forward_context import set_forward_context
 
 from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.vllm_plugin.alternatives.compilation import COMPILED, CompiledFunction, OpCompiler, find_refusal
+from dbo_runtime.vllm_plugin.alternatives.compilation import COMPILED, CompiledFunction, OpCompiler, check_compilation
 from tests.programs import record_toy
 from tests.vllm_plugin.conftest import TINY, share_cores, start
 from tests.vllm_plugin.engine import Engine, find_difference, make_prompt
@@ -154,7 +154,7 @@ def make_config(**changes: Any) -> Any:
     ],
 )
 def test_only_what_vllm_compiles_is_compiled(changes: dict[str, Any], reason: str | None) -> None:
-    found = find_refusal(make_config(**changes), record_toy())
+    found = check_compilation(make_config(**changes), record_toy())
     assert found is None if reason is None else reason in found
 
 
@@ -162,8 +162,8 @@ def test_ops_beside_each_other_are_not_compiled() -> None:
     p = ProgramBuilder(has_side=True)
     x = p.input("x")
     program = p.build(p.side("attn_norm", lambda x: x, x))
-    assert "beside each other" in str(find_refusal(make_config(), program))
-    assert find_refusal(make_config(), program.fold_side()) is None
+    assert "beside each other" in str(check_compilation(make_config(), program))
+    assert check_compilation(make_config(), program.fold_side()) is None
 
 
 class Log:
@@ -190,7 +190,7 @@ def test_an_op_that_cannot_be_compiled_stays_eager_and_says_so_once(compiling: E
         with p.layer(layer):
             x = p.compute("mlp", fn, x)
     program = p.build(x)
-    compiler = OpCompiler(compiling.runner.vllm_config, SimpleNamespace(find_reducing=lambda fn: None), log)
+    compiler = OpCompiler(compiling.runner.vllm_config, SimpleNamespace(get_reducing_module=lambda fn: None), log)
     wrapped = compiler.wrap(program)
     done = compiler.compile(wrapped)
     assert done == (0 if fn is branch else 2)

@@ -13,18 +13,19 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import StageAdapter, record_program
-from dbo_runtime.errors import ProgramError, UnsupportedError
+from dbo_runtime.decline import DeclineError
+from dbo_runtime.errors import ProgramError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives import generic
-from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter, Strand
+from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapter
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results
 from tests.vllm_plugin.conftest import share_cores, start
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.families import find_backend, make_family
 from tests.vllm_plugin.end_to_end.test_equivalence import run_cut
 from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_says_what_whole_does
+from tests.vllm_plugin.engine import Engine
+from tests.vllm_plugin.families import find_backend, make_family
 
 LAYERS, RANKS = 3, 2
 PARTS = (slice(0, 2), slice(2, 5))  # of five tokens
@@ -127,7 +128,7 @@ def test_a_stage_of_a_pipeline_takes_and_hands_on_by_name(adapter: GenericAdapte
     adapter = GenericAdapter(group, adapter._vllm_config, stage)
     assert isinstance(adapter, StageAdapter)
     program = record(adapter, model)
-    assert stage.find_mismatch(program) is None
+    assert stage.check_program(program) is None
     assert {op.layer for op in program.ops} - {None} == set(stage.layers)
     x, positions, embedded = torch.randn(5, 4), torch.arange(5), torch.randn(5, 4)
     handed = None if stage.is_first else IntermediateTensors({"hidden_states": x, "embedded": embedded})
@@ -140,12 +141,12 @@ def test_a_stage_of_a_pipeline_takes_and_hands_on_by_name(adapter: GenericAdapte
 
 
 def test_the_group_is_as_it_was_between_parts(group: Group) -> None:
-    strand = Strand(group, lambda x: group.all_reduce(x) + 1)
-    assert strand.resume(torch.ones(1)) == 1
+    coroutine = Coroutine(group, lambda x: group.all_reduce(x) + 1)
+    assert coroutine.resume(torch.ones(1)) == 1
     assert "all_reduce" not in vars(group)
-    assert not strand.has_ended
-    assert strand.resume(torch.tensor([5.0])) == 6
-    assert strand.has_ended
+    assert not coroutine.has_ended
+    assert coroutine.resume(torch.tensor([5.0])) == 6
+    assert coroutine.has_ended
 
 
 def test_what_a_forward_raises_comes_out_where_it_was_resumed(group: Group) -> None:
@@ -153,10 +154,10 @@ def test_what_a_forward_raises_comes_out_where_it_was_resumed(group: Group) -> N
         group.all_reduce(x)
         raise ValueError("in the second part")
 
-    strand = Strand(group, fail)
-    strand.resume(torch.ones(1))
+    coroutine = Coroutine(group, fail)
+    coroutine.resume(torch.ones(1))
     with pytest.raises(ValueError, match="in the second part"):
-        strand.resume(torch.ones(1))
+        coroutine.resume(torch.ones(1))
     assert "all_reduce" not in vars(group)
 
 
@@ -172,19 +173,19 @@ def test_a_forward_that_sums_another_number_of_times_is_refused(
 
 
 def test_a_forward_that_never_sums_or_communicates_otherwise_runs_whole(adapter: GenericAdapter, group: Group) -> None:
-    with pytest.raises(UnsupportedError, match="sums nothing over ranks"):
+    with pytest.raises(DeclineError, match="sums nothing over ranks"):
         record(adapter, Model(group, sums=0))
     model = Model(group)
     sum_only = model.forward
     model.forward = lambda *given: group.all_gather(sum_only(*given))  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedError, match="a forward that calls all_gather"):
+    with pytest.raises(DeclineError, match="a forward that calls all_gather"):
         record(adapter, model)
 
 
 def test_a_forward_that_fails_on_trial_runs_whole(adapter: GenericAdapter, group: Group) -> None:
     model = Model(group)
     model.forward = lambda *given: 1 / 0  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedError, match="cannot be tried with 2 tokens: ZeroDivisionError"):
+    with pytest.raises(DeclineError, match="cannot be tried with 2 tokens: ZeroDivisionError"):
         record(adapter, model)
     assert "all_reduce" not in vars(group)
 
@@ -199,7 +200,7 @@ def test_without_greenlet_it_says_what_to_install(
 def test_tokens_that_travel_and_a_single_rank_are_declined(adapter: GenericAdapter, group: Group) -> None:
     collectives = ToyCollectives(RANKS)
     collectives.reduces = False
-    with pytest.raises(UnsupportedError, match="tokens that travel to experts"):
+    with pytest.raises(DeclineError, match="tokens that travel to experts"):
         record_program(adapter, Model(group), collectives)
     assert adapter.decline(Model(group)) is None
     group.world_size = 1

@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.errors import ConfigError, UnsupportedError
+from dbo_runtime.decline import DeclineError
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.cost_table import HostCost
-from dbo_runtime.planner.costs.batch_features import Load
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.costs.program_spec import sketch_program
 from dbo_runtime.runtime import Statistics
-from dbo_runtime.vllm_plugin.calibration.measurement import cost_source
-from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
-from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
+from dbo_runtime.vllm_plugin.calibration import cost_source
 from dbo_runtime.vllm_plugin.calibration.cost_source import Report
+from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
+from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fit_rest, fit_steps
+from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.calibration.step_fit import find_split_error, fit_rest, fit_steps
 from tests.planner.machines import make_table, record_layers
 from tests.planner.online.test_planner import COSTS
 from tests.vllm_plugin.conftest import TINY
@@ -77,7 +78,7 @@ def test_calibration_writes_a_file_with_what_the_rank_plans_by(
     path, _, digest = calibrated
     table = load_costs(path)
     assert table.digest == digest
-    assert table.program == sketch_program(forward.runtime.program)
+    assert table.program == describe_program(forward.runtime.program)
     assert set(table.ops) == set(table.errors) == {op.name for op in forward.runtime.program.ops}
     assert (table.contention.keys(), table.host.computes) == ({"compute", "comm"}, True)
     assert all(factor >= 1 for factor in table.contention.values())
@@ -133,7 +134,7 @@ def test_without_a_path_costs_are_used_and_not_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cost_source, "measure", lambda *_: found)
-    forward.costs.settle(RuntimeConfig(calibrate=True))
+    forward.costs.prepare(RuntimeConfig(calibrate=True))
     assert forward.runtime.planner is not None
     (figures,) = log.find("planning by costs")
     assert figures["source"] == "calibration"
@@ -147,7 +148,7 @@ def test_the_settings_ask_for_a_calibration_that_is_written(
     path = tmp_path / "costs.json"
     path.write_text("an old file, which nobody reads")
     monkeypatch.setattr(cost_source, "measure", lambda *_: found)
-    forward.costs.settle(RuntimeConfig(calibrate=True, costs=str(path)))
+    forward.costs.prepare(RuntimeConfig(calibrate=True, costs=str(path)))
     assert forward.runtime.planner is not None
     assert load_costs(path) == forward.runtime.planner.table
 
@@ -156,7 +157,7 @@ def test_costs_of_a_file_are_planned_by(
     calibrated: tuple[Path, str, str], one_rank: Engine, forward: SplitForward, log: Lines
 ) -> None:
     path, _, digest = calibrated
-    forward.costs.settle(RuntimeConfig(costs=str(path)))
+    forward.costs.prepare(RuntimeConfig(costs=str(path)))
     assert forward.runtime.planner is not None
     assert forward.runtime.planner.table == load_costs(path)
     ((level, event, figures),) = log.lines
@@ -168,7 +169,7 @@ def test_costs_of_a_file_are_planned_by(
 
 
 def test_without_settings_there_are_no_costs(forward: SplitForward, log: Lines) -> None:
-    forward.costs.settle(RuntimeConfig())
+    forward.costs.prepare(RuntimeConfig())
     assert forward.runtime.planner is None
     assert log.lines == []
 
@@ -255,7 +256,7 @@ def assert_serves_on_without_costs(
     config: RuntimeConfig, reason: str, engine: Engine, forward: SplitForward, log: Lines
 ) -> None:
     """Assert that these settings give one warning, and that steps are then split by the thresholds."""
-    forward.costs.settle(config)
+    forward.costs.prepare(config)
     warning = "no costs to plan with; DBO_MODE=auto goes by the thresholds"
     assert log.lines == [("warning", warning, {"reason": reason})]
     assert forward.runtime.planner is None
@@ -278,7 +279,7 @@ def test_a_file_of_other_versions_is_used_with_a_warning(
 ) -> None:
     path = tmp_path / "costs.json"
     path.write_text(edit(lambda content: content["versions"].update(vllm="0.29.1"))(calibrated[0].read_text()))
-    forward.costs.settle(RuntimeConfig(costs=str(path)))
+    forward.costs.prepare(RuntimeConfig(costs=str(path)))
     assert forward.runtime.planner is not None
     (first, second) = log.lines
     assert first[:2] == ("warning", "costs were measured with other versions")
@@ -288,7 +289,7 @@ def test_a_file_of_other_versions_is_used_with_a_warning(
 
 
 def refuse_to_measure(*_: Any) -> Measurements:
-    raise UnsupportedError("the dummy batches of vLLM's second model runner are not known")
+    raise DeclineError("the dummy batches of vLLM's second model runner are not known")
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_where_calibration_fails_serving_goes_on_without(
 ) -> None:
     monkeypatch.setattr(cost_source, "measure", measure)
     path = tmp_path / "costs.json"
-    with pytest.raises((UnsupportedError, ConfigError), match=words) as raised:
+    with pytest.raises((DeclineError, ConfigError), match=words) as raised:
         forward.costs.calibrate(str(path))
     assert not path.exists()
     config = RuntimeConfig(calibrate=True, costs=str(path))
@@ -400,8 +401,8 @@ def make_steps(sizes: tuple[int, ...], spread: tuple[float, ...] = (1.0,)) -> li
     planner = Planner(PROGRAM, replace(TABLE, host=HostCost(handover=HANDOVER)))
     steps = []
     for tokens in sizes:
-        whole, half = Load(tokens), Load(tokens // 2)
-        seconds = {"whole": planner.predict_whole(whole), "alternate": planner.predict_split([half] * 2, ALTERNATE)}
+        whole, half = BatchFeatures(tokens), BatchFeatures(tokens // 2)
+        seconds = {"whole": planner.predict_unsplit(whole), "alternate": planner.predict_split([half] * 2, ALTERNATE)}
         for factor in spread:
             steps.append(StepSample("sequential", (half, half), 1.0, HANDOVERS * HANDOVER * factor))
             for way, loads in (("whole", (whole,)), ("alternate", (half, half))):
@@ -425,12 +426,12 @@ def test_what_steps_take_beside_their_ops_is_found_again(spread: tuple[float, ..
 
 def test_what_split_steps_take_longer_than_predicted_is_told_by_the_time_that_they_take() -> None:
     def run(way: str, seconds: float) -> StepSample:
-        return StepSample(way, (Load(8),), seconds, 0.0)
+        return StepSample(way, (BatchFeatures(8),), seconds, 0.0)
 
     def measure(*steps: tuple[float, float]) -> float:
         """Return the error where steps take so long whole, and so many times as long split; half is predicted."""
         whole = [(run("whole", seconds), 1.0) for seconds, _ in steps]
-        return find_split_error(whole, [(run("alternate", seconds * ratio), 0.5) for seconds, ratio in steps])
+        return compute_split_error(whole, [(run("alternate", seconds * ratio), 0.5) for seconds, ratio in steps])
 
     assert measure() == 0.0
     assert measure((1.0, 0.6)) == pytest.approx(0.2)
@@ -438,7 +439,7 @@ def test_what_split_steps_take_longer_than_predicted_is_told_by_the_time_that_th
     assert measure(*[(0.01, 1.0)] * 10, (1.0, 0.55)) == pytest.approx(0.1)  # short steps are many, but matter little
     assert measure((1.0, 0.55), (1.0, 0.6), (1.0, 0.65), (1.0, 0.7)) == pytest.approx(0.3)
     free = [(run("whole", 1.0), 1.0)], [(run("alternate", 1.0), 0.0)]
-    assert find_split_error(*free) == 0.0
+    assert compute_split_error(*free) == 0.0
 
 
 def test_a_planner_of_the_fitted_costs_predicts_the_steps() -> None:
@@ -446,7 +447,7 @@ def test_a_planner_of_the_fitted_costs_predicts_the_steps() -> None:
     planner = Planner(PROGRAM, fit_steps(TABLE, PROGRAM, steps)[0])
     for step in steps:
         if step.way == "whole":
-            assert planner.predict_whole(step.loads[0]) == pytest.approx(step.seconds)
+            assert planner.predict_unsplit(step.loads[0]) == pytest.approx(step.seconds)
         if step.way == "alternate":
             assert planner.predict_split(step.loads, ALTERNATE) == pytest.approx(step.seconds)
 
@@ -464,13 +465,13 @@ def test_without_steps_costs_stay_as_they_are() -> None:
 
 def test_idle_time_below_nothing_is_no_handover() -> None:
     """Rounding of a timeline in which no lane is ever idle."""
-    loads = (Load(64),) * 2
+    loads = (BatchFeatures(64),) * 2
     assert fit_steps(TABLE, PROGRAM, [StepSample("sequential", loads, 1.0, -1e-18)])[0].host.handover == 0.0
 
 
 def test_a_rest_is_fitted_to_medians_of_repeats_and_to_relative_errors() -> None:
     def run(tokens: int, seconds: float, predicted: float) -> tuple[StepSample, float]:
-        return StepSample("whole", (Load(tokens),), seconds, 0.0), predicted
+        return StepSample("whole", (BatchFeatures(tokens),), seconds, 0.0), predicted
 
     assert fit_rest([]) == (0.0, 0.0)
     disturbed = [run(10, 3.0, 1.0), run(10, 3.0, 1.0), run(10, 99.0, 1.0)]

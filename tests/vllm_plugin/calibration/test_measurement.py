@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.batch import Decline
-from dbo_runtime.errors import UnsupportedError
-from dbo_runtime.planner.costs.batch_features import Load, measure_load
+from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.vllm_plugin.api.compat import Limits
 from dbo_runtime.vllm_plugin.calibration import measurement
 from dbo_runtime.vllm_plugin.calibration.measurement import (
     MOST_REPEATS,
@@ -26,7 +26,6 @@ from dbo_runtime.vllm_plugin.calibration.measurement import (
     merge_ranks,
     overlaps_itself,
 )
-from dbo_runtime.vllm_plugin.api.compat import Limits
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from tests.vllm_plugin.costs import FEW_SHAPES, measure_few
 from tests.vllm_plugin.engine import Engine, make_prompt
@@ -56,7 +55,7 @@ def assert_complete(found: Measurements, ops: Counter[str]) -> None:
     expected = Counter(dict.fromkeys(WAYS, len(FEW_SHAPES) * MOST_REPEATS))
     assert Counter(step.way for step in found.steps) == expected
     loads = {way: {step.loads for step in found.steps if step.way == way} for way in WAYS}
-    assert loads == {"whole": {(s.measure_load(),) for s in FEW_SHAPES}, "sequential": ALONE, "alternate": IN_TURNS}
+    assert loads == {"whole": {(s.measure_features(),) for s in FEW_SHAPES}, "sequential": ALONE, "alternate": IN_TURNS}
     assert all(step.seconds > step.idle >= 0 for step in found.steps)
     assert all(step.idle == 0 for step in found.steps if step.way == "whole")
     assert {sample.op for sample in found.samples} == set(ops)
@@ -84,7 +83,7 @@ def test_shapes_tell_fixed_costs_from_those_of_tokens_and_of_pairs() -> None:
     assert Shape(2, 1, 16) in found  # one token a part
     assert Shape(1, 4096) in found  # as long a prefill as there can be
     for tokens in (8, 32):  # as many tokens, and few or many pairs
-        assert len({count_pairs(shape.measure_load()) for shape in found if shape.total == tokens}) >= 3
+        assert len({count_pairs(shape.measure_features()) for shape in found if shape.total == tokens}) >= 3
     assert len({shape.total for shape in found if shape.context == 0}) >= 6
     assert {shape.tokens for shape in found if shape.context == 2048} == {32, 512}
     assert max(shape.total for shape in found) == 4096
@@ -93,7 +92,7 @@ def test_shapes_tell_fixed_costs_from_those_of_tokens_and_of_pairs() -> None:
 
 @given(shapes)
 def test_parts_of_a_shape_are_its_tokens_and_pairs(shape: Shape) -> None:
-    whole = shape.measure_load()
+    whole = shape.measure_features()
     for cut in shape.cuts:
         parts = shape.measure_parts(cut)
         assert all(part.tokens > 0 for part in parts)
@@ -116,14 +115,14 @@ def test_a_shape_is_cut_between_requests_or_inside_the_only_one(shape: Shape) ->
         assert all(1 < cut < shape.tokens - 1 for cut in shape.cuts)  # no part is as short as a decode
 
 
-def count_pairs(load: Load) -> float:
+def count_pairs(load: BatchFeatures) -> float:
     return load.pairs + load.context_pairs + load.decode_pairs
 
 
 def test_the_tail_of_a_request_that_is_cut_inside_has_its_head_as_context() -> None:
-    assert Shape(1, 8).measure_parts(4) == (measure_load([4], [0]), measure_load([4], [4]))
-    assert Shape(1, 8, 100).measure_parts(6) == (measure_load([6], [100]), measure_load([2], [106]))
-    assert Shape(3, 2, 10).measure_parts(2) == (measure_load([2], [10]), measure_load([2, 2], [10, 10]))
+    assert Shape(1, 8).measure_parts(4) == (measure_features([4], [0]), measure_features([4], [4]))
+    assert Shape(1, 8, 100).measure_parts(6) == (measure_features([6], [100]), measure_features([2], [106]))
+    assert Shape(3, 2, 10).measure_parts(2) == (measure_features([2], [10]), measure_features([2, 2], [10, 10]))
 
 
 def test_a_shape_is_repeated_in_half_of_the_time_that_is_left() -> None:
@@ -144,7 +143,7 @@ def test_a_round_is_expected_to_take_what_the_first_did_and_more_with_more_token
 
 
 def test_of_ranks_the_mean_computation_and_the_shortest_communication_count() -> None:
-    load = Load(4, 10)
+    load = BatchFeatures(4, 10)
     compute = [Sample("mlp", "compute", load, seconds, beside) for seconds, beside in ((3.0, 1.0), (5.0, 0.0))]
     comm = [Sample("reduce", "comm", load, seconds, beside) for seconds, beside in ((3.0, 1.0), (2.0, 0.5))]
     assert merge_ranks(compute) == Sample("mlp", "compute", load, 4.0, 0.5)
@@ -231,7 +230,7 @@ def test_a_failure_leaves_nothing_behind(one_rank: Engine) -> None:
 def test_a_model_that_cannot_be_split_is_told_why(one_rank: Engine) -> None:
     splitter = one_rank.runner.get_model().forward.planner._splitter
     refusal = patch.object(splitter, "read_batch", return_value=Decline("cascade attention"))
-    with refusal, pytest.raises(UnsupportedError, match=r"2 x 1 tokens after 16 cannot be split: cascade attention"):
+    with refusal, pytest.raises(DeclineError, match=r"2 x 1 tokens after 16 cannot be split: cascade attention"):
         one_rank.llm.collective_rpc(measure_few)
 
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, slice_batch
+from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.context.checks import (
-    find_agreed_hazard,
-    find_config_hazard,
-    find_context_hazard,
-    find_prefix_hazard,
+    check_agreed_context,
+    check_config,
+    check_context,
+    check_prefix_cache,
 )
 
 
@@ -71,17 +72,17 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}], ids=str)
 def test_a_config_without_any_of_the_features_can_be_split(changes: dict[str, Any]) -> None:
-    assert find_config_hazard(make_config(**changes)) is None
+    assert check_config(make_config(**changes)) is None
 
 
 @pytest.mark.parametrize(("changes", "feature"), FEATURES, ids=[next(iter(changes)) for changes, _ in FEATURES])
 def test_a_feature_that_splitting_does_not_support_is_named(changes: dict[str, Any], feature: str) -> None:
-    assert find_config_hazard(make_config(**changes)) == f"not supported yet: {feature}"
+    assert check_config(make_config(**changes)) == f"not supported yet: {feature}"
 
 
 def test_of_several_features_one_is_named() -> None:
     config = make_config(lora_config=object(), enable_eplb=True)
-    assert find_config_hazard(config) == "not supported yet: expert load balancing (EPLB)"
+    assert check_config(config) == "not supported yet: expert load balancing (EPLB)"
 
 
 def make_context(**changes: Any) -> SimpleNamespace:
@@ -104,7 +105,7 @@ def make_context(**changes: Any) -> SimpleNamespace:
     ],
 )
 def test_a_step_with_a_context_that_cannot_be_split_declines(changes: dict[str, Any], reason: str) -> None:
-    assert find_context_hazard(make_context(**changes), 8) == Decline(reason)
+    assert check_context(make_context(**changes), 8) == Decline(reason)
 
 
 @pytest.mark.parametrize(
@@ -113,15 +114,15 @@ def test_a_step_with_a_context_that_cannot_be_split_declines(changes: dict[str, 
     ids=["eager", "piecewise graphs", "a mask of this batch's tokens"],
 )
 def test_a_plain_context_can_be_split(changes: dict[str, Any]) -> None:
-    assert find_context_hazard(make_context(**changes), 8) is None
+    assert check_context(make_context(**changes), 8) is None
 
 
 def test_data_parallel_ranks_decline_graphs_together() -> None:
     """Whether a rank was padded to a graph's size is its own affair; that there is a graph, all of them know."""
     graph = make_context(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"), dp_metadata=object())
-    assert find_agreed_hazard(graph) == Decline("padded to the size of a graph on all data parallel ranks")
-    assert find_agreed_hazard(make_context(dp_metadata=object())) is None
-    assert find_agreed_hazard(make_context()) == Decline("no data parallel metadata")
+    assert check_agreed_context(graph) == Decline("padded to the size of a graph on all data parallel ranks")
+    assert check_agreed_context(make_context(dp_metadata=object())) is None
+    assert check_agreed_context(make_context()) == Decline("no data parallel metadata")
 
 
 BLOCK = 4
@@ -137,7 +138,7 @@ def find(
     starts = np.array([0, *accumulate(query_lens)], dtype=np.int32)
     seq_lens = np.array(query_lens, dtype=np.int32) + np.array(computed, dtype=np.int32)
     slices = slice_batch(Batch(tuple(query_lens), sum(query_lens), decode_len=0), cuts)
-    return find_prefix_hazard(slices, starts, seq_lens, table, block_size)
+    return check_prefix_cache(slices, starts, seq_lens, table, block_size)
 
 
 def test_reading_blocks_that_a_later_micro_batch_writes_declines() -> None:
@@ -245,4 +246,4 @@ def test_the_end_of_the_batch_is_no_cut() -> None:
     """One slice that holds everything has no later micro-batch."""
     whole = [BatchSlice(0, 2, 0, 8)]
     table = np.array([[5, 6], [5, 6]])
-    assert find_prefix_hazard(whole, np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK) is None
+    assert check_prefix_cache(whole, np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK) is None

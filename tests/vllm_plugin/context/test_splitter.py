@@ -18,7 +18,8 @@ from vllm.forward_context import BatchDescriptor, ForwardContext
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, slice_batch
+from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.context.splitter import (
     ContextSplitter,
     Origin,

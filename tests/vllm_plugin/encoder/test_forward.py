@@ -17,19 +17,19 @@ import pytest
 import torch
 
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.adapter import find_encoder_adapter
-from dbo_runtime.batch import Decline
+from dbo_runtime.adapter import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.platforms import ascend
 from dbo_runtime.vllm_plugin.api import compat
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder, find_encoder, get_encoder
+from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths, make_attention_class, make_lengths
+from dbo_runtime.vllm_plugin.platforms import ascend
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
-from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_plan, make_lengths, plan_attention
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ("qwen2.5", "qwen3")
@@ -126,7 +126,7 @@ class DoublingAdapter:
     def decline(self, encoder: Any) -> str | None:
         return self.refusal
 
-    def weigh(self, encoder: Any, grid: Sequence[int]) -> float:
+    def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
         return float(grid[0] * grid[1] * grid[2])
 
     def record(self, p: ProgramBuilder, encoder: Any, collectives: Any, pixels: Value, grids: Value) -> Value:
@@ -254,7 +254,7 @@ def test_an_encoder_that_cannot_be_split_says_why(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
 ) -> None:
     adapter = DoublingAdapter(refusal="its encoder is a whim")
-    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.find_encoder_adapter", lambda name: adapter)
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.get_encoder_adapter", lambda name: adapter)
     monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.list_encoders", lambda: {"Doubling"})
     collectives: Any = ToyCollectives()
     assert find_encoder(torch.nn.ModuleList([Doubling()]), make_config(**changes), collectives) == reason
@@ -264,13 +264,13 @@ def test_a_feature_of_vllm_ascend_that_splitting_does_not_support_speaks_against
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collectives: Any = ToyCollectives()
-    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.find_encoder_adapter", lambda name: DoublingAdapter())
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.get_encoder_adapter", lambda name: DoublingAdapter())
     monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.list_encoders", lambda: {"Doubling"})
-    monkeypatch.setattr(compat, "find_platform", lambda: "npu")
-    monkeypatch.setattr(ascend, "find_config_hazard", lambda config: "not supported yet: its own MLP group")
+    monkeypatch.setattr(compat, "get_device_type", lambda: "npu")
+    monkeypatch.setattr(ascend, "check_config", lambda config: "not supported yet: its own MLP group")
     model = torch.nn.ModuleList([Doubling()])
     assert find_encoder(model, make_config(), collectives) == "not supported yet: its own MLP group"
-    monkeypatch.setattr(ascend, "find_config_hazard", lambda config: None)
+    monkeypatch.setattr(ascend, "check_config", lambda config: None)
     assert not isinstance(find_encoder(model, make_config(), collectives), str)
 
 
@@ -278,7 +278,7 @@ def test_an_encoder_of_a_class_that_nobody_registered_runs_whole() -> None:
     collectives: Any = ToyCollectives()
     found = find_encoder(torch.nn.ModuleList([Doubling()]), make_config(), collectives)
     assert found == "no adapter is registered for its encoder"
-    assert find_encoder_adapter("Doubling") is None
+    assert get_encoder_adapter("Doubling") is None
     assert get_encoder(torch.nn.ModuleList([Doubling()])) is None
 
 
@@ -293,7 +293,7 @@ def test_an_encoder_that_vllm_left_out_is_told_of() -> None:
 
 
 def test_parts_that_are_not_known_are_declined() -> None:
-    adapter: Any = find_encoder_adapter("Qwen3_VisionTransformer")
+    adapter: Any = get_encoder_adapter("Qwen3_VisionTransformer")
     attn = SimpleNamespace(attn=SimpleNamespace(fp8_enabled=False))
     block = SimpleNamespace(attn=attn, mlp=SimpleNamespace())
     encoder = SimpleNamespace(merger=SimpleNamespace(), blocks=[block])
@@ -324,7 +324,7 @@ class OwnAttention:
 
 
 def make_attention(check: bool = False, factor: float = 1.0) -> Any:
-    return plan_attention(OwnAttention, "cpu", check)(factor)
+    return make_attention_class(OwnAttention, "cpu", check)(factor)
 
 
 PACKED = torch.randn(1, 12, 2, 4, generator=torch.Generator().manual_seed(0))
@@ -359,7 +359,7 @@ def test_the_plan_lies_once_on_top_of_what_is_registered(monkeypatch: pytest.Mon
 
     monkeypatch.setitem(custom_op.op_registry_oot, NAME, OwnAttention)
     for _ in range(2):
-        install_host_plan()
+        install_host_lengths()
     planned = custom_op.op_registry_oot[NAME]
     assert planned.__mro__[1] is OwnAttention
     assert planned.__name__ == NAME

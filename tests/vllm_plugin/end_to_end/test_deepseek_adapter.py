@@ -12,7 +12,7 @@ import pytest
 
 import dbo_models.deepseek
 from dbo_models.deepseek import DeepseekAdapter
-from dbo_runtime.adapter import GROUP, check_adapter, find_adapter
+from dbo_runtime.adapter import GROUP, check_adapter, get_adapter
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
 from dbo_runtime.render import parse, render
@@ -40,7 +40,7 @@ def test_it_keeps_the_contract_of_adapters() -> None:
 @pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
 def test_it_is_found_by_the_name_of_the_architecture(architecture: str) -> None:
     assert architecture in {entry.name for entry in entry_points(group=GROUP)}
-    assert isinstance(find_adapter(architecture), DeepseekAdapter)
+    assert isinstance(get_adapter(architecture), DeepseekAdapter)
 
 
 def test_its_file_is_short() -> None:
@@ -152,7 +152,7 @@ def test_the_program_takes_tokens_and_positions_and_gives_hidden_states(program:
 
 def test_every_reduce_of_one_micro_batch_stands_beside_computation_of_the_other(schedule: Schedule) -> None:
     """Between a reduce and the op that waits for it, the other micro-batch computes: that is what overlaps."""
-    steps = schedule.steps
+    steps = schedule.instructions
     for number, step in enumerate(steps):
         if step.op.lane == "comm" and step.issue.micro_batch == 0:
             waiter = next(n for n, later in enumerate(steps) if step.issue in later.waits)

@@ -10,16 +10,24 @@ from unittest.mock import patch
 
 import pytest
 
-from dbo_runtime.batch import Decline
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.planner.online import correction
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements
+from tests.vllm_plugin.calibration.test_measurement import assert_complete
 from tests.vllm_plugin.conftest import ENVIRONMENT, TINY
 from tests.vllm_plugin.costs import calibrate_few, forget_costs, measure_few
+from tests.vllm_plugin.end_to_end.test_equivalence import (
+    BOUNDARIES,
+    CLOSE,
+    MIXED,
+    PROMPTS,
+    assert_close,
+    run_cut,
+    run_whole,
+)
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.ranks import Ranks
-from tests.vllm_plugin.calibration.test_measurement import assert_complete
-from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, CLOSE, MIXED, PROMPTS, assert_close, run_cut, run_whole
 
 LENGTHS = ((96, 64, 160, 128, 80), (32, 200, 48, 48, 120, 16))
 BATCHES = [
@@ -267,7 +275,7 @@ def calibrate_on_rank(engine: Engine, rank: int) -> str:
 def decide_on_rank(engine: Engine, rank: int) -> list[tuple[Any, str]]:
     """Return how both ranks would split steps, and in which order; without those that cannot be split."""
     planner = engine.runner.get_model().forward.runtime.planner
-    choices = [planner.choose_together(tokens, RuntimeConfig(mode="always")) for tokens in COUNTS]
+    choices = [planner.choose_data_parallel(tokens, RuntimeConfig(mode="always")) for tokens in COUNTS]
     return [(choice.sizes, choice.order.name) for choice in choices if not isinstance(choice, Decline)]
 
 

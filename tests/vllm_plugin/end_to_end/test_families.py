@@ -10,11 +10,11 @@ import pytest
 
 from dbo_runtime.adapter import GROUP
 from tests.vllm_plugin.conftest import ENVIRONMENT, share_cores, start
+from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_whole
+from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.families import FAMILIES, find_backend, make_family
 from tests.vllm_plugin.ranks import Ranks
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_whole
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.vision_families import QWEN3, QWEN25
 
 OURS = tuple(name for name in FAMILIES if name != "GraniteForCausalLM")  # which has the tutorial's, or none

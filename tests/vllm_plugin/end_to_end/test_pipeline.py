@@ -15,8 +15,8 @@ from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
 from tests.vllm_plugin.conftest import share_cores, start
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
+from tests.vllm_plugin.engine import Engine, make_prompt
 
 STAGES = 2
 LAYERS = ({0, 1}, {2})  # of the tiny model, as vLLM shares them out

@@ -11,13 +11,13 @@ import pytest
 from dbo_runtime.observe.timeline import Timeline
 from tests.vllm_plugin.conftest import ENVIRONMENT, TINY, share_cores, start
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.families import find_backend, make_family
-from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_whole
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.end_to_end.test_families import MIXED_CUTS, OURS, PROMPTS, assert_split_says_what_whole_does
 from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS, ask
+from tests.vllm_plugin.engine import Engine
+from tests.vllm_plugin.families import find_backend, make_family
+from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

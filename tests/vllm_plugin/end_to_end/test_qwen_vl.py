@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.vllm_plugin.conftest import share_cores, start
-from tests.vllm_plugin.engine import Answer, Engine
 from tests.vllm_plugin.end_to_end.test_equivalence import assert_close
+from tests.vllm_plugin.engine import Answer, Engine
 from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

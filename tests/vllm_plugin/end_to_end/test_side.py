@@ -14,10 +14,10 @@ import pytest
 from dbo_runtime.observe.timeline import Timeline
 from tests.vllm_plugin.conftest import ENVIRONMENT, TINY, share_cores, start
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
-from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
+from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
+from tests.vllm_plugin.ranks import Ranks
 
 SIDE = {"DBO_SIDE": "on"}
 WAYS = [{"DBO_MODE": "auto", "DBO_SIDE": "on"}, {"DBO_SIDE": "on"}, {"DBO_SIDE": "off"}]  # the first does not cut

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
 from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
-from dbo_runtime.vllm_plugin.install.cpu_patches import GAPS, mend_gaps
+from dbo_runtime.vllm_plugin.install.cpu_patches import GAPS, apply_patches
 
 class Bare(Experts):
     w1_bias = w2_bias = None
@@ -75,9 +75,9 @@ assert refuses(communicator.reduce_scatterv, x, dim=0, sizes=[4]), "vLLM has red
 assert refuses(Runner.sync_and_gather_intermediate_tensors, stage, 2, None, False), "vLLM makes buffers: remove this"
 
 # Mended, once.
-assert mend_gaps() == [gap.symptom for gap in GAPS]
+assert apply_patches() == [gap.symptom for gap in GAPS]
 assert [gap.is_open() for gap in GAPS] == [False] * len(GAPS)
-assert mend_gaps() == []
+assert apply_patches() == []
 assert torch.equal(run(first, swapped), other)
 assert torch.equal(run(first, None), plain)
 assert torch.equal(run(first, elsewhere), torch.zeros_like(x)), "an expert on another rank gives nothing here"

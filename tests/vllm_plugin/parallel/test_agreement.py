@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.batch import Decline
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.runtime import Plan
+from dbo_runtime.runtime import ExecutionPlan
 from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, _fingerprint, find_disagreement
 from dbo_runtime.vllm_plugin.install.model_setup import _compare_settings
+from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, _fingerprint, find_disagreement
 
 
 class Pair:
@@ -54,7 +54,7 @@ PROGRAM = _P.build(_P.compute("op", lambda: None))
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "find_host", lambda: "10.0.0.1")
+    monkeypatch.setattr(compat, "get_host", lambda: "10.0.0.1")
     monkeypatch.setattr(compat, "describe_versions", lambda: "versions")
 
 
@@ -111,22 +111,22 @@ class Ballot:
         said[:] = [own, self.other]
 
 
-PLAN = cast(Plan, "a plan")
+PLAN = cast(ExecutionPlan, "a plan")
 
 
 def test_ranks_that_agree_on_a_plan_ask_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     ballot, agreement = Ballot(monkeypatch, "split"), Agreement(Pair)
     for _ in range(3):
-        assert agreement.settle(PLAN, KEY, "split") is PLAN
+        assert agreement.agree(PLAN, KEY, "split") is PLAN
     assert ballot.asked == 1
-    agreement.settle(PLAN, (3, ("alternate", 0)), "split")
+    agreement.agree(PLAN, (3, ("alternate", 0)), "split")
     assert ballot.asked == 2
 
 
 def test_ranks_that_vote_ask_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ballot, agreement = Ballot(monkeypatch, "split"), Agreement(Pair, votes=True)
     for _ in range(3):
-        assert agreement.settle(PLAN, KEY, "split") is PLAN
+        assert agreement.agree(PLAN, KEY, "split") is PLAN
     assert ballot.asked == 3
 
 
@@ -134,9 +134,9 @@ def test_ranks_that_vote_ask_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_ranks_reason_is_that_of_all(monkeypatch: pytest.MonkeyPatch, own: Any, other: Any) -> None:
     ballot, agreement = Ballot(monkeypatch, other), Agreement(Pair)
     rank = 1 if own is PLAN else 0
-    assert agreement.settle(own, KEY, "split") == Decline("a hazard", f"rank {rank}: in block 7")
+    assert agreement.agree(own, KEY, "split") == Decline("a hazard", f"rank {rank}: in block 7")
     ballot.other = "split"
-    assert agreement.settle(PLAN, KEY, "split") is PLAN, "a refusal must not settle the plan"
+    assert agreement.agree(PLAN, KEY, "split") is PLAN, "a refusal must not settle the plan"
     assert ballot.asked == 2
 
 
@@ -144,18 +144,18 @@ def test_a_rank_never_refuses_alone_what_was_settled(monkeypatch: pytest.MonkeyP
     """The others do not ask any more: they would wait for it for ever."""
     Ballot(monkeypatch, "split")
     agreement = Agreement(Pair)
-    agreement.settle(PLAN, KEY, "split")
+    agreement.agree(PLAN, KEY, "split")
     with pytest.raises(ScheduleError, match=r"this one cannot: a hazard \(in block 7\)"):
-        agreement.settle(HAZARD, KEY, "split")
+        agreement.agree(HAZARD, KEY, "split")
 
 
 def test_plans_that_differ_are_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     Ballot(monkeypatch, "schedule 2")
     with pytest.raises(ScheduleError, match=r"rank 0: schedule 1; rank 1: schedule 2"):
-        Agreement(Pair).settle(PLAN, KEY, "schedule 1")
+        Agreement(Pair).agree(PLAN, KEY, "schedule 1")
 
 
 def test_one_rank_settles_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     ballot = Ballot(monkeypatch, HAZARD)
-    assert Agreement(type("One", (), {"world_size": 1})).settle(PLAN, KEY, "split") is PLAN
+    assert Agreement(type("One", (), {"world_size": 1})).agree(PLAN, KEY, "split") is PLAN
     assert ballot.asked == 0

@@ -153,7 +153,7 @@ def run_rank(rank: int, store: str) -> None:
 
 def test_all_reduce_sums_over_the_ranks_and_in_place_where_it_can(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    code = "import sys; from tests.vllm_plugin.parallel.test_collectives import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
+    code = f"import sys; from {__name__} import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],

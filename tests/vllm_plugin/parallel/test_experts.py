@@ -10,14 +10,15 @@ import torch
 
 from dbo_models.deepseek import DeepseekAdapter
 from dbo_runtime.adapter import record_program
-from dbo_runtime.errors import ScheduleError, UnsupportedError
+from dbo_runtime.decline import DeclineError
+from dbo_runtime.errors import ScheduleError
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
 from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts, find_expert_hazard, travels
+from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts, check_experts, needs_dispatch
 from tests.vllm_plugin.engine import Engine
 
 ONE = SimpleNamespace(world_size=1)
@@ -80,14 +81,14 @@ class ZeroExpertRouter:
 
 
 def test_a_plain_layer_can_be_taken_apart() -> None:
-    assert travels(make_runner())
-    assert find_expert_hazard(make_runner()) is None
-    assert find_expert_hazard(make_runner(quant_dtype=torch.int8, expects_unquantized_inputs=True)) is None
+    assert needs_dispatch(make_runner())
+    assert check_experts(make_runner()) is None
+    assert check_experts(make_runner(quant_dtype=torch.int8, expects_unquantized_inputs=True)) is None
 
 
 def test_a_kernel_that_reduces_its_own_output_cannot_be_taken_apart() -> None:
-    with pytest.raises(UnsupportedError, match="the MoE kernel reduces its own output"):
-        travels(make_runner(_fused_output_is_reduced=True))
+    with pytest.raises(DeclineError, match="the MoE kernel reduces its own output"):
+        needs_dispatch(make_runner(_fused_output_is_reduced=True))
 
 
 OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_method.moe_kernel)
@@ -112,25 +113,25 @@ OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_met
     ],
 )
 def test_a_layer_that_cannot_be_taken_apart_says_why(runner: Any, reason: str) -> None:
-    assert reason in str(find_expert_hazard(runner))
-    with pytest.raises(UnsupportedError, match="the MoE"):
-        ModelCollectives(ONE, TWO).take_apart(runner)
+    assert reason in str(check_experts(runner))
+    with pytest.raises(DeclineError, match="the MoE"):
+        ModelCollectives(ONE, TWO).decompose(runner)
 
 
 def test_a_class_that_nobody_knows_is_named() -> None:
     for unknown in (DerivedRunner(**vars(make_runner())), SimpleNamespace()):
-        with pytest.raises(UnsupportedError, match=f"the MoE class {type(unknown).__name__} is not one that can be"):
-            ModelCollectives(ONE, TWO).take_apart(unknown)
+        with pytest.raises(DeclineError, match=f"the MoE class {type(unknown).__name__} is not one that can be"):
+            ModelCollectives(ONE, TWO).decompose(unknown)
 
 
 def test_without_data_parallel_a_layer_stays_whole() -> None:
-    assert ModelCollectives(TWO).take_apart(make_runner(dp_size=1)) is None
+    assert ModelCollectives(TWO).decompose(make_runner(dp_size=1)) is None
 
 
 def test_a_layer_of_the_real_vllm_without_data_parallel_stays_whole(one_rank: Engine) -> None:
     runner = one_rank.runner.get_model().model.layers[1].mlp.experts
-    assert not travels(runner)
-    assert "MoEPrepareAndFinalizeNoDPEPModular cannot be taken apart" in str(find_expert_hazard(runner))
+    assert not needs_dispatch(runner)
+    assert "MoEPrepareAndFinalizeNoDPEPModular cannot be taken apart" in str(check_experts(runner))
 
 
 @pytest.mark.parametrize(
@@ -141,16 +142,16 @@ def test_a_layer_of_the_real_vllm_without_data_parallel_stays_whole(one_rank: En
     ],
 )
 def test_all_to_all_needs_every_expert_on_one_rank(collectives: ModelCollectives, runner: Any, reason: str) -> None:
-    with pytest.raises(UnsupportedError, match=reason):
-        collectives.take_apart(runner)
+    with pytest.raises(DeclineError, match=reason):
+        collectives.decompose(runner)
 
 
 def test_all_to_all_needs_the_same_placement_in_all_layers() -> None:
     collectives = ModelCollectives(ONE, TWO, "all_to_all")
-    assert collectives.take_apart(make_runner()) is not None
-    assert collectives.take_apart(make_runner()) is not None
-    with pytest.raises(UnsupportedError, match="on the same ranks"):
-        collectives.take_apart(make_runner(expert_map=torch.tensor([-1, -1, 0, 1])))
+    assert collectives.decompose(make_runner()) is not None
+    assert collectives.decompose(make_runner()) is not None
+    with pytest.raises(DeclineError, match="on the same ranks"):
+        collectives.decompose(make_runner(expert_map=torch.tensor([-1, -1, 0, 1])))
 
 
 def test_only_a_lone_tensor_parallel_rank_under_data_parallel_has_nothing_to_reduce() -> None:
@@ -188,7 +189,11 @@ def test_under_data_parallel_dispatch_and_combine_are_ops_of_the_comm_lane() -> 
 
 
 def test_all_to_all_exchanges_sizes_and_then_syncs_the_host() -> None:
-    layer = [op for op in record(ModelCollectives(ONE, TWO, "all_to_all", sizes_apart=True)).ops if op.layer == 1]
+    layer = [
+        op
+        for op in record(ModelCollectives(ONE, TWO, "all_to_all", exchange_sizes_separately=True)).ops
+        if op.layer == 1
+    ]
     assert [op.name for op in layer] == [
         *TRAVELS[:4],
         "sizes",
@@ -208,7 +213,7 @@ def test_a_lane_that_may_wait_by_itself_exchanges_sizes_within_dispatch() -> Non
 
 
 def test_a_schedule_that_syncs_the_host_is_refused_for_capture_by_the_ops_name() -> None:
-    programs = [record(ModelCollectives(ONE, TWO, "all_to_all", sizes_apart=True))] * 2
+    programs = [record(ModelCollectives(ONE, TWO, "all_to_all", exchange_sizes_separately=True))] * 2
     schedule = lower(programs, alternate(programs))
     validate(schedule)
     with pytest.raises(ScheduleError, match=r"L1\.dispatch/0 blocks the host"):
@@ -225,11 +230,11 @@ def test_all_ranks_schedules_fit_together_and_experts_run_beside_the_others_disp
     programs = [record(ModelCollectives(ONE, TWO, dispatch))] * 2
     schedule = lower(programs, alternate(programs))
     validate_ranks([RankPlan(schedule, ((3, 4), (4, 4)))] * 2)
-    order = [step.label for step in schedule.steps if step.op.name in ("dispatch", "experts", "combine")]
+    order = [step.label for step in schedule.instructions if step.op.name in ("dispatch", "experts", "combine")]
     assert order == [
         f"L1.{name}" for name in ("dispatch/0", "dispatch/1", "experts/0", "combine/0", "experts/1", "combine/1")
     ]
-    by_label = {step.label: step for step in schedule.steps}
+    by_label = {step.label: step for step in schedule.instructions}
     waits = {
         programs[0].ops[issue.position].label + f"/{issue.micro_batch}" for issue in by_label["L1.experts/0"].waits
     }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.parallel.latent_attention import SplitLatentAttention, find_attention_hazard, find_latent_module
+from dbo_runtime.vllm_plugin.parallel.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 
 ONE = SimpleNamespace(world_size=1)
 LAYER = {"use_pcp": False, "hisparse_cache": None}
@@ -44,10 +44,10 @@ def make_module(
 @pytest.mark.parametrize("rotary", ["RotaryEmbedding", "DeepseekScalingRotaryEmbedding"])
 def test_vllms_own_module_is_taken_apart(rotary: str) -> None:
     collectives = ModelCollectives(ONE)
-    parts = collectives.take_attention_apart(SimpleNamespace(mla_attn=make_module(rotary=rotary)))
+    parts = collectives.decompose_attention(SimpleNamespace(mla_attn=make_module(rotary=rotary)))
     assert isinstance(parts, SplitLatentAttention)
     assert parts.has_latent
-    assert collectives.whole_attention is None
+    assert collectives.fused_attention_reason is None
     assert not SplitLatentAttention(make_module(q_lora_rank=None)).has_latent
 
 
@@ -68,17 +68,17 @@ def test_vllms_own_module_is_taken_apart(rotary: str) -> None:
 )
 def test_what_is_not_known_to_come_apart_stays_one_op_and_says_why(module: Any, reason: str) -> None:
     collectives = ModelCollectives(ONE)
-    assert collectives.take_attention_apart(SimpleNamespace(mla_attn=module)) is None
-    assert str(collectives.whole_attention).startswith(reason)
-    assert find_attention_hazard(module) == collectives.whole_attention
+    assert collectives.decompose_attention(SimpleNamespace(mla_attn=module)) is None
+    assert str(collectives.fused_attention_reason).startswith(reason)
+    assert check_attention(module) == collectives.fused_attention_reason
 
 
 def test_attention_of_another_kind_is_nothing_to_speak_of() -> None:
     collectives = ModelCollectives(ONE)
     for attention in (SimpleNamespace(), SimpleNamespace(mla_attn=None), SimpleNamespace(attn=object())):
-        assert find_latent_module(attention) is None
-        assert collectives.take_attention_apart(attention) is None
-    assert collectives.whole_attention is None
+        assert get_latent_module(attention) is None
+        assert collectives.decompose_attention(attention) is None
+    assert collectives.fused_attention_reason is None
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])

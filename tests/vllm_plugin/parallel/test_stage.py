@@ -12,20 +12,20 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_models.dense import DenseAdapter
 from dbo_models.toy import ToyAdapter
-from dbo_runtime.batch import Decline
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import SplitError
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.api.compat import Groups
 from dbo_runtime.vllm_plugin.install import model_setup as attachment
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.api.compat import Groups
+from dbo_runtime.vllm_plugin.parallel.stage import UNSPLIT, Stage, get_stage
+from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.parallel.stage import WHOLE, Stage, find_stage
-from dbo_runtime.vllm_plugin.step.decision import StepPlanner
-from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
 from tests.vllm_plugin.context.test_checks import make_config as make_hazards
+from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
 
 HANDED = ("hidden_states", "residual")
 FIRST, MIDDLE, LAST = (Stage(number, 3, range(2 * number, 2 * number + 2), HANDED) for number in range(3))
@@ -72,7 +72,7 @@ def make_forward(model: Model, check: bool = False) -> SplitForward:
     config = RuntimeConfig(mode="always", check=check, min_tokens=1, min_prefill_tokens=0)
     runtime = MicroBatchRuntime(record(model), VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(ONE_RANK)
-    planner = StepPlanner(runtime, Splitter(), agreement, "network")
+    planner = StepDecider(runtime, Splitter(), agreement, "network")
     return SplitForward(model, model.forward, runtime, planner, agreement, stage=model.stage)
 
 
@@ -130,7 +130,7 @@ NUMBERS = torch.zeros(8, 2)
 @pytest.mark.parametrize(
     ("stage", "handed", "decline"),
     [
-        (WHOLE, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
+        (UNSPLIT, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
         (FIRST, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
         (MIDDLE, None, Decline("unknown intermediate tensors", "none")),
         (LAST, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
@@ -151,7 +151,7 @@ def test_a_step_that_is_given_what_its_program_does_not_take_runs_whole(
     stage: Stage, handed: dict[str, torch.Tensor] | None, decline: Decline
 ) -> None:
     given = None if handed is None else IntermediateTensors(handed)
-    assert stage.find_obstacle(given, tokens=8) == decline
+    assert stage.check_inputs(given, tokens=8) == decline
     forward, seen = make_forward(Model(LAST)), []
     forward._stage = stage
     forward._forward = lambda *arguments: seen.append(arguments) or "whole"
@@ -162,20 +162,20 @@ def test_a_step_that_is_given_what_its_program_does_not_take_runs_whole(
 
 @STAGES
 def test_a_stage_that_is_given_what_it_takes_has_nothing_against_a_split(stage: Stage) -> None:
-    assert stage.find_obstacle(make_handed(stage), tokens=8) is None
+    assert stage.check_inputs(make_handed(stage), tokens=8) is None
 
 
 PROGRAMS = {stage.number: record(Model(stage)) for stage in (FIRST, MIDDLE, LAST)} | {3: record(Model(Stage()))}
 
 
-@pytest.mark.parametrize("stage", [FIRST, MIDDLE, LAST, WHOLE], ids=["first", "middle", "last", "whole"])
+@pytest.mark.parametrize("stage", [FIRST, MIDDLE, LAST, UNSPLIT], ids=["first", "middle", "last", "whole"])
 def test_a_program_must_take_and_hand_on_what_the_stage_does(stage: Stage) -> None:
-    own = 3 if stage is WHOLE else stage.number
-    assert [number for number, program in PROGRAMS.items() if stage.find_mismatch(program) is None] == [own]
+    own = 3 if stage is UNSPLIT else stage.number
+    assert [number for number, program in PROGRAMS.items() if stage.check_program(program) is None] == [own]
 
 
 def test_a_program_that_is_not_the_stages_is_described() -> None:
-    assert Stage(1, 3, range(2, 4), ("hidden_states",)).find_mismatch(PROGRAMS[0]) == (
+    assert Stage(1, 3, range(2, 4), ("hidden_states",)).check_program(PROGRAMS[0]) == (
         "stages of this pipeline hand over hidden_states; on stage 1 of 3 its adapter takes hidden_states and hands on "
         "hidden_states, residual"
     )
@@ -184,14 +184,14 @@ def test_a_program_that_is_not_the_stages_is_described() -> None:
 @pytest.mark.parametrize(
     ("adapter", "stage", "reason"),
     [
-        (ToyAdapter(), WHOLE, None),
+        (ToyAdapter(), UNSPLIT, None),
         (ToyAdapter(), FIRST, "dbo_models.toy.ToyAdapter takes whole models only, no stages of a pipeline"),
         (DenseAdapter(), MIDDLE, None),
         (DenseAdapter(), Stage(1, 3, range(2, 2), HANDED), "stage 1 of 3 has no layers"),
     ],
 )
 def test_an_adapter_is_asked_about_stages_only_if_it_takes_them(adapter: Any, stage: Stage, reason: str | None) -> None:
-    assert attachment.find_stage_hazard(adapter, stage) == reason
+    assert attachment.check_stage(adapter, stage) == reason
 
 
 def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
@@ -223,22 +223,22 @@ def test_the_stage_is_found_with_its_layers_and_what_it_hands_over(monkeypatch: 
     for rank, layers in enumerate((range(2), range(2, 5), range(5, 7))):  # as vLLM shares out seven
         group = SimpleNamespace(world_size=3, rank_in_group=rank)
         monkeypatch.setattr(parallel_state, "get_pp_group", lambda group=group: group)
-        stage = find_stage(Empty(), make_config())
+        stage = get_stage(Empty(), make_config())
         assert stage == Stage(rank, 3, layers, HANDED)
         assert (stage.name, stage.describe()) == (f"pp{rank}", {"pipeline": 3, "stage": rank})
 
 
 def test_without_a_pipeline_the_model_is_whole_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
-    assert find_stage(object(), None) is WHOLE
-    assert (WHOLE.name, WHOLE.describe(), WHOLE.is_first, WHOLE.is_last) == (None, {}, True, True)
+    assert get_stage(object(), None) is UNSPLIT
+    assert (UNSPLIT.name, UNSPLIT.describe(), UNSPLIT.is_first, UNSPLIT.is_last) == (None, {}, True, True)
 
 
 @pytest.mark.parametrize(("rank", "stage", "counts"), [(0, FIRST, True), (1, FIRST, False), (0, LAST, False)])
 def test_a_step_is_counted_once_on_however_many_stages(
     rank: int, stage: Stage, counts: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attachment, "find_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(attachment, "get_folder", lambda: str(tmp_path))
     group = SimpleNamespace(world_size=2, rank_in_group=rank)
     config = SimpleNamespace(
         model_config=SimpleNamespace(served_model_name="model"),

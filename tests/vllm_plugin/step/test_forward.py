@@ -21,21 +21,22 @@ from vllm.forward_context import (
 )
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.batch import Batch, BatchSlice, Decline
+from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.online.correction import LARGEST_STEP, PERIOD
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost
-from dbo_runtime.planner.online.planner import Choice, Planner
+from dbo_runtime.planner.online.correction import LARGEST_STEP, PERIOD
+from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
+from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+from dbo_runtime.vllm_plugin.step.decision import NOTHING_TO_HIDE, StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.decision import NOTHING_TO_HIDE, StepPlanner
 from tests.planner.machines import make_table
 
 BATCH = Batch((4, 4), prefill_tokens=8)
@@ -118,7 +119,7 @@ def make_forward(
     config = RuntimeConfig(mode=mode, check=check, min_tokens=1, min_prefill_tokens=0)
     runtime = MicroBatchRuntime(program, VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(group)
-    planner = StepPlanner(runtime, splitter or Splitter(), agreement, transport)
+    planner = StepDecider(runtime, splitter or Splitter(), agreement, transport)
     return SplitForward(model, model.forward, runtime, planner, agreement)
 
 
@@ -246,7 +247,7 @@ SHARED = make_group(_CPUSHMDistributed())
     ],
 )
 def test_the_transport_is_found(groups: compat.Groups, hosts: int, transport: str) -> None:
-    assert compat.find_transport(groups, hosts) == transport
+    assert compat.get_transport(groups, hosts) == transport
 
 
 def test_nothing_is_split_before_vllm_has_warmed_up() -> None:
@@ -285,7 +286,7 @@ def make_forward_beside(model: Model, splitter: Any, host_sync: bool = False, **
     config = replace(forward.runtime.config, **settings)
     runtime = MicroBatchRuntime(program, forward.runtime.device, config, Lines())
     forward.runtime = runtime
-    forward.planner = StepPlanner(runtime, splitter, Agreement(ONE_RANK), "none")
+    forward.planner = StepDecider(runtime, splitter, Agreement(ONE_RANK), "none")
     return forward
 
 
@@ -507,7 +508,7 @@ def test_the_last_step_says_its_way_and_what_was_expected_and_measured() -> None
     planner = learn(forward)
     run(forward)
     choice = planner.choose(BATCH, forward.runtime.config)
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SplitChoice)
     assert forward.last_step[:2] == ("split", choice.prediction.split)
     forward.runtime.config = replace(forward.runtime.config, mode="off")
     run(forward)
@@ -532,7 +533,7 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
     run(forward)  # declined by prediction
     run(forward, spec_step_idx=1)  # declined for another reason
     assert planner.correction._steps == 4
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SplitChoice)
     assert [step[:2] for step in noted] == [("split", choice.prediction.split), ("whole", choice.prediction.whole)]
     assert all(seconds > 0 for *_, seconds in noted)
 
@@ -576,8 +577,8 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
     assert planner.correction.factor("split") == pytest.approx(math.exp(LARGEST_STEP))  # far slower than predicted
     assert planner.correction.factor("whole") == 1.0
     after = planner.choose(BATCH, config)
-    assert isinstance(before, Choice)
-    assert isinstance(after, Choice)
+    assert isinstance(before, SplitChoice)
+    assert isinstance(after, SplitChoice)
     assert after.prediction.split == pytest.approx(before.prediction.split * math.exp(LARGEST_STEP))
     assert (after.slices, after.order, after.prediction.whole) == (before.slices, before.order, before.prediction.whole)
     assert forward.runtime.config == config

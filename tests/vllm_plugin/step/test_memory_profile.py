@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from dbo_runtime.batch import Decline
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.torch_streams import StreamDevice
+from dbo_runtime.vllm_plugin.step.decision import StepDecider, _whole
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.memory_profile import copy_for_profile, profile_split, run_both
-from dbo_runtime.vllm_plugin.step.decision import StepPlanner, _whole
 from tests.vllm_plugin.engine import Engine
 
 GROUP = SimpleNamespace(world_size=1, rank_in_group=0)
@@ -87,7 +87,7 @@ def test_a_split_profile_is_reserved_for_and_its_results_are_not_checked(
 def test_a_profile_that_could_not_be_split_is_told_of(
     one_rank: Engine, reserving: SplitForward, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(StepPlanner, "_plan_profile", lambda *_: _whole(Decline("no reason at all")))
+    monkeypatch.setattr(StepDecider, "_plan_profile", lambda *_: _whole(Decline("no reason at all")))
     profile_split(one_rank.runner, GROUP, one_rank.runner.profile_run)
     said = capfd.readouterr().err
     assert "WARNING" in said

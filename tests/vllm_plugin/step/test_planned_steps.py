@@ -11,9 +11,9 @@ import pytest
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.batch_features import measure_features
 from dbo_runtime.planner.online.correction import PERIOD, SPLIT
-from dbo_runtime.planner.costs.batch_features import measure_load
-from dbo_runtime.planner.online.planner import Choice, Planner
+from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.costs import (
@@ -22,8 +22,8 @@ from tests.vllm_plugin.costs import (
     forget_costs,
     make_planner,
 )
-from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, PROMPTS, assert_close, run_whole
+from tests.vllm_plugin.engine import Engine, make_prompt
 
 PAIR = [make_prompt(64, 1), make_prompt(64, 2)]
 LOSING = 20e-3  # seconds that a split costs: a little more than is gained of the 23 ms in which PAIR communicates
@@ -105,7 +105,7 @@ def test_a_plan_is_the_planners_choice(
     forward.runtime.planner = measured
     one_rank.generate(PAIR)
     choice = measured.choose(Batch((64, 64), 128, context_lens=(0, 0)), forward.runtime.config)
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SplitChoice)
     (plan,) = plans
     assert (plan.slices, plan.expected) == (choice.slices, choice.prediction.split)
     (line,) = log.find("new plan")
@@ -167,7 +167,7 @@ def test_auto_leaves_whole_what_costs_say_does_not_pay_and_tells_the_figures_onc
     assert re.fullmatch(rf"{figures}; DBO_MARGIN asks for more than 2\.0% less, .*", line["detail"])
     assert networked.last_step is not None
     assert networked.last_step.way == "whole"
-    assert networked.last_step.expected == planner.predict_whole(measure_load((64, 64), ()))
+    assert networked.last_step.expected == planner.predict_unsplit(measure_features((64, 64), ()))
 
 
 def test_auto_does_not_even_look_at_a_step_that_is_too_small_to_gain(
@@ -237,7 +237,7 @@ def test_a_worker_tells_what_its_last_step_was_expected_to_take_and_took(
     one_rank.generate(PAIR)
     split = ask(one_rank, "dbo_last_step")
     choice = planner.choose(Batch((64, 64), 128, context_lens=(0, 0)), forward.runtime.config)
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SplitChoice)
     assert (split["way"], split["expected"]) == ("split", choice.prediction.split)
     assert split["seconds"] > 0
 
@@ -248,9 +248,9 @@ def test_a_worker_predicts_steps(one_rank: Engine, forward: SplitForward) -> Non
     one_rank.configure(DBO_MODE="off")  # it is no matter
     predicted = ask(one_rank, "dbo_predict", [64, 64])
     choice = planner.choose(Batch((64, 64), 128), RuntimeConfig(enabled=True, mode="always"))
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SplitChoice)
     assert predicted == choice.prediction._asdict()
-    assert predicted["split"] > predicted["whole"] == planner.predict_whole(measure_load((64, 64), ()))
+    assert predicted["split"] > predicted["whole"] == planner.predict_unsplit(measure_features((64, 64), ()))
     assert ask(one_rank, "dbo_predict", [1]) is None  # it cannot be cut
 
 

@@ -15,13 +15,14 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 import dbo_runtime
-from dbo_runtime.batch import Batch, Decline
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
-from dbo_runtime.observe.counts import FOLDER, SHARED, find_folder
+from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.runtime import MicroBatchRuntime, Plan
+from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from tests.programs import record_toy
 
@@ -48,10 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make_plan(*tokens: int) -> Plan:
+def make_plan(*tokens: int) -> ExecutionPlan:
     runtime = MicroBatchRuntime(record_toy(), VirtualDevice(), RuntimeConfig(), open_log(quiet=True))
     plan = runtime.plan(Batch(tokens, sum(tokens)), [sum(tokens[: n + 1]) for n in range(len(tokens) - 1)])
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, ExecutionPlan)
     return plan
 
 
@@ -149,7 +150,7 @@ def count_in_worker() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    Metrics(str(find_folder()), "tiny", 0).count_step(make_plan(100, 28))
+    Metrics(str(get_folder()), "tiny", 0).count_step(make_plan(100, 28))
 
 
 # An engine's process, the worker that it has multiprocessing start, and another program that it starts.
@@ -158,10 +159,10 @@ import json, multiprocessing, os, subprocess, sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 import dbo_runtime
-from dbo_runtime.observe.counts import find_folder
+from dbo_runtime.observe.counts import get_folder
 from tests.vllm_plugin.telemetry.test_metrics import count_in_worker
 
-folder = find_folder()
+folder = get_folder()
 worker = multiprocessing.get_context("spawn").Process(target=count_in_worker)
 worker.start()
 worker.join()
@@ -171,13 +172,13 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.reader import get_metrics_snapshot
 snapshot = {metric.name: metric.value for metric in get_metrics_snapshot() if metric.name == "vllm:dbo_micro_batches"}
 shown = "vllm:dbo_steps_total" in generate_latest(REGISTRY).decode()
-print(json.dumps([folder, find_folder(), program.stdout.split(), dbo_runtime.statistics(), snapshot, shown]))
+print(json.dumps([folder, get_folder(), program.stdout.split(), dbo_runtime.statistics(), snapshot, shown]))
 """
 PROGRAM = """
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from dbo_runtime.observe.counts import find_folder
-print(find_folder())
+from dbo_runtime.observe.counts import get_folder
+print(get_folder())
 """
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from dbo_models.dense import DenseAdapter
 from dbo_runtime.adapter import Collectives
-from dbo_runtime.errors import UnsupportedError
+from dbo_runtime.decline import DeclineError
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
-from dbo_runtime.vllm_plugin.verify.verification import Fault, Trial, try_adapter
+from dbo_runtime.vllm_plugin.verify.verification import Mismatch, Verification, verify_adapter
 from tests.vllm_plugin.conftest import TINY
 from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.vision_families import QWEN3, make_vision_family
@@ -43,8 +43,8 @@ class Wrapped(DenseAdapter):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_registered_adapter_passes(llama: str) -> None:
-    trial = try_adapter(llama)
-    assert not trial.faults, str(trial)
+    trial = verify_adapter(llama)
+    assert not trial.mismatches, str(trial)
     assert trial.cuts > 12
     count = f"{len(trial.program.ops)} ops, unsplit, in two stages and cut at {trial.cuts} places"
     assert str(trial) == f"equal to the model's own forward: {count}"
@@ -53,8 +53,8 @@ def test_the_registered_adapter_passes(llama: str) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_latent_attention_taken_apart_passes_at_every_cut() -> None:
-    trial = try_adapter(str(TINY), has_side=True, attention_backend="CPU_MLA")
-    assert not trial.faults, str(trial)
+    trial = verify_adapter(str(TINY), has_side=True, attention_backend="CPU_MLA")
+    assert not trial.mismatches, str(trial)
     assert {op.name for op in trial.program.ops if op.lane == "side"} == {"keys"}
     assert trial.in_stages
 
@@ -63,8 +63,8 @@ def test_latent_attention_taken_apart_passes_at_every_cut() -> None:
 @pytest.mark.slow
 def test_a_model_that_keeps_inputs_by_token_is_tried_with_them(tmp_path: Path) -> None:
     model = make_vision_family(QWEN3, tmp_path / "model")
-    trial = try_adapter(str(model), skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0})
-    assert not trial.faults, str(trial)
+    trial = verify_adapter(str(model), skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0})
+    assert not trial.mismatches, str(trial)
     assert "take_features" in {op.name for op in trial.program.ops}
 
 
@@ -75,17 +75,17 @@ def test_an_op_that_computes_something_else_is_named(llama: str, monkeypatch: py
     hooks.install()
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_DBO", "1")
     monkeypatch.setenv("DBO_MODE", "always")
-    trial = try_adapter(llama, Wrapped("L1.mlp", lambda fn: lambda x: fn(x) * 1.01))
-    assert {fault.op for fault in trial.faults if fault.cut is None} == {"L1.mlp"}, str(trial)
-    assert trial.faults[0].declared_at.startswith(__file__)
+    trial = verify_adapter(llama, Wrapped("L1.mlp", lambda fn: lambda x: fn(x) * 1.01))
+    assert {fault.op for fault in trial.mismatches if fault.cut is None} == {"L1.mlp"}, str(trial)
+    assert trial.mismatches[0].declared_at.startswith(__file__)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_an_op_that_depends_on_the_cut_is_named_with_the_cut(llama: str) -> None:
     """It adds how many tokens there are, and those of a micro-batch are fewer than the step's."""
-    trial = try_adapter(llama, Wrapped("L2.attn_reduce", lambda fn: lambda x: fn(x) + x.shape[0]))
-    assert {fault.op for fault in trial.faults if fault.cut is not None} == {"L2.attn_reduce"}, str(trial)
+    trial = verify_adapter(llama, Wrapped("L2.attn_reduce", lambda fn: lambda x: fn(x) + x.shape[0]))
+    assert {fault.op for fault in trial.mismatches if fault.cut is not None} == {"L2.attn_reduce"}, str(trial)
 
 
 @pytest.mark.vllm
@@ -95,21 +95,21 @@ def test_what_is_declined_is_not_tried(llama: str) -> None:
         def decline(self, model: Any) -> str | None:
             return "on a whim"
 
-    with pytest.raises(UnsupportedError, match="LlamaForCausalLM is declined: on a whim"):
-        try_adapter(llama, Declining())
+    with pytest.raises(DeclineError, match="LlamaForCausalLM is declined: on a whim"):
+        verify_adapter(llama, Declining())
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_without_an_adapter_there_is_nothing_to_try(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="no adapter is registered for GraniteForCausalLM"):
-        try_adapter(str(make_family("GraniteForCausalLM", tmp_path)))
+    with pytest.raises(DeclineError, match="no adapter is registered for GraniteForCausalLM"):
+        verify_adapter(str(make_family("GraniteForCausalLM", tmp_path)))
 
 
 def test_faults_read_as_lines() -> None:
-    fault = Fault("L1.mlp", "adapter.py:7", 5, "prefill of 21 tokens", 0.25)
+    fault = Mismatch("L1.mlp", "adapter.py:7", 5, "prefill of 21 tokens", 0.25)
     line = "prefill of 21 tokens, cut at token 5: L1.mlp differs first, by 2.5e-01 of the largest value (adapter.py:7)"
     assert (
-        str(Trial(None, 1, faults=[fault, fault._replace(cut=None)]))
+        str(Verification(None, 1, mismatches=[fault, fault._replace(cut=None)]))
         == f"{line}\n{line.replace('cut at token 5', 'unsplit')}"
     )  # type: ignore[arg-type]

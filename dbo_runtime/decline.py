@@ -1,0 +1,33 @@
+"""Why a model, an encoder or a step is not split: one type for all reasons, found at load time or at a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbo_runtime.errors import DboError
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """A refusal to split.
+
+    Attributes:
+        reason: a fixed phrase to count by.
+        detail: the figures of this case.
+        expected: seconds that the whole step was predicted to take, where it was.
+    """
+
+    reason: str
+    detail: str = ""
+    expected: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
+
+class DeclineError(DboError):
+    """Raised while a program is recorded, if the model cannot be split; carries the decline."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.decline = Decline(reason, detail)
+        super().__init__(str(self.decline))
