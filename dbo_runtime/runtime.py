@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
-
-from structlog.typing import FilteringBoundLogger
+from typing import TYPE_CHECKING, Any, Literal
 
 from dbo_runtime.batch import LEAST_SHARE, Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
 from dbo_runtime.config import RuntimeConfig, name_policy
@@ -27,6 +25,9 @@ from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.render import digest
 from dbo_runtime.schedule import Schedule, lower
 from dbo_runtime.validate import validate
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 Mode = Literal["split", "unsplit", "concurrent"]
 """How a step ran: in micro-batches; by the model's own forward; or as one batch with concurrent ops on `side`."""

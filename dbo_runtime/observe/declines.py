@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-
-from structlog.typing import FilteringBoundLogger
+from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 
 def warn_declined(log: FilteringBoundLogger, what: str, decline: Decline, **facts: object) -> None:

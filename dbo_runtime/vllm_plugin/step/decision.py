@@ -141,9 +141,7 @@ class StepDecider:
             return sizes if isinstance(sizes, Decline) else DataParallelSplit(sizes)
         return self._runtime.check_transport(self._transport) or self._runtime.plan_data_parallel(tokens)
 
-    def _plan(
-        self, context: ForwardContext, tokens: int, shared: DataParallelSplit | None
-    ) -> ExecutionPlan | Decline:
+    def _plan(self, context: ForwardContext, tokens: int, shared: DataParallelSplit | None) -> ExecutionPlan | Decline:
         """Plan this rank's batch; under data parallel, cut it where all ranks expect it."""
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):

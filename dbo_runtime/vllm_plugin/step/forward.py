@@ -30,6 +30,7 @@ from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.model_executor.models.interfaces_base import VllmModel
 
 Results = torch.Tensor | IntermediateTensors
 """What a forward returns: hidden states [tokens, hidden], or the tensors for the next stage of a pipeline."""
@@ -63,7 +64,7 @@ class SplitForward:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: VllmModel,
         forward: Callable[..., Results],
         runtime: MicroBatchRuntime,
         decider: StepDecider,
@@ -94,6 +95,10 @@ class SplitForward:
         own.decider, own._timers = self.decider.copy_for(own.runtime, group), deque()
         own.recording, own._metrics = Recording(), None
         return own
+
+    def start_serving(self) -> None:
+        """Split steps from now on: vLLM has warmed up."""
+        self.decider.phase = Phase.SERVING
 
     def __call__(
         self,

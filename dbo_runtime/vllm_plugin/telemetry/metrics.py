@@ -1,8 +1,8 @@
 """Count served steps on vLLM's own Prometheus endpoint, whichever process serves it.
 
 Workers and API servers are separate processes, so counts pass through files that prometheus_client maps into memory
-and merges: in its multi-process folder where vLLM has several API servers, in a folder of this package otherwise. Counts
-of a rank on another host than the API server stay on that host.
+and merges: in its multi-process folder where vLLM has several API servers, in a folder of this package otherwise.
+Counts of a rank on another host than the API server stay on that host.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from structlog.typing import FilteringBoundLogger
-
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.events import EventTable
@@ -20,11 +18,14 @@ from dbo_runtime.schedule import lower
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 
 if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
     from vllm.distributed.parallel_state import GroupCoordinator
 
 T = TypeVar("T")
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # ranks with the same one share a clock, across network namespaces too
+BOOT_ID = Path(
+    "/proc/sys/kernel/random/boot_id"
+)  # ranks with the same one share a clock, across network namespaces too
 OVERHEAD_OPS, OVERHEAD_RUNS = 200, 5  # of the measurement of the cost of recording
 
 
