@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
 
 COUNTING_TOKENS = 2  # of the run in which all-reduces are counted
-OTHER_COLLECTIVES = ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather", "broadcast", "send", "recv")
+OTHER_COLLECTIVES = (
+    "all_gather",
+    "all_gatherv",
+    "reduce_scatter",
+    "reduce_scatterv",
+    "gather",
+    "broadcast",
+    "send",
+    "recv",
+)
 
 
 class GenericAdapter:
@@ -60,7 +69,9 @@ class GenericAdapter:
             return Decline("DBO_GENERIC needs greenlet: pip install 'dbo-runtime[generic]'")
         return None
 
-    def record(self, p: ProgramBuilder, model: VllmModel, collectives: Collectives, x: Value, positions: Value) -> Value:
+    def record(
+        self, p: ProgramBuilder, model: VllmModel, collectives: Collectives, x: Value, positions: Value
+    ) -> Value:
         """Declare one micro-batch: parts of the forward, and the reduces between them.
 
         Raises:
@@ -105,7 +116,9 @@ class GenericAdapter:
         if config.model_config.uses_mrope:
             positions = positions.expand(3, -1)
         context = set_forward_context(None, config, num_tokens=COUNTING_TOKENS, skip_compiled=True)
-        received = None if self._stage.is_first else IntermediateTensors({name: x.clone() for name in self._stage.handed})
+        received = (
+            None if self._stage.is_first else IntermediateTensors({name: x.clone() for name in self._stage.handed})
+        )
         try:
             with _replace_collectives(self._group) as reduces, torch.inference_mode(), context:
                 model.forward(None, positions, received, None if received else x)

@@ -83,7 +83,8 @@ class SplitEncoder:
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
             return run_unsplit()
-        inputs = [(x[piece.tokens], grids[piece.requests]) for piece in plan.slices]
+        program, images = self.runtime.program, {"pixels": x, "grids": grids}
+        inputs = [program.cut_inputs(images, piece.tokens, piece.requests) for piece in plan.slices]
         embeddings = torch.cat([embedded for (embedded,) in self.runtime.run(plan, inputs)])
         if self.runtime.config.check:
             compare_split({RESULTS: embeddings}, {RESULTS: run_unsplit()}, plan)

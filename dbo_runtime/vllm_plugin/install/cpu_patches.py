@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from dbo_runtime.dispatch import gather_rows, reduce_rows
 
-
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -149,7 +148,9 @@ def _add_uneven_collectives() -> None:
             return [_gather(self, one, dim, sizes) for one in input_]
         return _gather(self, input_, dim, sizes)
 
-    def reduce_scatterv(self: CpuCommunicator, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    def reduce_scatterv(
+        self: CpuCommunicator, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
         """Sum over the ranks and return this rank's rows."""
         _check_first(dim)
         even = [input_.shape[0] // self.world_size] * self.world_size

@@ -97,7 +97,7 @@ def _record_model(
         return decline
     if adapter is None:
         return Decline("no adapter is registered", f"{architecture}; {INSTRUCTIONS}")
-    decline = check_config(rank.vllm_config) or check_stage(adapter, rank.stage)
+    decline = check_config(rank.vllm_config) or check_stage(adapter, rank.stage) or adapter.decline(model)
     if decline is not None:
         return decline
     program = record_program(adapter, model, collectives, has_side_lane(rank))

@@ -13,6 +13,7 @@ from vllm import forward_context
 from vllm.forward_context import ForwardContext
 from vllm.sequence import IntermediateTensors
 
+from dbo_runtime.adapter import POSITIONS, X
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Timer
@@ -129,7 +130,7 @@ class SplitForward:
                 inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
                 intermediate_tensors = copy_tensors(intermediate_tensors)
             inputs = self._take_inputs(input_ids, intermediate_tensors, inputs_embeds)
-            results = self._run(plan, contexts, inputs, positions)
+            results = self._run(plan, contexts, {**inputs, POSITIONS: positions})
         self._learn(plan, timer)
         if self._metrics is not None and self.decider.phase is Phase.SERVING:
             self._metrics.count_step(plan)
@@ -142,28 +143,23 @@ class SplitForward:
         input_ids: torch.Tensor | None,
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: torch.Tensor | None,
-    ) -> list[torch.Tensor]:
+    ) -> dict[str, torch.Tensor]:
         """Return the program's inputs without positions: embedded tokens, or the tensors of the stage before."""
         if intermediate_tensors is not None:
             return take_inputs(self.runtime.program, intermediate_tensors)
         x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
-        return [x if self._add_inputs is None else self._add_inputs(self._model, x, self.runtime.config.check)]
+        return {X: x if self._add_inputs is None else self._add_inputs(self._model, x, self.runtime.config.check)}
 
-    def _run(
-        self, plan: ExecutionPlan, contexts: list[ForwardContext], given: list[torch.Tensor], positions: torch.Tensor
-    ) -> Results:
-        x, *more = given
-        inputs = [
-            (x[piece.tokens], positions[..., piece.tokens], *(tensor[piece.tokens] for tensor in more))
-            for piece in plan.slices
-        ]
+    def _run(self, plan: ExecutionPlan, contexts: list[ForwardContext], inputs: dict[str, torch.Tensor]) -> Results:
+        program = self.runtime.program
+        cut = [program.cut_inputs(inputs, piece.tokens, piece.requests) for piece in plan.slices]
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
-            outputs = self.runtime.run(plan, inputs, partial(_enter, contexts), recorder)
+            outputs = self.runtime.run(plan, cut, partial(_enter, contexts), recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule)
-        return self._stage.join(self.runtime.program, outputs)
+        return self._stage.join(program, outputs)
 
     def _start_timer(self) -> Timer | None:
         """Start a timer, but not before serving: vLLM may be capturing a graph, which must not hold the timer."""

@@ -111,7 +111,9 @@ class Simulation(NamedTuple):
 
     def __str__(self) -> str:
         ratio = f", {self.unsplit / self.split:.2f}x" if self.split else ""
-        heading = f"simulated: {self.unsplit:.1f} ms unsplit, {self.split:.1f} ms split{ratio}; digits are micro-batches"
+        heading = (
+            f"simulated: {self.unsplit:.1f} ms unsplit, {self.split:.1f} ms split{ratio}; digits are micro-batches"
+        )
         return f"{heading}\n{self.timeline.draw()}"
 
 

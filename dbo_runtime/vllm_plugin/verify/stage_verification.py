@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapter import ModelAdapter, StageAdapter, name_adapter, record_program
+from dbo_runtime.adapter import POSITIONS, ModelAdapter, StageAdapter, X, name_adapter, record_program
+from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage
+from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage, take_inputs
 from dbo_runtime.vllm_plugin.verify.results import TOLERANCE, compute_relative_error, run_ops
 
 if TYPE_CHECKING:
@@ -30,10 +32,11 @@ class StageVerification(NamedTuple):
     ) -> tuple[Op, float] | None:
         """Return the first op whose results are not those of the complete model's *program*, and the error."""
         expected = {op.label: [unsplit[value] for value in op.writes] for op in program.ops}
-        before = run_ops(self.first, (x.clone(), positions))
-        handed = dict(zip((HIDDEN, *self.first.named), (before[value] for value in self.first.outputs), strict=True))
-        given = [handed[name] for name in (HIDDEN, *(value.name for value in self.second.inputs[2:]))]
-        after = run_ops(self.second, (given[0].clone(), positions, *(tensor.clone() for tensor in given[1:])))
+        before = run_ops(self.first, self.first.order_inputs({X: x.clone(), POSITIONS: positions}))
+        results = (before[value].clone() for value in self.first.outputs)
+        passed = IntermediateTensors(dict(zip((HIDDEN, *self.first.named), results, strict=True)))
+        inputs = {**take_inputs(self.second, passed), POSITIONS: positions}
+        after = run_ops(self.second, self.second.order_inputs(inputs))
         for stage, actual in ((self.first, before), (self.second, after)):
             for op in stage.ops:
                 error = _compute_error([actual[value] for value in op.writes], expected.get(op.label))
@@ -61,10 +64,13 @@ def record_stages(
     programs = []
     for number, layers in enumerate((range((count + 1) // 2), range((count + 1) // 2, count))):
         with _as_stage(decoder, layers):
-            programs.append(record_program(adapter, model, collectives, has_side))
-        mismatch = Stage(number, 2, layers, tuple(empty.tensors)).check_program(programs[-1])
-        if mismatch is not None:
-            raise ProgramError(f"{name_adapter(adapter)}: {mismatch}")
+            program = record_program(adapter, model, collectives, has_side)
+        if isinstance(program, Decline):
+            raise DeclineError(program.reason, program.detail)
+        decline = Stage(number, 2, layers, tuple(empty.tensors)).check_program(program)
+        if decline is not None:
+            raise ProgramError(f"{name_adapter(adapter)}: {decline}")
+        programs.append(program)
     return StageVerification(*programs)
 
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from vllm import forward_context
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, get_adapter, record_program
+from dbo_runtime.adapter import POSITIONS, InputAdapter, ModelAdapter, X, get_adapter, record_program
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import ENABLE
 from dbo_runtime.decline import Decline, DeclineError
@@ -169,7 +169,9 @@ def record(
         raise DeclineError("no adapter is registered", architecture)
     groups = get_groups(vllm_config)
     collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
-    program = check_config(vllm_config) or record_program(adapter, model, collectives, has_side)
+    program = (
+        check_config(vllm_config) or adapter.decline(model) or record_program(adapter, model, collectives, has_side)
+    )
     if isinstance(program, Decline):
         raise DeclineError(f"{architecture} is declined: {program.reason}", program.detail)
     return program, record_stages(adapter, model, collectives, has_side)
@@ -247,7 +249,7 @@ class _Comparison:
             raise DeclineError("vLLM's step cannot be split", str(batch))
         step = f"{'prefill' if batch.prefill_tokens else 'decode'} of {batch.tokens} tokens"
         program = self.verification.program
-        unsplit = run_ops(program, (x.clone(), positions))
+        unsplit = run_ops(program, program.order_inputs({X: x.clone(), POSITIONS: positions}))
         self._note(step, None, find_first_unmatched(program, unsplit, expected))
         if self._stages is not None:
             self._note(f"{step}, in two stages", None, self._stages.compare(program, unsplit, x, positions))
@@ -268,10 +270,11 @@ class _Comparison:
         contexts = self._splitter.split(context, slices)
         if isinstance(contexts, Decline):
             raise DeclineError("vLLM's step cannot be split", str(contexts))
-        parts = []
+        program, parts = self.verification.program, []
         for piece, own in zip(slices, contexts, strict=True):
+            inputs = program.cut_inputs({X: x.clone(), POSITIONS: positions}, piece.tokens, piece.requests)
             with forward_context.override_forward_context(own):
-                parts.append(run_ops(self.verification.program, (x[piece.tokens].clone(), positions[..., piece.tokens])))
+                parts.append(run_ops(program, inputs))
         return parts
 
     def _note(self, step: str, cut: int | None, mismatch: tuple[Op, float] | None) -> None:
