@@ -13,7 +13,7 @@ import torch
 from dbo_runtime.adapter import EncoderAdapter, get_encoder_adapter, list_encoders, name_adapter, record_program
 from dbo_runtime.batch import LEAST_SHARE, Batch, decline_early, share_by_work
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
@@ -166,11 +166,9 @@ def find_encoder(model: Any, vllm_config: Any, collectives: ModelCollectives) ->
             continue
         refusal = _find_hazard(vllm_config) or adapter.decline(module)
         if refusal is not None:
-            return refusal
-        try:
-            return FoundEncoder(module, adapter, record_program(adapter, module, collectives))
-        except DeclineError as error:
-            return str(error)
+            return str(refusal)
+        program = record_program(adapter, module, collectives)
+        return str(program) if isinstance(program, Decline) else FoundEncoder(module, adapter, program)
     return "its encoder is not loaded" if ABSENT in names else "no adapter is registered for its encoder"
 
 
