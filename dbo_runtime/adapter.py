@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast, runtime_checkable
 
+from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program, ProgramBuilder, Value
 
@@ -124,8 +125,8 @@ class Collectives(Protocol):
 class ModelAdapter(Protocol):
     """Declares how one family of models runs. See `dbo_models.deepseek` for one of about 60 lines."""
 
-    def decline(self, model: Any) -> str | None:
-        """Return why this very model (as configured and loaded) cannot be split, or None if it can."""
+    def decline(self, model: Any) -> Decline | None:
+        """Return why this model, as configured and loaded, cannot be split, or None if it can."""
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare the program of one micro-batch and return the value of its hidden states.
@@ -163,8 +164,8 @@ class StageAdapter(Protocol):
 class EncoderAdapter(Protocol):
     """Declares how one family of vision encoders runs. See `dbo_models.qwen_vl`."""
 
-    def decline(self, encoder: Any) -> str | None:
-        """Return why this very encoder (as configured and loaded) cannot be split, or None if it can."""
+    def decline(self, encoder: Any) -> Decline | None:
+        """Return why this encoder, as configured and loaded, cannot be split, or None if it can."""
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
         """Return how much computing an image or a video of *grid* (time, height, width, in patches) takes.
@@ -181,15 +182,21 @@ class EncoderAdapter(Protocol):
 
 def record_program(
     adapter: ModelAdapter | EncoderAdapter, model: Any, collectives: Collectives, has_side: bool = False
-) -> Program:
+) -> Program | Decline:
     """Run an adapter once and return the program it declares; with *has_side*, its ops may be on the `side` lane.
+
+    Returns:
+        The program, or the decline if the model turns out not to be splittable while it is recorded.
 
     Raises:
         ProgramError: if it breaks the contract, with the line where it does.
     """
     p = ProgramBuilder(has_side)
-    inputs = [p.input(name, **INPUTS[name]) for name in list(inspect.signature(adapter.record).parameters)[-2:]]
-    result = adapter.record(p, model, collectives, *inputs)
+    inputs = _declare_inputs(p, adapter)
+    try:
+        result = adapter.record(p, model, collectives, *inputs)
+    except DeclineError as error:
+        return error.decline
     if not isinstance(result, Value):
         where = inspect.getsourcefile(type(adapter)) or type(adapter).__name__
         raise ProgramError(f"record() of {name_adapter(adapter)} must return one Value, not {result!r}. ({where})")
@@ -256,6 +263,18 @@ def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
 def name_adapter(adapter: ModelAdapter | EncoderAdapter) -> str:
     """Return `module.Class` of an adapter."""
     return f"{type(adapter).__module__}.{type(adapter).__qualname__}"
+
+
+def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -> list[Value]:
+    """Declare the inputs that `record` takes as its last parameters, by their names."""
+    names = list(inspect.signature(adapter.record).parameters)[-2:]
+    for name in names:
+        if name not in INPUTS:
+            raise ProgramError(
+                f"record() of {name_adapter(adapter)} takes the input {name!r}; those of adapters are "
+                f"{', '.join(INPUTS)}. ({_locate(type(adapter))})"
+            )
+    return [p.input(name, **INPUTS[name]) for name in names]
 
 
 def _check_places(program: Program) -> None:
