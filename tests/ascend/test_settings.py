@@ -169,7 +169,9 @@ def test_the_example_runs_beside_vllm_ascend(fault: str, tmp_path: Path) -> None
         assert "steps split: " in done.stdout
         assert "no NPU has run this yet, only a stand-in for CANN" in done.stderr
     else:
-        assert "every step runs whole  reason=vllm-ascend 0.31.0 is not one that this dbo_runtime knows" in done.stderr
+        assert (
+            "every step runs unsplit  reason=vllm-ascend 0.31.0 is not one that this dbo_runtime knows" in done.stderr
+        )
         assert "steps: none were split" in done.stdout
 
 

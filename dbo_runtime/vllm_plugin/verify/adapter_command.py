@@ -92,7 +92,7 @@ class Simulation(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, durations: Mapping[str, float]) -> Simulation:
-        """Simulate a schedule whose ops take *durations* by name, in ms in an unsplit step, and their share in each part.
+        """Simulate a schedule whose ops take *durations* [ms] by name in an unsplit step, and their share in each part.
 
         Raises:
             ConfigError: if there is no op of such a name.

@@ -207,7 +207,7 @@ def test_one_ranks_own_reason_stops_all_of_them(data_parallel: Ranks) -> None:
 def generate_with_a_hazard(engine: Engine, rank: int, blind: int) -> tuple[list[Answer], int, dict[str, int]]:
     """Let rank *blind* refuse its second and fourth step."""
     forward = engine.runner.get_model().forward
-    splitter, agreement = forward.planner._splitter, forward.planner._agreement
+    splitter, agreement = forward.decider._splitter, forward.decider._agreement
     calls = iter(range(100))
 
     def split(context: Any, slices: Any, sizes: Any = ()) -> Any:
@@ -292,7 +292,7 @@ def generate_by_costs(engine: Engine, rank: int, mode: str) -> tuple[list[Answer
         "split": after["split"] - before["split"],
         "declined": count_since(before["declined"], after["declined"]),
         "counted": learnt._steps,
-        "factors": (learnt.factor("whole"), learnt.factor("split")),
+        "factors": (learnt.factor("unsplit"), learnt.factor("split")),
     }
 
 

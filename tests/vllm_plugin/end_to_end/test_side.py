@@ -75,7 +75,7 @@ def test_a_step_that_is_not_cut_has_keys_beside_queries_and_gives_the_same_bits(
     found = generate(beside, PROMPTS, 6, {"DBO_MODE": "auto", **SIDE})
     for then, now in zip(before, beside.statistics(), strict=True):
         assert now["split"] == then["split"]
-        assert now["beside"] - then["beside"] == 6
+        assert now["concurrent"] - then["concurrent"] == 6
         assert sum(now["declined"].values()) - sum(then["declined"].values()) == 6  # with the reasons not to cut
     assert find_difference(whole, found) == 0.0
 
@@ -150,7 +150,7 @@ def test_ranks_that_do_not_split_have_shared_experts_beside_all_together(experts
     before = experts_beside.run(count)
     experts_beside.run(answer, {"DBO_MODE": "auto", **SIDE})
     after = experts_beside.run(count)
-    grown = {now["beside"] - then["beside"] for then, now in zip(before, after, strict=True)}
+    grown = {now["concurrent"] - then["concurrent"] for then, now in zip(before, after, strict=True)}
     assert len(grown) == 1
     assert grown.pop() > 0
 

@@ -72,8 +72,8 @@ def make_forward(model: Model, check: bool = False) -> SplitForward:
     config = RuntimeConfig(mode="always", check=check, min_tokens=1, min_prefill_tokens=0)
     runtime = MicroBatchRuntime(record(model), VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(ONE_RANK)
-    planner = StepDecider(runtime, Splitter(), agreement, "network")
-    return SplitForward(model, model.forward, runtime, planner, agreement, stage=model.stage)
+    decider = StepDecider(runtime, Splitter(), agreement, "network")
+    return SplitForward(model, model.forward, runtime, decider, agreement, stage=model.stage)
 
 
 def make_handed(stage: Stage, tokens: int = 8) -> IntermediateTensors | None:
@@ -98,7 +98,7 @@ def test_a_stage_gives_split_what_it_gives_whole(stage: Stage, check: bool) -> N
     assert isinstance(found, torch.Tensor if stage.is_last else IntermediateTensors)
     assert name(found).keys() == wanted.keys()
     assert all(torch.equal(name(found)[key], wanted[key]) for key in wanted)
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": 2, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
 
 
 def test_embeddings_that_are_given_to_the_first_stage_are_taken() -> None:
@@ -113,7 +113,9 @@ def test_the_check_finds_a_difference_in_anything_that_a_stage_hands_on(stage: S
     model = Model(stage)
     model.slip[slips] = 5.0
     what = "hidden states" if stage.is_last else slips
-    with pytest.raises(SplitError, match=rf"split and unsplit {what} are \S+ of the largest apart .* cuts at \[4\]"):
+    with pytest.raises(
+        SplitError, match=rf"split and unsplit {what} differ by \S+ of the largest value .* cuts at \[4\]"
+    ):
         run(make_forward(model, check=True), intermediate_tensors=make_handed(stage))
 
 
