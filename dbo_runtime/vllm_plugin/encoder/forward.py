@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dbo_runtime.adapter import EncoderAdapter, get_encoder_adapter, list_encoders, name_adapter, record_program
-from dbo_runtime.batch import LEAST_SHARE, Batch, decline_early, share_by_work
+from dbo_runtime.batch import MIN_SHARE, Batch, decline_early, share_by_work
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
@@ -118,7 +118,7 @@ class SplitEncoder:
         cuts = share_by_work(work, self.runtime.config.parts)
         least = min(sum(work[left:right]) for left, right in pairwise([0, *cuts, len(work)]))
         share = least * (len(cuts) + 1) / (sum(work) or 1.0)
-        if cuts and self.runtime.config.mode == "auto" and share < LEAST_SHARE:
+        if cuts and self.runtime.config.mode == "auto" and share < MIN_SHARE:
             return Decline("no balanced cut", f"the least micro-batch would have {share:.0%} of an even one's work")
         return cuts
 
