@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
 
 from dbo_runtime.doctor.examination import examine
 from dbo_runtime.doctor.finding import is_well
@@ -18,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
 
 
-def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print what was found; return 1 if something keeps vLLM, started from here, from splitting steps."""
     findings = examine(os.environ, arguments.model)
     print(json.dumps(list_findings(findings), indent=2) if arguments.json else describe_findings(findings))
