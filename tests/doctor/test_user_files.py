@@ -145,7 +145,7 @@ def test_without_an_adapter_the_generic_front_end_will_do_if_it_has_greenlet(
     serving.describe("greenlet", "3.5.6")
     found = serving.examine(granite)["model"]
     assert found["state"] == "ok"
-    assert "with DBO_GENERIC=1 its own forward is split at its all-reduces (experimental)" in found["found"]
+    assert "DBO_GENERIC=1 splits its own forward at the all-reduces (experimental)" in found["found"]
 
 
 @pytest.mark.parametrize(
