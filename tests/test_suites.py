@@ -1,4 +1,4 @@
-"""A green run means that the tests ran: what is left out is a failure where it is required, and so is a failing build."""
+"""A green run means that tests ran: what is left out fails where it is required, and so does a build that fails."""
 
 from __future__ import annotations
 
