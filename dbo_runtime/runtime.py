@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from dbo_runtime.batch import LEAST_SHARE, Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
+from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
 from dbo_runtime.config import RuntimeConfig, name_policy
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
-from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.declines import count_declined
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
@@ -114,16 +112,11 @@ class MicroBatchRuntime:
         config: the settings; may be replaced between steps, on all ranks alike.
         log: for each new plan and the first decline of each reason, never for a step.
         ranks: how many ranks run the same plans, and meet in their collectives.
-
-    Attributes:
-        graphs: if set, steps are replayed from graphs of the device where they can be. For callers that drive a runtime
-            with inputs that are tensors, and a context that stays in its place; vLLM captures graphs of its own.
     """
 
     def __init__(
         self, program: Program, device: Device, config: RuntimeConfig, log: FilteringBoundLogger, ranks: int = 1
     ) -> None:
-        self.graphs: Graphs | None = None
         self.program = program
         self.device = device
         self.config = config
@@ -174,7 +167,7 @@ class MicroBatchRuntime:
 
     def check_balance(self, share: float) -> Decline | None:
         """Decline a cut whose smallest micro-batch has only *share* of an even one's work; `auto` only."""
-        if self.config.mode != "auto" or share >= LEAST_SHARE:
+        if self.config.mode != "auto" or share >= MIN_SHARE:
             return None
         return Decline("no balanced cut", f"the smallest micro-batch would have {share:.0%} of an even one's work")
 
@@ -220,9 +213,8 @@ class MicroBatchRuntime:
         self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None
     ) -> Outputs:
         """Run a plan; see `Executor.run`."""
-        run = plan.executor.run if self.graphs is None else partial(self.graphs.run, plan.executor)
         try:
-            outputs = run(inputs, enter, instrument)
+            outputs = plan.executor.run(inputs, enter, instrument)
         except Exception as error:
             # vLLM's executors pass an error on by its text alone, without notes: log here where it happened.
             self._log.error("a split step failed", error=repr(error), where=get_context(error))
@@ -242,8 +234,6 @@ class MicroBatchRuntime:
         """End the device's threads. Plans made so far cannot be run any more."""
         self._named.clear()
         self._executors.clear()
-        if self.graphs is not None:
-            self.graphs.close()
         self.device.close()
 
     def _name_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:

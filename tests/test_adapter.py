@@ -163,7 +163,7 @@ class Misplacing(NoRecord):
     ("adapter", "message"),
     [
         (Misplacing("aux"), r"op 'L0.op0' is on lane 'aux'; a model's lanes are compute, comm, side\."),
-        (Misplacing(layers=(0, None, 1)), r"op 'op1' is in no layer, but stands between layers; declare it inside"),
+        (Misplacing(layers=(0, None, 1)), r"op 'op1' is in no layer, but lies between layers; declare it inside"),
         (Misplacing("comm", layers=(None,)), r"op 'op0' communicates, but no op of the program is in a layer"),
     ],
 )
