@@ -15,7 +15,7 @@ from tests.standin_cann import cann
 from tests.standin_cann.build import build
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
 # Where torch_npu is installed, a bare `import torch` would look for CANN and fail.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -82,13 +82,13 @@ def _default_stream(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def gate(standin: cann.StandIn) -> Iterator[SplitHysteresis]:
+def gate(standin: cann.StandIn) -> Iterator[StreamGate]:
     """Return a gate that is open after the test, so that a test that fails does not leave streams held."""
     import torch
 
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
-    gate = SplitHysteresis()
+    gate = StreamGate()
     yield gate
     gate.open()
     torch.npu.synchronize()

@@ -11,7 +11,6 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
-    import torch
     import torch.distributed as dist
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext

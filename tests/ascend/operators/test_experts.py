@@ -32,10 +32,10 @@ from tests.ascend.operators.checks import (
 )
 from tests.ascend.operators.experts import (
     Routing,
-    SplitChoice,
+    RoutingCase,
     choose,
     choose_plainly,
-    make_choices,
+    make_cases,
     make_routings,
     multiply_groups,
 )
@@ -45,12 +45,10 @@ pytestmark = ANY_FORMAT
 
 
 @settings(max_examples=60)
-@given(
-    seed=SEEDS, tokens=st.integers(0, 5), choice=make_choices(), biased=st.booleans(), scale=st.sampled_from([1, 2.5])
-)
+@given(seed=SEEDS, tokens=st.integers(0, 5), choice=make_cases(), biased=st.booleans(), scale=st.sampled_from([1, 2.5]))
 @covers("_C_ascend::moe_gating_top_k")
 def test_experts_are_chosen_within_the_best_groups(
-    standin: StandIn, seed: int, tokens: int, choice: SplitChoice, biased: bool, scale: float
+    standin: StandIn, seed: int, tokens: int, choice: RoutingCase, biased: bool, scale: float
 ) -> None:
     generator, experts = make_generator(seed), choice.groups * choice.size
     logits = draw(generator, tokens, experts, dtype=torch.float32)
@@ -86,7 +84,7 @@ def test_experts_are_chosen_as_in_deepseek(standin: StandIn, groups: int, kept: 
     router.e_score_correction_bias.copy_(draw(generator, experts, dtype=torch.float32))
     logits = draw(generator, 20, experts, dtype=torch.float32)
     _, expected, expected_ids = router(logits)
-    choice = SplitChoice(groups, experts // groups, kept, number, SUM_OF_TWO, SIGMOID, 1)
+    choice = RoutingCase(groups, experts // groups, kept, number, SUM_OF_TWO, SIGMOID, 1)
     weights, ids, _ = choose(logits, choice, 2.5, router.e_score_correction_bias)
     found_order, expected_order = ids.cpu().argsort(-1), expected_ids.argsort(-1)
     assert_equal(ids.cpu().long().gather(1, found_order), expected_ids.gather(1, expected_order))
@@ -98,8 +96,8 @@ def test_experts_are_chosen_as_in_deepseek(standin: StandIn, groups: int, kept: 
 @covers("_C_ascend::moe_gating_top_k")
 def test_weights_of_experts_have_the_type_of_the_logits(standin: StandIn, norm: int, dtype: torch.dtype) -> None:
     logits = ((torch.randperm(16, generator=make_generator(0)) - 8) / 4).to(dtype)[None]  # of which no two are equal
-    weights, ids, scores = choose(logits, SplitChoice(2, 8, 2, 4, BEST, norm, 0), 1.0, None)
-    chosen, expected = choose_plainly(logits[0].tolist(), [0.0] * 16, SplitChoice(2, 8, 2, 4, BEST, norm, 0), 1.0)
+    weights, ids, scores = choose(logits, RoutingCase(2, 8, 2, 4, BEST, norm, 0), 1.0, None)
+    chosen, expected = choose_plainly(logits[0].tolist(), [0.0] * 16, RoutingCase(2, 8, 2, 4, BEST, norm, 0), 1.0)
     assert (weights.dtype, scores.dtype) == (dtype, torch.float32)
     assert ids.tolist() == [chosen]
     assert_near(weights[0], torch.tensor(expected))

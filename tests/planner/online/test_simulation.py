@@ -214,7 +214,7 @@ def test_steps_that_wait_for_each_other_are_refused() -> None:
     schedule = lower_lanes(("compute", "comm"))
     first, second = schedule.instructions
     crossed = (replace(first, waits=(second.issue,)), replace(second, waits=(first.issue,)))
-    with pytest.raises(ScheduleError, match="step 1 waits for ever"):
+    with pytest.raises(ScheduleError, match="instruction 1 waits for ever"):
         predict_timeline(replace(schedule, instructions=crossed), lambda step: 1.0)
 
 
@@ -224,7 +224,7 @@ def test_an_op_that_waits_for_what_the_host_issues_only_after_it_is_refused() ->
     first, second = schedule.instructions
     stuck = replace(schedule, instructions=(replace(first, waits=(second.issue,)), second))
     assert find_ends(predict_timeline(stuck, lambda step: 1.0)) == [2, 1]
-    with pytest.raises(ScheduleError, match="step 0 waits for ever"):
+    with pytest.raises(ScheduleError, match="instruction 0 waits for ever"):
         predict_timeline(stuck, lambda step: 1.0, host=HostCost(computes=True))
 
 
