@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from importlib.metadata import entry_points
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import dbo_runtime
 from dbo_runtime import __main__ as program
+from dbo_runtime import errors
 from dbo_runtime.adapter import GROUP
 from tools.write_docs import fill_tables, list_documents, make_models_table, make_settings_table
 
@@ -55,6 +58,42 @@ def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     reasons = {reason for path in sources for reason in re.findall(r'Decline\(\s*"([^"]+)"', path.read_text())}
     assert len(reasons) >= 25
     assert {reason for reason in reasons if reason not in page} == set()
+
+
+def read_public_names() -> dict[str, set[str]]:
+    """Return the public names of each module, as the page on the public API lists them."""
+    page = (ROOT / "docs" / "public-api.md").read_text()
+    rows = re.findall(r"^\| `(dbo_runtime[.\w]*)` \| ([^|]+) \|", page, re.MULTILINE)
+    return {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
+
+
+def test_every_name_of_the_public_api_is_in_its_module() -> None:
+    public = read_public_names()
+    assert len(public) == 7
+    for module, names in public.items():
+        source = ROOT.joinpath(*module.split("."))
+        tree = ast.parse((source / "__init__.py" if source.is_dir() else source.with_suffix(".py")).read_text())
+        assert names <= list_defined(tree), module
+
+
+def test_what_modules_declare_as_public_is_on_the_page() -> None:
+    public = read_public_names()
+    assert set(dbo_runtime.__all__) == public["dbo_runtime"] | public["dbo_runtime.errors"]
+    (declared,) = re.findall(r"__all__ = (\[.*\])", (ROOT / "dbo_runtime" / "testing.py").read_text())
+    assert set(ast.literal_eval(declared)) == public["dbo_runtime.testing"]
+    assert public["dbo_runtime.errors"] == {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+
+
+def list_defined(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines or imports."""
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    names |= {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return names | {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

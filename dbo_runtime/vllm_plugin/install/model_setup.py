@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbo_runtime.adapter import InputAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig, name_policy
-from dbo_runtime.decline import DeclineError
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.counts import get_folder
@@ -145,16 +145,12 @@ def _record(
 
     if adapter is None:
         return f"no adapter is registered for {architecture}; {WRITE_ONE}"
-    unsupported = check_config(vllm_config)
-    refusal = check_stage(adapter, stage) or adapter.decline(model) if unsupported is None else str(unsupported)
+    refusal = check_config(vllm_config) or check_stage(adapter, stage) or adapter.decline(model)
     if refusal is not None:
-        return refusal
-    try:
-        program = record_program(adapter, model, collectives, has_side)
-    except DeclineError as error:
-        return str(error)
-    foreign = stage.check_program(program)
-    return program if foreign is None else str(foreign)
+        return str(refusal)
+    program = record_program(adapter, model, collectives, has_side)
+    decline = program if isinstance(program, Decline) else stage.check_program(program)
+    return program if isinstance(program, Program) and decline is None else str(decline)
 
 
 def check_stage(adapter: ModelAdapter, stage: Stage) -> str | None:

@@ -161,13 +161,14 @@ def record(
     architecture = vllm_config.model_config.architecture
     if adapter is None:
         raise DeclineError(f"no adapter is registered for {architecture}")
-    unsupported = check_config(vllm_config)
-    refusal = adapter.decline(model) if unsupported is None else str(unsupported)
+    refusal = check_config(vllm_config) or adapter.decline(model)
     if refusal is not None:
         raise DeclineError(f"{architecture} is declined: {refusal}")
     groups = get_groups(vllm_config)
     collectives = ModelCollectives(get_platform(), groups.tensor_parallel, groups.data_parallel)
     program = record_program(adapter, model, collectives, has_side)
+    if isinstance(program, Decline):
+        raise DeclineError(f"{architecture} is declined: {program}")
     return program, record_stages(adapter, model, collectives, has_side)
 
 

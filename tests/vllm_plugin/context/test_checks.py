@@ -15,6 +15,7 @@ from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_context, check_prefix_cache
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from tests.profiles import scale
 
 CPU = get_platform("cpu")
 
@@ -164,7 +165,7 @@ def reads_too_early(
     return False
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(steps_with_hits())
 def test_it_declines_exactly_where_a_token_would_read_too_early(
     step: tuple[list[int], list[int], list[list[int]], int, list[int]],
