@@ -108,7 +108,7 @@ def unplanned() -> Iterator[None]:
 @contextmanager
 def split(encoder: Any, group: Any, config: RuntimeConfig, device: Device) -> Iterator[SplitEncoder]:
     """Let an encoder be split as the plugin would."""
-    collectives = ModelCollectives(group)
+    collectives = ModelCollectives(get_platform(), group)
     multimodal = SimpleNamespace(mm_encoder_tp_mode="weights")
     vllm_config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal),

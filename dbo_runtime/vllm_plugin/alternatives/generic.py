@@ -23,7 +23,7 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import ProgramBuilder, Value
-from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, UNSPLIT, Stage
+from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, WHOLE_MODEL, Stage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,7 +54,7 @@ class GenericAdapter:
 
     takes_stages = True
 
-    def __init__(self, group: GroupCoordinator, vllm_config: VllmConfig, stage: Stage = UNSPLIT) -> None:
+    def __init__(self, group: GroupCoordinator, vllm_config: VllmConfig, stage: Stage = WHOLE_MODEL) -> None:
         self._group = group
         self._vllm_config = vllm_config
         self._stage = stage

@@ -15,11 +15,11 @@ from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
+from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
 from dbo_runtime.vllm_plugin.api.versions import describe_versions
 from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
 from dbo_runtime.vllm_plugin.calibration.identity import make_identity
-from dbo_runtime.vllm_plugin.context.checks import check_config
-from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter, trace_builders
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
@@ -27,8 +27,10 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, format_ranks, 
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, any_stage
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.unsupported import check_config
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
@@ -54,7 +56,8 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     rank = make_rank_context(model, runner.vllm_config, config)
     if adapter is None and config.generic:
         adapter = GenericAdapter(rank.groups.tensor_parallel, rank.vllm_config, rank.stage)
-    collectives = _make_collectives(rank)
+    groups = rank.groups
+    collectives = ModelCollectives(rank.platform, groups.tensor_parallel, groups.data_parallel, config.dispatch)
     program = _record_model(adapter, model, rank, collectives)
     encoder = _record_encoder(model, rank, collectives)
     _compare_settings(rank, program, encoder)
@@ -80,13 +83,6 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     served.install(model)
 
 
-def _make_collectives(rank: RankContext) -> ModelCollectives:
-    groups = rank.groups
-    return ModelCollectives(
-        groups.tensor_parallel, groups.data_parallel, rank.config.dispatch, rank.platform.exchanges_sizes_separately
-    )
-
-
 def _record_model(
     adapter: ModelAdapter | None, model: VllmModel, rank: RankContext, collectives: ModelCollectives
 ) -> Program | Decline:
@@ -100,15 +96,15 @@ def _record_model(
     decline = check_config(rank.vllm_config) or check_stage(adapter, rank.stage) or adapter.decline(model)
     if decline is not None:
         return decline
-    program = record_program(adapter, model, collectives, has_side_lane(rank))
+    program = record_program(adapter, model, collectives, has_side_lane(rank.platform, rank.config))
     if isinstance(program, Decline):
         return program
     return rank.stage.check_program(program) or program
 
 
-def has_side_lane(rank: RankContext) -> bool:
+def has_side_lane(platform: Platform, config: RuntimeConfig) -> bool:
     """Return whether a model's ops may be on a second compute lane."""
-    return rank.config.side == "on" or (rank.config.side == "auto" and rank.platform.has_side_lane)
+    return config.side == "on" or (config.side == "auto" and platform.has_side_lane)
 
 
 def check_stage(adapter: ModelAdapter, stage: Stage) -> Decline | None:
@@ -183,7 +179,7 @@ def _make_forward(
     trace_builders()  # now, because vLLM makes builders after the model
     model, data_parallel = runner.get_model(), rank.groups.data_parallel
     agreement = Agreement(rank.groups.all_ranks, rank.can_disagree)
-    splitter = ContextSplitter(rank.vllm_config, runner, rank.platform)
+    splitter = ContextSplitter(rank.platform, rank.vllm_config, runner)
     number = None if data_parallel is None else data_parallel.rank_in_group
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number)
     decider.phase = Phase.STARTING
@@ -215,7 +211,8 @@ def _announce(adapter: ModelAdapter, rank: RankContext, collectives: ModelCollec
     """Log how steps are split."""
     groups, layers, config = rank.groups, rank.stage.layers, rank.config
     if collectives.fused_attention_reason is not None:
-        rank.log.info("attention stays one op, with no concurrent ops", reason=collectives.fused_attention_reason)
+        reason = str(collectives.fused_attention_reason)
+        rank.log.info("attention stays one op, with no concurrent ops", reason=reason)
     rank.log.info(
         "dual-batch overlap is active",
         model=rank.vllm_config.model_config.architecture,

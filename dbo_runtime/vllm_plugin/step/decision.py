@@ -51,7 +51,7 @@ class StepDecider:
         runtime: makes plans.
         splitter: makes the micro-batches' forward contexts.
         agreement: of all ranks that communicate in a step.
-        transport: how they communicate; see `get_transport`.
+        transport: how they communicate; see `Platform.get_transport`.
         rank: of this process among the data parallel ranks that exchange tokens; None without them.
 
     Attributes:
@@ -132,7 +132,7 @@ class StepDecider:
 
     def _decide_data_parallel(self, context: ForwardContext) -> DataParallelSplit | Decline:
         """Decide how all data parallel ranks split a step, from what vLLM has made equal on them."""
-        unequal = check_agreed_context(context)
+        unequal = check_agreed_context(context, self._splitter.platform)
         if unequal is not None:
             return unequal
         tokens = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
@@ -177,7 +177,11 @@ class StepDecider:
         runtime = self._runtime
         if unsupported is not None or not runtime.forces_side or not context.attn_metadata:
             return starting
-        if runtime.config.check or any(op.host_sync for op in runtime.program.ops) or check_capture(context):
+        if (
+            runtime.config.check
+            or any(op.host_sync for op in runtime.program.ops)
+            or check_capture(context, self._splitter.platform)
+        ):
             return starting
         concurrent = self._make_unsplit(context, tokens, "for a graph")
         return starting if isinstance(concurrent.plan, Decline) else concurrent
@@ -188,7 +192,7 @@ class StepDecider:
         All ranks get here together: the reason not to split is the same on all of them, or was agreed on.
         """
         if self.rank is not None:
-            unfit = check_agreed_context(context)
+            unfit = check_agreed_context(context, self._splitter.platform)
         else:
             unfit = check_mode(context) if context.attn_metadata else decline
         concurrent = None if unfit else self._make_unsplit(context, tokens, f"not cut: {decline.reason}")
