@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ class _Harness:
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         *_: object,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> torch.Tensor | IntermediateTensors:
         """Run the forward on varied tokens, at the same time on all ranks, and measure the seconds."""
         tokens = torch.arange(positions.shape[-1], device=positions.device) * STRIDE_TOKENS % self._vocabulary

@@ -53,7 +53,9 @@ def _find_mapless_experts() -> list[type[FusedMoEExpertsModular]]:
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 
     own = [kind for kind in vars(cpu_moe).values() if inspect.isclass(kind) and kind.__module__ == cpu_moe.__name__]
-    kernels = [kind for kind in own if issubclass(kind, FusedMoEExpertsModular) and "apply" in vars(kind)]
+    kernels: list[type[FusedMoEExpertsModular]] = [
+        kind for kind in own if issubclass(kind, FusedMoEExpertsModular) and "apply" in vars(kind)
+    ]
     return [kind for kind in kernels if not _reads(kind.apply, "expert_map")]
 
 
@@ -110,13 +112,15 @@ def _traces_experts() -> bool:
 def _hide_experts() -> None:
     """Call the layer as one opaque op, as on other platforms, if sizes or experts depend on data."""
     runner = _get_moe_runner()
-    select = runner._select_forward
+    select: Callable[[MoERunner], Callable[..., torch.Tensor]] = runner._select_forward
 
     @functools.wraps(select)
     def select_forward(self: MoERunner) -> Callable[..., torch.Tensor]:
         if self.moe_config.dp_size == 1 and self.moe_config.ep_size == 1:
             return select(self)
-        return torch.ops.vllm.moe_forward if self._shared_experts is None else torch.ops.vllm.moe_forward_shared
+        ops = torch.ops.vllm
+        run: Callable[..., torch.Tensor] = ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+        return run
 
     runner._select_forward = select_forward
 
@@ -124,13 +128,15 @@ def _hide_experts() -> None:
 def _get_moe_runner() -> type[MoERunner]:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-    return MoERunner
+    kind: type[MoERunner] = MoERunner
+    return kind
 
 
 def _get_communicator() -> type[CpuCommunicator]:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    return CpuCommunicator
+    kind: type[CpuCommunicator] = CpuCommunicator
+    return kind
 
 
 def _lacks_uneven_collectives() -> bool:
@@ -195,7 +201,8 @@ def _make_stage_buffers() -> None:
 def _get_model_runner() -> type[CPUModelRunner]:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    return CPUModelRunner
+    kind: type[CPUModelRunner] = CPUModelRunner
+    return kind
 
 
 UPSTREAM_BUGS = (

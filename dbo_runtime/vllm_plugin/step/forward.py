@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from vllm import forward_context
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.models.interfaces_base import VllmModel
 
-Results = torch.Tensor | IntermediateTensors
+Results: TypeAlias = torch.Tensor | IntermediateTensors
 """What a forward returns: hidden states [tokens, hidden], or the tensors for the next stage of a pipeline."""
 
 

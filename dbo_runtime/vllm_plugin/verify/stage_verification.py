@@ -19,6 +19,7 @@ from dbo_runtime.vllm_plugin.verify.results import TOLERANCE, compute_relative_e
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
+    from vllm.model_executor.models.llama import LlamaModel
 
 
 class StageVerification(NamedTuple):
@@ -75,8 +76,8 @@ def record_stages(
 
 
 @contextmanager
-def _as_stage(decoder: torch.nn.Module, layers: range) -> Iterator[None]:
-    """Within the context, let a complete decoder look like a stage."""
+def _as_stage(decoder: LlamaModel, layers: range) -> Iterator[None]:
+    """Within the context, let a complete decoder (of any family, like Llama's) look like a stage."""
     kept = decoder.start_layer, decoder.end_layer
     decoder.start_layer, decoder.end_layer = layers.start, layers.stop
     try:
