@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from importlib.metadata import entry_points
@@ -9,31 +10,33 @@ from pathlib import Path
 
 import pytest
 
+import dbo_runtime
 from dbo_runtime import __main__ as program
+from dbo_runtime import errors
 from dbo_runtime.adapter import GROUP
-from dbo_runtime.config import describe_settings
+from tools.write_docs import fill_tables, list_documents, make_models_table, make_settings_table
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+DOCUMENTS = list_documents()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tables_that_come_from_code_are_up_to_date(document: Path) -> None:
+    text = document.read_text()
+    assert fill_tables(text) == text, "run `make docs`"
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/settings.md"])
-def test_the_table_of_settings_is_what_the_code_reads(document: str) -> None:
+def test_settings_are_in_a_table_that_comes_from_code(document: str) -> None:
     text = (ROOT / document).read_text()
-    table = re.search(r"<!-- settings -->\n(.*?)<!-- /settings -->", text, re.DOTALL)
-    assert table is not None
-    rows = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table[1].splitlines()[2:]]
-    assert rows == describe_settings()
+    assert f"<!-- settings -->\n{make_settings_table()}<!-- /settings -->" in text
 
 
-def test_the_table_of_models_is_what_is_registered() -> None:
-    table = re.search(r"<!-- models -->\n(.*?)<!-- /models -->", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert table is not None
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")][:3] for line in table[1].splitlines()[2:]]
-    ours = sorted((entry.name, entry.value) for entry in entry_points(group=GROUP) if "dbo_models" in entry.value)
-    files = [value.removeprefix("dbo_models.").partition(":")[0] for _, value in ours]
-    lines = [len((ROOT / "models" / f"{file}.py").read_text().splitlines()) for file in files]
-    assert rows == [[name, value, str(count)] for (name, value), count in zip(ours, lines, strict=True)]
+def test_models_are_in_a_table_that_comes_from_code() -> None:
+    table = make_models_table()
+    assert f"<!-- models -->\n{table}<!-- /models -->" in (ROOT / "README.md").read_text()
+    ours = {entry.name for entry in entry_points(group=GROUP) if "dbo_models" in entry.value}
+    assert {line.split()[1] for line in table.splitlines()[2:]} == ours
 
 
 def test_the_page_on_vision_has_every_reason_to_decline() -> None:
@@ -55,6 +58,42 @@ def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     reasons = {reason for path in sources for reason in re.findall(r'Decline\(\s*"([^"]+)"', path.read_text())}
     assert len(reasons) >= 25
     assert {reason for reason in reasons if reason not in page} == set()
+
+
+def read_public_names() -> dict[str, set[str]]:
+    """Return the public names of each module, as the page on the public API lists them."""
+    page = (ROOT / "docs" / "public-api.md").read_text()
+    rows = re.findall(r"^\| `(dbo_runtime[.\w]*)` \| ([^|]+) \|", page, re.MULTILINE)
+    return {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
+
+
+def test_every_name_of_the_public_api_is_in_its_module() -> None:
+    public = read_public_names()
+    assert len(public) == 7
+    for module, names in public.items():
+        source = ROOT.joinpath(*module.split("."))
+        tree = ast.parse((source / "__init__.py" if source.is_dir() else source.with_suffix(".py")).read_text())
+        assert names <= list_defined(tree), module
+
+
+def test_what_modules_declare_as_public_is_on_the_page() -> None:
+    public = read_public_names()
+    assert set(dbo_runtime.__all__) == public["dbo_runtime"] | public["dbo_runtime.errors"]
+    (declared,) = re.findall(r"__all__ = (\[.*\])", (ROOT / "dbo_runtime" / "testing.py").read_text())
+    assert set(ast.literal_eval(declared)) == public["dbo_runtime.testing"]
+    assert public["dbo_runtime.errors"] == {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+
+
+def list_defined(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines or imports."""
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    names |= {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return names | {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print all figures for programs, in seconds")
 
 
-def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print what the traces say."""
     path = Path(arguments.path)
     traces = {file.name: read_trace(file) for file in _find_files(path)}

@@ -24,7 +24,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     parser = argparse.ArgumentParser()
     trace_command.add_arguments(parser)
-    assert trace_command.run(parser.parse_args([str(word) for word in words]), []) == 0
+    assert trace_command.run(parser.parse_args([str(word) for word in words])) == 0
     return capsys.readouterr().out
 
 

@@ -27,13 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(program=parser.prog)
 
 
-def run(arguments: argparse.Namespace, engine_words: list[str]) -> int:
-    """Start vLLM with *engine_words*, such as `--tensor-parallel-size 2`, measure, and print how well the costs fit."""
+def run(arguments: argparse.Namespace) -> int:
+    """Start vLLM, measure, and print how well the costs fit.
+
+    Arguments that are not the command's own, such as `--tensor-parallel-size 2`, are the engine's.
+    """
     output = Path(arguments.output).absolute()
     if not os.access(output.parent, os.W_OK) or output.is_dir():
         raise ConfigError(f"cost file {output} cannot be written. Name a file in a writable folder.")
     with divert_output() if arguments.json else nullcontext():
-        reports = _calibrate(arguments, engine_words, output)
+        reports = _calibrate(arguments, output)
     if not reports:
         print("error: this model is not split, so there is nothing to measure; the log says why.", file=sys.stderr)
         return 1
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace, engine_words: list[str]) -> int:
     return 0
 
 
-def _calibrate(arguments: argparse.Namespace, engine_words: list[str], output: Path) -> list[dict[str, Any]]:
+def _calibrate(arguments: argparse.Namespace, output: Path) -> list[dict[str, Any]]:
     """Return the report of the first rank, field by field, and of each stage of a pipeline; none that is not split."""
     os.environ[ENABLE] = "1"
     from vllm import LLM
@@ -57,7 +60,7 @@ def _calibrate(arguments: argparse.Namespace, engine_words: list[str], output: P
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=arguments.program))
-    engine = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model, *engine_words]))
+    engine = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model, *arguments.passed_on]))
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     llm = LLM(**{**options, "worker_extension_cls": EXTENSION, "disable_log_stats": True})
     try:

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
 
 
-def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Try the adapter; return 1 if it is wrong.
 
     Raises:
