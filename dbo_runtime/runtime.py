@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from dbo_runtime.batch import Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
@@ -15,7 +14,6 @@ from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
-from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.policies import get_policy
@@ -90,14 +88,9 @@ class MicroBatchRuntime:
         config: the settings; may be replaced between steps, on all ranks alike.
         log: a structlog logger; told of each new plan and of the first decline of each reason, never of a step.
         ranks: how many ranks run the same plans, and meet in their collectives.
-
-    Attributes:
-        graphs: if set, steps are replayed from graphs of the device where they can be. For whoever drives a runtime
-            with inputs that are tensors, and a context that stays in its place; vLLM captures graphs of its own.
     """
 
     def __init__(self, program: Program, device: Device, config: RuntimeConfig, log: Any, ranks: int = 1) -> None:
-        self.graphs: Graphs | None = None
         self.program = program
         self.device = device
         self.config = config
@@ -171,9 +164,8 @@ class MicroBatchRuntime:
         self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None
     ) -> Outputs:
         """Run a plan; see `Executor.run`."""
-        run = plan.executor.run if self.graphs is None else partial(self.graphs.run, plan.executor)
         try:
-            outputs = run(inputs, enter, instrument)
+            outputs = plan.executor.run(inputs, enter, instrument)
         except Exception as error:
             # Hosts pass errors on by their text alone, without notes: where it happened is told here.
             self._log.error("a split step failed", error=repr(error), where=get_context(error))
@@ -195,8 +187,6 @@ class MicroBatchRuntime:
         """End the device's threads. Plans made so far cannot be run any more."""
         self._named.clear()
         self._executors.clear()
-        if self.graphs is not None:
-            self.graphs.close()
         self.device.close()
 
     def _find_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:

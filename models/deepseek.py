@@ -17,6 +17,7 @@ from typing import Any
 
 from dbo_models.layers import get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 
@@ -25,20 +26,20 @@ class DeepseekAdapter:
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
         config, layers = model.config, list(get_layers(model.model).values())
         if not hasattr(layers[0].self_attn, "mla_attn"):
-            return "DeepSeek with plain attention instead of MLA is not supported"
+            return Decline("DeepSeek with plain attention instead of MLA is not supported")
         if hasattr(config, "index_topk"):
-            return "sparse attention (DeepSeek V3.2) shares index buffers between micro-batches"
+            return Decline("sparse attention (DeepSeek V3.2) shares index buffers between micro-batches")
         if getattr(config, "llama_4_scaling", None) is not None:
-            return "attention scaling by position is not supported"
+            return Decline("attention scaling by position is not supported")
         if str(layers[0].input_layernorm.weight.dtype) == "torch.float16":
-            return "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"
+            return Decline("fp16 needs the decoder layer's own scaling; serve in bf16 or fp32")
         unknown = {type(layer.mlp).__name__ for layer in layers} - {"DeepseekV2MLP", "DeepseekV2MoE"}
         if unknown:
-            return f"the MLP class {', '.join(sorted(unknown))} is not known"
+            return Decline("its MLP is not known", ", ".join(sorted(unknown)))
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

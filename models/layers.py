@@ -8,6 +8,7 @@ from operator import add
 from typing import Any
 
 from dbo_runtime.adapter import Collectives, ExpertParallel, LatentAttention
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 Attend = Callable[[Any, Any, Any], Any]
@@ -156,13 +157,12 @@ def get_layers(decoder: Any) -> dict[int, Any]:
     return {index: decoder.layers[index] for index in range(len(decoder.layers))[own]}
 
 
-def find_unknown_parts(decoder: Any, known: frozenset[str]) -> str | None:
-    """Return why a decoder cannot be taken apart: a class that is not *known*, which may compute something else."""
+def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
+    """Return the classes of a decoder that are not *known*, which may compute something else; None if all are."""
     layers = get_layers(decoder).values()
     parts = [decoder, *layers, *(layer.self_attn for layer in layers), *(layer.mlp for layer in layers)]
-    found = {type(part).__name__ for part in parts}
-    unknown = ", ".join(sorted(found - known))
-    return f"its parts are not known: {unknown}" if unknown else None
+    unknown = ", ".join(sorted({type(part).__name__ for part in parts} - known))
+    return Decline("its parts are not known", unknown) if unknown else None
 
 
 def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
+from dbo_models.layers import check_parts, get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 KNOWN = frozenset(
@@ -22,14 +23,14 @@ class Qwen3MoeAdapter:
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
         layers = get_layers(model.model).values()
-        unknown: str | None = find_unknown_parts(model.model, KNOWN)
+        unknown: Decline | None = check_parts(model.model, KNOWN)
         if unknown is not None:
             return unknown
         if any(layer.self_attn.dual_chunk_attention_config for layer in layers):
-            return "dual chunk attention is not supported"
+            return Decline("dual chunk attention is not supported")
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

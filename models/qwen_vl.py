@@ -13,6 +13,7 @@ from typing import Any
 
 from dbo_models.layers import record_reduce
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 # Where an encoder's metadata has what attention of each role is given: ends, greatest length, lengths of sequences.
@@ -24,9 +25,9 @@ ONLY = ("cu_seqlens", "max_seqlen", "sequence_lengths")
 class Qwen25VisionAdapter:
     """Layers attend within windows, some of them within whole images."""
 
-    def decline(self, encoder: Any) -> str | None:
+    def decline(self, encoder: Any) -> Decline | None:
         """Return why this encoder cannot be split, or None."""
-        return find_unknown_parts(encoder, "Qwen2_5_Vision", "Qwen2_5_Vision")
+        return check_encoder_parts(encoder, "Qwen2_5_Vision", "Qwen2_5_Vision")
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
         """Return about how many operations an image or a video takes."""
@@ -60,9 +61,9 @@ class Qwen25VisionAdapter:
 class Qwen3VisionAdapter:
     """Layers attend within whole images; what some of them see goes to the language model's first layers, too."""
 
-    def decline(self, encoder: Any) -> str | None:
+    def decline(self, encoder: Any) -> Decline | None:
         """Return why this encoder cannot be split, or None."""
-        return find_unknown_parts(encoder, "Qwen3_Vision", "Qwen2_5_Vision")  # whose attention it takes
+        return check_encoder_parts(encoder, "Qwen3_Vision", "Qwen2_5_Vision")  # whose attention it takes
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
         """Return about how many operations an image or a video takes."""
@@ -90,16 +91,16 @@ class Qwen3VisionAdapter:
         return embeddings
 
 
-def find_unknown_parts(encoder: Any, own: str, attention: str) -> str | None:
-    """Return why an encoder cannot be taken apart: a class that is not known, or attention that remembers."""
-    wanted = [(encoder.merger, f"{own}PatchMerger")]
+def check_encoder_parts(encoder: Any, own: str, attention: str) -> Decline | None:
+    """Return why an encoder cannot be decomposed: a class that is not known, or attention with scales in a buffer."""
+    expected = [(encoder.merger, f"{own}PatchMerger")]
     for block in encoder.blocks:
-        wanted += [(block, f"{own}Block"), (block.mlp, f"{own}MLP"), (block.attn, f"{attention}Attention")]
-    unknown = sorted({type(part).__name__ for part, name in wanted} - {name for _, name in wanted})
+        expected += [(block, f"{own}Block"), (block.mlp, f"{own}MLP"), (block.attn, f"{attention}Attention")]
+    unknown = sorted({type(part).__name__ for part, name in expected} - {name for _, name in expected})
     if unknown:
-        return f"its encoder's parts are not known: {', '.join(unknown)}"
+        return Decline("its encoder's parts are not known", ", ".join(unknown))
     if any(block.attn.attn.fp8_enabled for block in encoder.blocks):
-        return "encoder attention in fp8, whose scales follow the batch, is not supported yet"
+        return Decline("encoder attention in fp8, whose scales follow the batch, is not supported yet")
     return None
 
 

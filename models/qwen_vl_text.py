@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from dbo_models.dense import KNOWN
-from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
+from dbo_models.layers import check_parts, get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 
@@ -16,9 +17,9 @@ class Qwen25VLAdapter:
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        unknown: str | None = find_unknown_parts(model.language_model.model, KNOWN)
+        unknown: Decline | None = check_parts(model.language_model.model, KNOWN)
         return unknown
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
@@ -32,9 +33,9 @@ class Qwen3VLAdapter:
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        unknown: str | None = find_unknown_parts(model.language_model.model, KNOWN | {"Qwen3LLMModel"})
+        unknown: Decline | None = check_parts(model.language_model.model, KNOWN | {"Qwen3LLMModel"})
         return unknown
 
     def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:

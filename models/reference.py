@@ -15,6 +15,7 @@ from torch.nn.functional import rms_norm, silu
 
 from dbo_models.layers import record_experts
 from dbo_runtime.adapter import Collectives, ExpertParallel
+from dbo_runtime.decline import Decline
 from dbo_runtime.dispatch import DispatchedTokens, Dispatcher, Routing
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -161,9 +162,9 @@ class ReferenceCollectives:
 class ReferenceAdapter:
     """Tokens travel twice a layer, to their experts and back."""
 
-    def decline(self, model: ReferenceModel) -> str | None:
+    def decline(self, model: ReferenceModel) -> Decline | None:
         """Every reference model can be split."""
-        return None if model.layers else "the model has no layers"
+        return None if model.layers else Decline("the model has no layers")
 
     def record(
         self, p: ProgramBuilder, model: ReferenceModel, collectives: Collectives, x: Value, positions: Value

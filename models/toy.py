@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 
@@ -63,9 +64,9 @@ class ToyCollectives:
 class ToyAdapter:
     """One comm op after attention and one after the MLP."""
 
-    def decline(self, model: ToyModel) -> str | None:
+    def decline(self, model: ToyModel) -> Decline | None:
         """Every toy can be split."""
-        return None if model.layers else "the model has no layers"
+        return None if model.layers else Decline("the model has no layers")
 
     def record(self, p: ProgramBuilder, model: ToyModel, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare the program; reads like the forward."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import open_device
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.serial import SerialDevice
@@ -20,8 +22,10 @@ from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.schedule import lower
 from tests.graph_logs import Log
+from tests.programs import record_toy
 
 torch = pytest.importorskip("torch")
 
@@ -370,7 +374,7 @@ def test_a_replay_that_fails_becomes_an_eager_step(device: RepeatingDevice, log:
 
 
 def test_shapes_without_end_are_not_all_captured(device: RepeatingDevice, log: Log) -> None:
-    graphs, executor = Graphs(device, log, BUCKETS, most=3), prepare(device, record(), 1)
+    graphs, executor = Graphs(device, log, BUCKETS, max_shapes=3), prepare(device, record(), 1)
     for _ in range(2):
         for width in range(1, 6):
             graphs.run(executor, [(torch.ones(2, width),)])
@@ -397,6 +401,22 @@ def test_closing_ends_the_graphs_and_steps_that_come_are_captured_anew(device: R
         graphs.close()
     assert [graph.is_reset for graph in device.graphs] == [True, True]
     assert (graphs.captured, graphs.replayed) == (2, 2)
+
+
+def test_a_runtimes_plan_is_run_by_graphs_and_eagerly_where_there_are_none(log: Log) -> None:
+    """The CPU captures no graphs: one line says so, and results are those of eager steps."""
+    device, config = CpuDevice(), RuntimeConfig(enabled=True, mode="always")
+    graphs = Graphs(device, log, BUCKETS)
+    for _ in range(2):
+        runtime = MicroBatchRuntime(record_toy(), device, config, log)
+        plan = runtime.plan(Batch((600, 424), 1024))
+        assert isinstance(plan, ExecutionPlan)
+        expected = run_sequential([record_toy()] * 2, [(1, 2), (3, 4)])
+        assert graphs.run(plan.executor, [(1, 2), (3, 4)]) == expected
+    assert graphs.declined == {"the device captures no graphs": 2}
+    assert [line["reason"] for line in log.lines if line["event"] == "step not replayed, runs eagerly"] == [
+        "the device captures no graphs"
+    ]
 
 
 def test_the_page_on_devices_has_every_reason() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
+from dbo_models.layers import check_parts, get_layers, record_decoder
 from dbo_models.toy import ToyCollectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
@@ -106,8 +107,8 @@ def test_a_decoder_that_knows_nothing_of_stages_is_whole() -> None:
 def test_only_the_layers_that_are_here_have_to_be_known() -> None:
     decoder = make_decoder(2, 4)
     known = {type(part).__name__ for part in (decoder, decoder.layers[2].mlp)}
-    assert find_unknown_parts(decoder, frozenset(known)) is None
-    assert find_unknown_parts(decoder, frozenset()) == "its parts are not known: SimpleNamespace, function"
+    assert check_parts(decoder, frozenset(known)) is None
+    assert check_parts(decoder, frozenset()) == Decline("its parts are not known", "SimpleNamespace, function")
 
 
 class LatentParts:

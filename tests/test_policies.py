@@ -11,6 +11,7 @@ from dbo_runtime.policies import Order, Policy, alternate, get_policy, sequentia
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Issue, lower
 from dbo_runtime.validate import validate
+from tests.profiles import scale
 from tests.programs import record_toy
 from tests.strategies import programs
 
@@ -99,7 +100,7 @@ def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
         get_policy("best", lead=0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale(100))
 @given(st.lists(programs(), min_size=1, max_size=4), st.integers(0, 4))
 def test_every_order_issues_each_op_once_and_in_program_order(chosen: Sequence[Program], lead: int) -> None:
     for order in (sequential(chosen), alternate(chosen), staggered(chosen, lead)):
@@ -109,7 +110,7 @@ def test_every_order_issues_each_op_once_and_in_program_order(chosen: Sequence[P
         assert len(order) == sum(len(program.ops) for program in chosen)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale(100))
 @given(programs(), st.integers(1, 4), st.integers(0, 4))
 def test_every_policy_may_order_micro_batches_that_run_the_same_program(program: Program, n: int, lead: int) -> None:
     for name in ("sequential", "alternate", "staggered"):

@@ -96,11 +96,11 @@ def test_results_of_an_op_that_overwrites_live_where_the_overwritten_values_do(p
     made = p.op("make", same, x, lane="aux")
     reduced = p.comm("reduce", same, made, overwrites=(made,))
     final = p.compute("final", same, reduced)
-    homes = p.build(final).get_owning_lanes()
-    assert homes[x] == {COMPUTE}
-    assert homes[made] == {"aux"}
-    assert homes[reduced] == {COMM, "aux"}
-    assert homes[final] == {COMPUTE}
+    owning = p.build(final).get_owning_lanes()
+    assert owning[x] == {COMPUTE}
+    assert owning[made] == {"aux"}
+    assert owning[reduced] == {COMM, "aux"}
+    assert owning[final] == {COMPUTE}
 
 
 def test_an_input_after_the_first_op_is_refused(p: ProgramBuilder) -> None:

@@ -13,7 +13,6 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
-from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Origin
 from dbo_runtime.planner.costs.program_spec import describe_program
@@ -312,17 +311,3 @@ def test_a_program_without_such_ops_has_nothing_to_put_beside(log: Log) -> None:
     assert not runtime.forces_side
     assert isinstance(runtime.plan(BATCH, cuts=[]), Decline)
     runtime.close()
-
-
-def test_with_graphs_steps_that_cannot_be_replayed_run_all_the_same(runtime: MicroBatchRuntime, log: Log) -> None:
-    """The CPU captures none: one line says so, and results are those of eager steps."""
-    runtime.graphs = Graphs(runtime.device, log, buckets=(512,))
-    expected = run_sequential([record_toy()] * 2, [(1, 2), (3, 4)])
-    for _ in range(2):
-        own = MicroBatchRuntime(record_toy(), runtime.device, runtime.config, log)
-        own.graphs = runtime.graphs
-        assert own.run(plan(own), [(1, 2), (3, 4)]) == expected
-    assert runtime.graphs.declined == {"the device captures no graphs": 2}
-    assert [line["reason"] for line in log.lines if line["event"] == "step not replayed, runs eagerly"] == [
-        "the device captures no graphs"
-    ]

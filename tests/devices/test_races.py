@@ -28,6 +28,7 @@ from dbo_runtime.validate import validate
 from tests.devices import rigs
 from tests.latch import GRACE
 from tests.mutants import move_free_earlier, remove_wait
+from tests.profiles import scale
 from tests.strategies import Case, cases
 
 if not {*rigs.STREAMS} & {*rigs.find_present()}:
@@ -154,7 +155,7 @@ def test_a_free_moved_earlier_is_refused_and_gives_the_memory_away_while_it_is_r
 def test_random_programs_compute_what_the_sequential_loop_computes(rig: Any) -> None:
     device, slow_down = rig.device, find_jitter(rig.device.name)
 
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=scale(EXAMPLES))
     @given(cases(), st.integers(0, 2**31))
     def check(case: Case, seed: int) -> None:
         slow_down(seed, LONGEST)
@@ -171,7 +172,7 @@ def test_random_faults_that_validation_refuses_do_harm(standin: Any, record_prop
     device = open_device("npu")
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=MUTANTS)
+    @settings(max_examples=scale(MUTANTS))
     @given(cases(), st.sampled_from([remove_wait, move_free_earlier]), st.data())
     def check(case: Case, mutation: Any, data: st.DataObject) -> None:
         if mutation is remove_wait:

@@ -20,7 +20,7 @@ from vllm.forward_context import set_forward_context
 from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.adapter import Collectives
-from dbo_runtime.decline import DeclineError
+from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, UNSPLIT, Stage
@@ -45,14 +45,14 @@ class GenericAdapter:
         self._vllm_config = vllm_config
         self._stage = stage
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
         if self._group.world_size == 1:
-            return "one rank sums nothing, so there is nothing to stop its forward at"
+            return Decline("one rank sums nothing, so there is nothing to stop its forward at")
         if not hasattr(model, "embed_input_ids"):
-            return "it does not embed tokens apart from its forward"
+            return Decline("it does not embed tokens apart from its forward")
         if find_spec("greenlet") is None:
-            return "DBO_GENERIC needs greenlet: pip install 'dbo-runtime[generic]'"
+            return Decline("DBO_GENERIC needs greenlet: pip install 'dbo-runtime[generic]'")
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dbo_runtime.adapter import EncoderAdapter, get_encoder_adapter, list_encoders, name_adapter, record_program
-from dbo_runtime.batch import LEAST_SHARE, Batch, decline_early, share_by_work
+from dbo_runtime.batch import MIN_SHARE, Batch, decline_early, share_by_work
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
@@ -118,7 +118,7 @@ class SplitEncoder:
         cuts = share_by_work(work, self.runtime.config.parts)
         least = min(sum(work[left:right]) for left, right in pairwise([0, *cuts, len(work)]))
         share = least * (len(cuts) + 1) / (sum(work) or 1.0)
-        if cuts and self.runtime.config.mode == "auto" and share < LEAST_SHARE:
+        if cuts and self.runtime.config.mode == "auto" and share < MIN_SHARE:
             return Decline("no balanced cut", f"the least micro-batch would have {share:.0%} of an even one's work")
         return cuts
 
@@ -166,11 +166,9 @@ def find_encoder(model: Any, vllm_config: Any, collectives: ModelCollectives) ->
             continue
         refusal = _find_hazard(vllm_config) or adapter.decline(module)
         if refusal is not None:
-            return refusal
-        try:
-            return FoundEncoder(module, adapter, record_program(adapter, module, collectives))
-        except DeclineError as error:
-            return str(error)
+            return str(refusal)
+        program = record_program(adapter, module, collectives)
+        return str(program) if isinstance(program, Decline) else FoundEncoder(module, adapter, program)
     return "its encoder is not loaded" if ABSENT in names else "no adapter is registered for its encoder"
 
 

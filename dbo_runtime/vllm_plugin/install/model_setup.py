@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbo_runtime.adapter import InputAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig, name_policy
-from dbo_runtime.decline import DeclineError
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.counts import get_folder
@@ -163,12 +163,9 @@ def _record(
         return f"no adapter is registered for {architecture}; {WRITE_ONE}"
     refusal = check_config(vllm_config) or check_stage(adapter, stage) or adapter.decline(model)
     if refusal is not None:
-        return refusal
-    try:
-        program = record_program(adapter, model, collectives, has_side)
-    except DeclineError as error:
-        return str(error)
-    return stage.check_program(program) or program
+        return str(refusal)
+    program = record_program(adapter, model, collectives, has_side)
+    return str(program) if isinstance(program, Decline) else stage.check_program(program) or program
 
 
 def check_stage(adapter: ModelAdapter, stage: Stage) -> str | None:

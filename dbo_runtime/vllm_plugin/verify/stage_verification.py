@@ -10,6 +10,7 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.adapter import POSITIONS, ModelAdapter, StageAdapter, X, name_adapter, record_program
+from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage, take_inputs
@@ -47,6 +48,7 @@ def record_stages(
     """Return the programs of two stages; None if the adapter takes none, or the model is not made of layers.
 
     Raises:
+        DeclineError: if the model cannot be split as a stage.
         ProgramError: if the adapter takes stages, but not what they hand over.
     """
     decoder = next((part for part in model.modules() if hasattr(part, "start_layer")), None)
@@ -58,8 +60,11 @@ def record_stages(
     programs = []
     for number, layers in enumerate((range((count + 1) // 2), range((count + 1) // 2, count))):
         with _as_stage(decoder, layers):
-            programs.append(record_program(adapter, model, collectives, has_side))
-        mismatch = Stage(number, 2, layers, tuple(empty.tensors)).check_program(programs[-1])
+            program = record_program(adapter, model, collectives, has_side)
+        if isinstance(program, Decline):
+            raise DeclineError(program.reason, program.detail)
+        programs.append(program)
+        mismatch = Stage(number, 2, layers, tuple(empty.tensors)).check_program(program)
         if mismatch is not None:
             raise ProgramError(f"{name_adapter(adapter)}: {mismatch}")
     return StageVerification(*programs)

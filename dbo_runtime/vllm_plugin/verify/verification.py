@@ -166,6 +166,8 @@ def record(
     groups = compat.get_groups(vllm_config)
     collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
     program = record_program(adapter, model, collectives, has_side)
+    if isinstance(program, Decline):
+        raise DeclineError(f"{architecture} is declined: {program}")
     return program, record_stages(adapter, model, collectives, has_side)
 
 

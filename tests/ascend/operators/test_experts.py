@@ -39,12 +39,13 @@ from tests.ascend.operators.experts import (
     make_routings,
     multiply_groups,
 )
+from tests.profiles import scale
 from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
 
 
-@settings(max_examples=60)
+@settings(max_examples=scale(60))
 @given(seed=SEEDS, tokens=st.integers(0, 5), choice=make_cases(), biased=st.booleans(), scale=st.sampled_from([1, 2.5]))
 @covers("_C_ascend::moe_gating_top_k")
 def test_experts_are_chosen_within_the_best_groups(
@@ -103,7 +104,7 @@ def test_weights_of_experts_have_the_type_of_the_logits(standin: StandIn, norm: 
     assert_near(weights[0], torch.tensor(expected))
 
 
-@settings(max_examples=50)
+@settings(max_examples=scale(50))
 @given(routing=make_routings(), count_type=st.sampled_from([CUMULATED, COUNTS]))
 @covers("npu::npu_moe_init_routing_v2")
 def test_choices_of_a_ranks_experts_are_sorted_and_counted(standin: StandIn, routing: Routing, count_type: int) -> None:
@@ -133,7 +134,7 @@ def test_without_a_range_all_experts_are_active(standin: StandIn) -> None:
     assert counts.tolist() == [2, 1, 2, 1]
 
 
-@settings(max_examples=30)
+@settings(max_examples=scale(30))
 @given(
     seed=SEEDS,
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=4),
@@ -161,7 +162,7 @@ def test_the_rows_of_each_expert_are_multiplied_by_its_matrix(
     assert_near(found, torch.from_numpy(expected))
 
 
-@settings(max_examples=30)
+@settings(max_examples=scale(30))
 @given(seed=SEEDS, tokens=st.integers(1, 6), choices=st.integers(1, 4), dtype=FLOATS)
 @covers("npu::npu_moe_token_permute", "npu::npu_moe_token_unpermute")
 def test_permuted_tokens_are_in_the_order_of_experts_and_come_back(

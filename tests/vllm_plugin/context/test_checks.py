@@ -19,6 +19,7 @@ from dbo_runtime.vllm_plugin.context.checks import (
     check_context,
     check_prefix_cache,
 )
+from tests.profiles import scale
 
 
 def make_config(**changes: Any) -> SimpleNamespace:
@@ -230,7 +231,7 @@ def reads_too_early(
     return False
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(steps_with_hits())
 def test_it_declines_exactly_where_a_token_would_read_too_early(
     step: tuple[list[int], list[int], list[list[int]], int, list[int]],

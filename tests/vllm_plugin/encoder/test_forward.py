@@ -123,7 +123,7 @@ class DoublingAdapter:
         self.split: list[Any] = []
         self.factor, self.refusal = factor, refusal
 
-    def decline(self, encoder: Any) -> str | None:
+    def decline(self, encoder: Any) -> Decline | None:
         return self.refusal
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
@@ -297,7 +297,7 @@ def test_parts_that_are_not_known_are_declined() -> None:
     attn = SimpleNamespace(attn=SimpleNamespace(fp8_enabled=False))
     block = SimpleNamespace(attn=attn, mlp=SimpleNamespace())
     encoder = SimpleNamespace(merger=SimpleNamespace(), blocks=[block])
-    assert adapter.decline(encoder) == "its encoder's parts are not known: SimpleNamespace"
+    assert adapter.decline(encoder) == Decline("its encoder's parts are not known", "SimpleNamespace")
 
 
 class OwnAttention:

@@ -198,7 +198,7 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
     """It would meet placeholders where it expects layers."""
 
     class Blind:
-        def decline(self, model: Any) -> str | None:
+        def decline(self, model: Any) -> Decline | None:
             raise AssertionError("it was asked")
 
         record = decline

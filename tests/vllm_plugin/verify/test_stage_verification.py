@@ -12,6 +12,7 @@ from vllm.sequence import IntermediateTensors
 from dbo_models.layers import record_decoder
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import Collectives, record_program
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Op, ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.verify.results import run_ops
@@ -45,7 +46,7 @@ class Adapter:
     def __init__(self, mistake: str = "") -> None:
         self.mistake = mistake
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
