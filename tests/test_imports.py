@@ -32,6 +32,7 @@ CORE = [
         for path in sorted(ROOT.glob("planner/*/*.py"))
         if path.stem not in NOT_CORE
     ),
+    "dbo_runtime.vllm_plugin.api.known",
     "dbo_models.toy",
     "dbo_models.layers",
     "dbo_models.deepseek",
