@@ -16,7 +16,7 @@ def register() -> None:
     """
     if ENABLE not in os.environ:
         return
-    from dbo_runtime.vllm_plugin.api.compat import announce_variable
+    from dbo_runtime.vllm_plugin.api.environment import announce_variable
 
     announce_variable()
     if not is_enabled(os.environ):

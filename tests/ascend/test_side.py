@@ -31,7 +31,8 @@ GRAPHS = {
 IN_GRAPH = 1000000  # ids of streams from here on are lanes of graphs; see `Kernel`
 SHARED_EXPERTS, MOE_LAYERS = ("Matmul", "SwiGlu", "Matmul"), 2
 WHOLE_ATTENTION = (
-    "attention stays one op, with nothing beside it  reason=AscendMultiHeadLatentAttention runs it as one op"
+    "attention stays one op, with nothing beside it  reason=the class of latent attention runs it as one op"
+    " (AscendMultiHeadLatentAttention)"
 )
 
 Found = tuple[list[Answer], dict[str, int]]

@@ -33,6 +33,7 @@ from dbo_runtime.vllm_plugin.encoder.forward import FoundEncoder, SplitEncoder, 
 from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
 
 SIZES = {
@@ -103,7 +104,7 @@ def unplanned() -> Iterator[None]:
 @contextmanager
 def split(encoder: Any, group: Any, config: RuntimeConfig, device: Device) -> Iterator[SplitEncoder]:
     """Let an encoder be split as the plugin would."""
-    collectives = ModelCollectives(group)
+    collectives = ModelCollectives(get_platform(), group)
     multimodal = SimpleNamespace(mm_encoder_tp_mode="weights")
     vllm_config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal),

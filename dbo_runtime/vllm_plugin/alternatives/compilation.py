@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from vllm.config import CompilationMode
 from vllm.forward_context import set_forward_context
-from vllm.platforms import current_platform
 
 from dbo_runtime.adapter import POSITIONS
 from dbo_runtime.errors import SplitError
 from dbo_runtime.program import COMPUTE, SIDE, Op, Program, Value
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
 
 COMPILED = frozenset({"attn_norm", "attention", "mlp_norm", "mlp", "final_norm"})
@@ -186,7 +186,7 @@ class OpCompiler:
 
 def check_compilation(vllm_config: Any, program: Program) -> str | None:
     """Return why nothing is compiled here, or None: only what vLLM compiles, too, and where it has been measured."""
-    if not current_platform.is_cpu():
+    if not get_platform().compiles_ops:
         return "not proven but on CPU"
     compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
     if compilation.mode == CompilationMode.NONE or compilation.backend != "inductor":

@@ -23,7 +23,7 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import ProgramBuilder, Value
-from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, UNSPLIT, Stage
+from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, WHOLE_MODEL, Stage
 
 TRIAL_TOKENS = 2  # of the run in which all-reduces are counted
 OTHERS = ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather", "broadcast", "send", "recv")
@@ -40,7 +40,7 @@ class GenericAdapter:
 
     takes_stages = True
 
-    def __init__(self, group: Any, vllm_config: Any, stage: Stage = UNSPLIT) -> None:
+    def __init__(self, group: Any, vllm_config: Any, stage: Stage = WHOLE_MODEL) -> None:
         self._group = group
         self._vllm_config = vllm_config
         self._stage = stage

@@ -136,7 +136,9 @@ class CostSource:
             found = measure(self._runner, self._forward, self._group, budget, bar.show)
         # One rank fits for all: the last digits of a fit may differ between hosts, and with them decisions.
         fitted = self._try(lambda: self._fit(found)) if self._group.rank_in_group == 0 else None
-        text, errors, problem = gather(self._group, fitted)[0]
+        first = gather(self._group, fitted)[0]
+        assert first is not None, "rank 0 fits"
+        text, errors, problem = first
         if problem:
             raise ConfigError(problem)
         table = parse_costs(text)

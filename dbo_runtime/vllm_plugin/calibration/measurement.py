@@ -33,7 +33,7 @@ from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import COMM, COMPUTE, Program
-from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -79,7 +79,7 @@ def measure(runner: Any, forward: SplitForward, group: Any, budget: float, progr
     Raises:
         DeclineError: if vLLM's dummy batches cannot be split, with the reason.
     """
-    shapes = choose_shapes(_agree_on_limits(group, compat.get_limits(runner)))
+    shapes = choose_shapes(_agree_on_limits(group, get_limits(runner)))
     stand = _Stand(runner, forward, group)
     found = Measurements()
     for shape in shapes[:1]:
@@ -199,7 +199,7 @@ class _Stand:
         model = self._runner.get_model()
         served, model.forward = model.forward, self
         try:
-            compat.run_dummy(self._runner, shape.requests, shape.tokens, shape.context)
+            run_dummy(self._runner, shape.requests, shape.tokens, shape.context)
         finally:
             model.forward = served
         if way == "whole":
@@ -226,8 +226,8 @@ def _copy_forward(served: SplitForward, device: Device, policy: str, group: Any)
     return own
 
 
-def _agree_on_limits(group: Any, own: compat.Limits) -> compat.Limits:
-    return compat.Limits(*(min(limit) for limit in zip(*gather(group, own), strict=True)))
+def _agree_on_limits(group: Any, own: Limits) -> Limits:
+    return Limits(*(min(limit) for limit in zip(*gather(group, own), strict=True)))
 
 
 def _agree_on_time(group: Any, start: float) -> float:

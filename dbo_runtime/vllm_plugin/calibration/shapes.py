@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.vllm_plugin.api.compat import Limits
+from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 
 GROWTH = 4  # from one size to the next
 SHORTEST, SEVERAL, SHORT_CONTEXT = 8, 8, 16  # tokens of the shortest prefill, prefills in one batch, cached tokens

@@ -17,10 +17,10 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.decision import NOTHING_TO_HIDE, list_cuts
 from dbo_runtime.vllm_plugin.step.forward import compare_split
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
@@ -41,7 +41,7 @@ class SplitEncoder:
         encoder: the module.
         adapter: of its class.
         runtime: runs plans.
-        transport: how ranks communicate; see `compat.get_transport`.
+        transport: how ranks communicate; see `Platform.get_transport`.
         agreement: of the ranks that share the encoder, under DBO_CHECK.
         metrics: counts forwards; None where another rank does.
 
@@ -145,7 +145,7 @@ class FoundEncoder(NamedTuple):
     ) -> None:
         """Replace the encoder's forward by one that splits, on the ranks of vLLM's *group*, which share it."""
         runtime = MicroBatchRuntime(self.program, device, config, log, group.world_size)
-        transport = compat.get_transport(compat.Groups(group, None, group), hosts)
+        transport = get_platform().get_transport(Groups(group, None, group), hosts)
         agreement = Agreement(group)
         self.module.forward = SplitEncoder(self.module, self.adapter, runtime, transport, agreement, metrics)
         log.info(
@@ -179,10 +179,9 @@ def get_encoder(model: Any) -> SplitEncoder | None:
 
 
 def _find_hazard(vllm_config: Any) -> str | None:
-    if compat.get_device_type() == "npu":  # where a group of its own can reduce an encoder's MLP, too
-        hazard = ascend.check_config(vllm_config)
-        if hazard is not None:
-            return hazard
+    unsupported = get_platform().check_config(vllm_config)  # on NPUs another group can reduce an encoder's MLP
+    if unsupported is not None:
+        return str(unsupported)
     compilation, multimodal = vllm_config.compilation_config, vllm_config.model_config.multimodal_config
     hazards = (
         (compilation.compile_mm_encoder, "a compiled encoder"),

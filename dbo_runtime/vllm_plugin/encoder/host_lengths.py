@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from dbo_runtime.errors import SplitError
-from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention, EncoderAttention, NpuAttention
+from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
 
 NAME = "MMEncoderAttention"  # under which vLLM looks its class up
-KERNELS: dict[str, type[EncoderAttention]] = {"cpu": CpuAttention, "npu": NpuAttention}
 COMPARED = "images' attention with the host plan and without"
 REMEDY = "VLLM_ASCEND_ENABLE_DBO=0 serves without the plan"
 _BASE = "_dbo_base"  # of our class: what it is on top of
@@ -53,13 +52,13 @@ def install_host_lengths(check: bool = False) -> None:
     from vllm.model_executor import custom_op
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-    platform = compat.get_device_type()
+    kernel = get_platform().get_encoder_attention()
     registered = custom_op.op_registry_oot.get(NAME, MMEncoderAttention)
-    if platform in KERNELS:
-        custom_op.op_registry_oot[NAME] = make_attention_class(getattr(registered, _BASE, registered), platform, check)
+    if kernel is not None:
+        custom_op.op_registry_oot[NAME] = make_attention_class(getattr(registered, _BASE, registered), kernel, check)
 
 
-def make_attention_class(base: Any, platform: str, check: bool = False) -> Any:
+def make_attention_class(base: Any, kernel: type[EncoderAttention], check: bool = False) -> Any:
     """Return an encoder attention like *base* that takes lengths from the host plan; for *check* see above."""
 
     class MMEncoderAttention(base):  # type: ignore[misc] # named as vLLM asks for it
@@ -67,9 +66,7 @@ def make_attention_class(base: Any, platform: str, check: bool = False) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._kernel: EncoderAttention = KERNELS[platform](
-                self.num_heads, self.num_kv_heads, self.head_size, self.scale
-            )
+            self._kernel = kernel(self.num_heads, self.num_kv_heads, self.head_size, self.scale)
 
         @classmethod
         def maybe_compute_seq_lens(

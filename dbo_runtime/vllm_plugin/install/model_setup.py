@@ -14,28 +14,28 @@ from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.install.served_device import has_side_lane, open_served_device
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.vllm_plugin.api.groups import Groups, get_groups, get_host
+from dbo_runtime.vllm_plugin.api.identity import describe_model, describe_parallel
+from dbo_runtime.vllm_plugin.api.versions import describe_packages, describe_versions
+from dbo_runtime.vllm_plugin.install.served_device import has_side_lane
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
-    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
     from dbo_runtime.vllm_plugin.encoder.forward import FoundEncoder
     from dbo_runtime.vllm_plugin.parallel.stage import Stage
     from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 
 _ATTACHED = "_dbo_attached"
-PROVEN = ("cpu", "npu")  # where split steps of vLLM have been compared with unsplit ones; npu on a stand-in for CANN
-DEVICES = (*PROVEN, "cuda")  # named alike by vLLM and by us
-COMPARE = "with DBO_CHECK=1 steps are split, and each compared with the unsplit one"
 WRITE_ONE = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
 
 
 class Place(NamedTuple):
-    """Where this rank stands: with whom it runs a step, and how they communicate; see `compat.get_transport`."""
+    """Where this rank stands: with whom it runs a step, and how they communicate; see `Platform.get_transport`."""
 
-    groups: compat.Groups
+    platform: Platform
+    groups: Groups
     stage: Stage
     hosts: int
     transport: str
@@ -53,19 +53,20 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     model, vllm_config = runner.get_model(), runner.vllm_config
     if _ATTACHED in model.__dict__:
         return  # loaded again into the same instance
-    groups, stage = compat.get_groups(vllm_config), get_stage(model, vllm_config)
+    platform, groups, stage = get_platform(), get_groups(vllm_config), get_stage(model, vllm_config)
     log = open_log(quiet=groups.all_ranks.rank_in_group > 0)  # all ranks come to the same; one tells, of each stage
     log = log.bind(stage=stage.name) if stage.name else log
-    exchange_sizes_separately = compat.get_device_type() != "cpu"
-    collectives = ModelCollectives(
-        groups.tensor_parallel, groups.data_parallel, config.dispatch, exchange_sizes_separately
-    )
-    unproven = check_proven(compat.get_device_type(), config)
+    collectives = ModelCollectives(platform, groups.tensor_parallel, groups.data_parallel, config.dispatch)
+    unproven = platform.check_support(config)
     if adapter is None and config.generic:
         adapter = _open_generic(groups, vllm_config, stage)
-    unproven_model = unproven or check_proven_model(compat.get_device_type(), architecture, config)
-    has_side = has_side_lane(compat.get_device_type(), config)
-    program = unproven_model or _record(adapter, architecture, model, vllm_config, collectives, stage, has_side)
+    unproven_model = unproven or platform.check_model(architecture, config)
+    has_side = has_side_lane(platform, config)
+    program: Program | str = (
+        _record(adapter, architecture, model, vllm_config, collectives, stage, has_side)
+        if unproven_model is None
+        else str(unproven_model)
+    )
     encoder = _find_encoder(model, vllm_config, collectives) if stage.is_first and not unproven else None
     hosts = _compare_settings(groups.all_ranks, config, (program, encoder), _votes(vllm_config, groups))
     if isinstance(program, str):
@@ -79,8 +80,8 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     setattr(model, _ATTACHED, True)
     if not is_split:
         return
-    place = Place(groups, stage, hosts, compat.get_transport(groups, hosts))
-    device = open_served_device(collectives, config, log)
+    place = Place(platform, groups, stage, hosts, platform.get_transport(groups, hosts))
+    device = platform.open_device(collectives.process_groups, config, log)
     metrics = _open_metrics(vllm_config, place)
     if encoder is not None and not isinstance(encoder, str):
         encoder.attach(device, config, groups.tensor_parallel, hosts, metrics, log)
@@ -107,7 +108,7 @@ def _announce(architecture: str, adapter: str, config: RuntimeConfig, place: Pla
         model=architecture,
         adapter=adapter,
         layers=f"{layers.start} to {layers.stop - 1}" if layers else None,
-        device=compat.get_device_type(),
+        device=place.platform.name,
         ranks=groups.all_ranks.world_size,
         data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,
         transport=place.transport,
@@ -120,28 +121,11 @@ def _announce(architecture: str, adapter: str, config: RuntimeConfig, place: Pla
         min_prefill_tokens=config.min_prefill_tokens,
         check=int(config.check),
     )
-    if compat.get_device_type() == "npu" and not config.check:
-        log.warning("no NPU has run this yet, only a stand-in for CANN", advice="compare steps once, with DBO_CHECK=1")
+    if place.platform.notice and not config.check:
+        log.warning(place.platform.notice, advice="compare steps once, with DBO_CHECK=1")
 
 
-def check_proven(platform: str, config: RuntimeConfig) -> str | None:
-    """Return why *platform* is not served split, or None. Nobody's answers are an experiment by default."""
-    if platform not in DEVICES:
-        return f"there is no device for {platform!r}"
-    unproven = None if platform in PROVEN else f"not proven on {platform!r} yet"
-    if platform == "npu":
-        unproven = ascend.check_version()
-    return None if unproven is None or config.check else f"{unproven}; {COMPARE}"
-
-
-def check_proven_model(platform: str, architecture: str, config: RuntimeConfig) -> str | None:
-    """Return why steps of a model are not split on *platform* where others' are, or None."""
-    if platform != "npu" or architecture in ascend.KNOWN_MODELS or config.check:
-        return None
-    return f"{architecture} is not proven beside vllm-ascend yet; {COMPARE}"
-
-
-def _open_generic(groups: compat.Groups, vllm_config: Any, stage: Stage) -> ModelAdapter:
+def _open_generic(groups: Groups, vllm_config: Any, stage: Stage) -> ModelAdapter:
     from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 
     return GenericAdapter(groups.tensor_parallel, vllm_config, stage)
@@ -157,7 +141,7 @@ def _record(
     has_side: bool,
 ) -> Program | str:
     """Return the program of this model, or why it runs whole."""
-    from dbo_runtime.vllm_plugin.context.checks import check_config
+    from dbo_runtime.vllm_plugin.step.unsupported import check_config
 
     if adapter is None:
         return f"no adapter is registered for {architecture}; {WRITE_ONE}"
@@ -165,7 +149,8 @@ def _record(
     if refusal is not None:
         return str(refusal)
     program = record_program(adapter, model, collectives, has_side)
-    return str(program) if isinstance(program, Decline) else stage.check_program(program) or program
+    decline = program if isinstance(program, Decline) else stage.check_program(program)
+    return program if isinstance(program, Program) and decline is None else str(decline)
 
 
 def check_stage(adapter: ModelAdapter, stage: Stage) -> str | None:
@@ -177,7 +162,7 @@ def check_stage(adapter: ModelAdapter, stage: Stage) -> str | None:
     return None
 
 
-def _votes(vllm_config: Any, groups: compat.Groups) -> bool:
+def _votes(vllm_config: Any, groups: Groups) -> bool:
     """Return whether one rank may see reasons against a step that the others cannot: in its own prefix cache."""
     return groups.data_parallel is not None and bool(vllm_config.cache_config.enable_prefix_caching)
 
@@ -200,23 +185,12 @@ def _compare_settings(group: Any, config: RuntimeConfig, found: Sequence[Any], v
     from dbo_runtime.vllm_plugin.parallel.agreement import format_ranks, gather
 
     model, encoder = (thing if isinstance(thing, str | None) else "can be split" for thing in found)
-    own = f"{config}, model: {model}, encoder: {encoder}, votes: {votes}, {compat.describe_versions()}"
-    said = gather(group, (own, compat.get_host()))
+    own = f"{config}, model: {model}, encoder: {encoder}, votes: {votes}, {describe_versions()}"
+    said = gather(group, (own, get_host()))
     settings = [words for words, _ in said]
     if len(set(settings)) > 1:
         raise ConfigError(f"give all ranks on all hosts the same settings and packages. {format_ranks(settings)}")
     return len({host for _, host in said})
-
-
-def open_splitter(vllm_config: Any, runner: Any) -> ContextSplitter:
-    """Return what makes forward contexts of micro-batches on the platform that serves."""
-    if compat.get_device_type() == "npu":
-        from dbo_runtime.vllm_plugin.platforms.ascend_contexts import AscendContextSplitter
-
-        return AscendContextSplitter(vllm_config, runner)
-    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
-
-    return ContextSplitter(vllm_config, runner)
 
 
 def _make_forward(
@@ -229,7 +203,8 @@ def _make_forward(
     device: Device,
     log: Any,
 ) -> Any:
-    from dbo_runtime.vllm_plugin.context.splitter import trace_builders
+    from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
+    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
     from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
     from dbo_runtime.vllm_plugin.step.decision import StepDecider
     from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -240,7 +215,9 @@ def _make_forward(
     runtime = MicroBatchRuntime(program, device, config, log, groups.all_ranks.world_size)
     agreement = Agreement(groups.all_ranks, _votes(vllm_config, groups))
     rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group
-    planner = StepDecider(runtime, open_splitter(vllm_config, runner), agreement, place.transport, rank)
+    planner = StepDecider(
+        runtime, ContextSplitter(place.platform, vllm_config, runner), agreement, place.transport, rank
+    )
     planner.serving = False  # until vLLM has warmed up
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     return SplitForward(model, model.forward, runtime, planner, agreement, add_inputs, place.stage)
@@ -286,10 +263,10 @@ def _make_cost_source(runner: Any, forward: Any, config: RuntimeConfig, place: P
     vllm_config = runner.vllm_config
     hidden = vllm_config.model_config.get_hidden_size()
     identity = Identity(
-        machine={**compat.describe_machine(), "transport": place.transport, "dispatch": config.dispatch},
-        model=compat.describe_model(vllm_config),
-        parallel={**compat.describe_parallel(vllm_config, place.hosts), **place.stage.describe()},
-        versions=compat.describe_packages(),
+        machine={**place.platform.describe_machine(), "transport": place.transport, "dispatch": config.dispatch},
+        model=describe_model(vllm_config),
+        parallel={**describe_parallel(vllm_config, place.hosts), **place.stage.describe()},
+        versions=describe_packages(),
         bytes_per_token=float(hidden * vllm_config.model_config.dtype.itemsize),
     )
     return CostSource(runner, forward, place.groups.all_ranks, identity, log, place.stage.name)

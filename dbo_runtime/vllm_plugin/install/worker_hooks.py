@@ -16,8 +16,11 @@ from typing import Any
 from dbo_runtime.adapter import get_adapter
 from dbo_runtime.config import RuntimeConfig, is_enabled, read_environment
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.install.model_setup import attach, check_proven
+from dbo_runtime.vllm_plugin.api.environment import pass_settings_on
+from dbo_runtime.vllm_plugin.api.groups import get_groups
+from dbo_runtime.vllm_plugin.api.versions import check_version
+from dbo_runtime.vllm_plugin.install.model_setup import attach
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 _INSTALLED = "_dbo_installed"
 
@@ -27,8 +30,8 @@ def install() -> None:
 
     The settings are read when a worker starts: one process may run several engines, one after the other.
     """
-    compat.pass_settings_on()
-    unknown = compat.check_version()
+    pass_settings_on()
+    unknown = check_version()
     if unknown is not None:
         open_log().warning("every step runs whole", reason=unknown)
         return
@@ -59,7 +62,7 @@ def _plan_on_host(vllm_config: Any, config: RuntimeConfig) -> None:
 
     Not where encoders are compiled or captured: lengths are integers, and those of the first images would stay.
     """
-    if vllm_config.model_config.multimodal_config is None or check_proven(compat.get_device_type(), config) is not None:
+    if vllm_config.model_config.multimodal_config is None or get_platform().check_support(config) is not None:
         return
     compilation = vllm_config.compilation_config
     if compilation.compile_mm_encoder or compilation.cudagraph_mm_encoder:
@@ -93,7 +96,7 @@ def _wrap_profile_run(runner: Any) -> None:
     def profile_whole_and_split(*args: Any, **kwargs: Any) -> None:
         from dbo_runtime.vllm_plugin.step.memory_profile import profile_split
 
-        everyone = compat.get_groups(runner.vllm_config).all_ranks
+        everyone = get_groups(runner.vllm_config).all_ranks
         profile_split(runner, everyone, functools.partial(profile_run, *args, **kwargs))
 
     runner.profile_run = profile_whole_and_split
@@ -127,7 +130,7 @@ def _wrap_warm_up(worker: Any) -> None:
 def _mend_platform(parallel: Any, quiet: bool) -> None:
     """Mend what of this vLLM expert, data and pipeline parallel need on CPU, split or not."""
     sizes = parallel.data_parallel_size, parallel.pipeline_parallel_size
-    if compat.get_device_type() != "cpu" or not (parallel.enable_expert_parallel or max(sizes) > 1):
+    if not get_platform().needs_cpu_patches or not (parallel.enable_expert_parallel or max(sizes) > 1):
         return
     from dbo_runtime.vllm_plugin.install.cpu_patches import apply_patches
 

@@ -42,7 +42,7 @@ class StepDecider:
         runtime: makes plans.
         splitter: makes the micro-batches' forward contexts.
         agreement: of all ranks that communicate in a step.
-        transport: how they do; see `compat.get_transport`.
+        transport: how they do; see `Platform.get_transport`.
         rank: of this process among the data parallel ranks between which tokens travel; None without them.
 
     Attributes:
@@ -102,7 +102,11 @@ class StepDecider:
         runtime = self._runtime
         if obstacle is not None or not runtime.forces_side or not context.attn_metadata:
             return starting
-        if runtime.config.check or any(op.host_sync for op in runtime.program.ops) or check_capture(context):
+        if (
+            runtime.config.check
+            or any(op.host_sync for op in runtime.program.ops)
+            or check_capture(context, self._splitter.platform)
+        ):
             return starting
         plan = runtime.plan(Batch((tokens,), 0), ())
         contexts = [] if isinstance(plan, Decline) else self._splitter.split(context, plan.slices)
@@ -146,7 +150,7 @@ class StepDecider:
         What decides is equal on all of them. What only this rank can know comes after, and cannot stop it alone: the
         others communicate as was decided.
         """
-        shared = check_agreed_context(context) or self._decide_together(context)
+        shared = check_agreed_context(context, self._splitter.platform) or self._decide_together(context)
         if isinstance(shared, Decline):
             return _whole(shared)
         plan = obstacle or self._cut(context, tokens, shared, rank)
@@ -164,7 +168,7 @@ class StepDecider:
         All ranks come here together: what speaks against splitting is the same on them, or was agreed on.
         """
         if self.rank is not None:
-            hazard = check_agreed_context(context)
+            hazard = check_agreed_context(context, self._splitter.platform)
         else:
             hazard = check_mode(context) if context.attn_metadata else decline
         plan = hazard or self._runtime.plan(Batch((tokens,), 0), ())

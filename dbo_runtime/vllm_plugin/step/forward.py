@@ -19,9 +19,9 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.parallel.stage import UNSPLIT as WHOLE_MODEL
-from dbo_runtime.vllm_plugin.parallel.stage import Stage, copy_tensors, name_results, take_inputs
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage, copy_tensors, name_results, take_inputs
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
 from dbo_runtime.vllm_plugin.step.decision import StepDecider, list_cuts
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
@@ -189,5 +189,5 @@ def _find_unknown(kwargs: dict[str, Any]) -> Decline | None:
 
 
 def _enter(contexts: list[Any], micro_batch: int) -> None:
-    """Make a micro-batch's forward context the current one. A plain assignment: this runs at every turn."""
-    forward_context._forward_context = contexts[micro_batch]
+    """Make a micro-batch's forward context the current one."""
+    enter_context(contexts[micro_batch])

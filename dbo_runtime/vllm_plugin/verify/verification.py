@@ -21,11 +21,12 @@ from dbo_runtime.config import ENABLE
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import SplitError
 from dbo_runtime.program import Op, Program, Value
-from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.context.checks import check_config
-from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter, trace_builders
-from dbo_runtime.vllm_plugin.install.model_setup import open_splitter
+from dbo_runtime.vllm_plugin.api.groups import get_groups
+from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from dbo_runtime.vllm_plugin.step.unsupported import check_config
 from dbo_runtime.vllm_plugin.verify.results import find_first_mismatch, find_first_unmatched, listen, run_ops
 from dbo_runtime.vllm_plugin.verify.stage_verification import StageVerification, record_stages
 
@@ -137,7 +138,7 @@ def verify_adapter(
             adapter = adapter or get_adapter(runner.vllm_config.model_config.architecture)
             program, stages = record(model, runner.vllm_config, adapter, has_side)
             take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
-            splitter = open_splitter(runner.vllm_config, runner)
+            splitter = ContextSplitter(get_platform(), runner.vllm_config, runner)
             comparison = _Comparison(program, stages, model, splitter, take_inputs)
             model.forward = comparison
             tokens = [[3 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate(prompts)]
@@ -163,8 +164,8 @@ def record(
     refusal = check_config(vllm_config) or adapter.decline(model)
     if refusal is not None:
         raise DeclineError(f"{architecture} is declined: {refusal}")
-    groups = compat.get_groups(vllm_config)
-    collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
+    groups = get_groups(vllm_config)
+    collectives = ModelCollectives(get_platform(), groups.tensor_parallel, groups.data_parallel)
     program = record_program(adapter, model, collectives, has_side)
     if isinstance(program, Decline):
         raise DeclineError(f"{architecture} is declined: {program}")

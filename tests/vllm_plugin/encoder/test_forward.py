@@ -25,11 +25,11 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api import compat
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder, find_encoder, get_encoder
 from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths, make_attention_class, make_lengths
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.vllm_plugin.platforms import registry
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
+from dbo_runtime.vllm_plugin.platforms.npu import NpuPlatform
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ("qwen2.5", "qwen3")
@@ -266,11 +266,12 @@ def test_a_feature_of_vllm_ascend_that_splitting_does_not_support_speaks_against
     collectives: Any = ToyCollectives()
     monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.get_encoder_adapter", lambda name: DoublingAdapter())
     monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.list_encoders", lambda: {"Doubling"})
-    monkeypatch.setattr(compat, "get_device_type", lambda: "npu")
-    monkeypatch.setattr(ascend, "check_config", lambda config: "not supported yet: its own MLP group")
+    monkeypatch.setattr(registry, "get_device_type", lambda: "npu")
+    found = Decline("not supported yet: its own MLP group")
+    monkeypatch.setattr(NpuPlatform, "check_config", lambda self, config: found)
     model = torch.nn.ModuleList([Doubling()])
     assert find_encoder(model, make_config(), collectives) == "not supported yet: its own MLP group"
-    monkeypatch.setattr(ascend, "check_config", lambda config: None)
+    monkeypatch.setattr(NpuPlatform, "check_config", lambda self, config: None)
     assert not isinstance(find_encoder(model, make_config(), collectives), str)
 
 
@@ -324,7 +325,7 @@ class OwnAttention:
 
 
 def make_attention(check: bool = False, factor: float = 1.0) -> Any:
-    return make_attention_class(OwnAttention, "cpu", check)(factor)
+    return make_attention_class(OwnAttention, CpuAttention, check)(factor)
 
 
 PACKED = torch.randn(1, 12, 2, 4, generator=torch.Generator().manual_seed(0))

@@ -18,14 +18,15 @@ from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import SplitError
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api.compat import Groups
+from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.install import model_setup as attachment
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.parallel.stage import UNSPLIT, Stage, get_stage
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage, get_stage
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.vllm_plugin.context.test_checks import make_config as make_hazards
 from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
+from tests.vllm_plugin.step.test_unsupported import make_config as make_vllm_config
 
 HANDED = ("hidden_states", "residual")
 FIRST, MIDDLE, LAST = (Stage(number, 3, range(2 * number, 2 * number + 2), HANDED) for number in range(3))
@@ -130,7 +131,7 @@ NUMBERS = torch.zeros(8, 2)
 @pytest.mark.parametrize(
     ("stage", "handed", "decline"),
     [
-        (UNSPLIT, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
+        (WHOLE_MODEL, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
         (FIRST, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
         (MIDDLE, None, Decline("unknown intermediate tensors", "none")),
         (LAST, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
@@ -168,23 +169,24 @@ def test_a_stage_that_is_given_what_it_takes_has_nothing_against_a_split(stage: 
 PROGRAMS = {stage.number: record(Model(stage)) for stage in (FIRST, MIDDLE, LAST)} | {3: record(Model(Stage()))}
 
 
-@pytest.mark.parametrize("stage", [FIRST, MIDDLE, LAST, UNSPLIT], ids=["first", "middle", "last", "whole"])
+@pytest.mark.parametrize("stage", [FIRST, MIDDLE, LAST, WHOLE_MODEL], ids=["first", "middle", "last", "whole"])
 def test_a_program_must_take_and_hand_on_what_the_stage_does(stage: Stage) -> None:
-    own = 3 if stage is UNSPLIT else stage.number
+    own = 3 if stage is WHOLE_MODEL else stage.number
     assert [number for number, program in PROGRAMS.items() if stage.check_program(program) is None] == [own]
 
 
 def test_a_program_that_is_not_the_stages_is_described() -> None:
-    assert Stage(1, 3, range(2, 4), ("hidden_states",)).check_program(PROGRAMS[0]) == (
-        "stages of this pipeline hand over hidden_states; on stage 1 of 3 its adapter takes hidden_states and hands on "
-        "hidden_states, residual"
+    assert Stage(1, 3, range(2, 4), ("hidden_states",)).check_program(PROGRAMS[0]) == Decline(
+        "the program is not one of this pipeline",
+        "stages send hidden_states; "
+        "on stage 1 of 3 its adapter takes hidden_states and returns hidden_states, residual",
     )
 
 
 @pytest.mark.parametrize(
     ("adapter", "stage", "reason"),
     [
-        (ToyAdapter(), UNSPLIT, None),
+        (ToyAdapter(), WHOLE_MODEL, None),
         (ToyAdapter(), FIRST, "dbo_models.toy.ToyAdapter takes whole models only, no stages of a pipeline"),
         (DenseAdapter(), MIDDLE, None),
         (DenseAdapter(), Stage(1, 3, range(2, 2), HANDED), "stage 1 of 3 has no layers"),
@@ -203,7 +205,7 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
 
         record = decline
 
-    reason = attachment._record(Blind(), "SomeForCausalLM", None, make_hazards(), None, LAST, False)
+    reason = attachment._record(Blind(), "SomeForCausalLM", None, make_vllm_config(), None, LAST, False)
     assert str(reason).endswith("Blind takes whole models only, no stages of a pipeline")
 
 
@@ -230,8 +232,13 @@ def test_the_stage_is_found_with_its_layers_and_what_it_hands_over(monkeypatch: 
 
 def test_without_a_pipeline_the_model_is_whole_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
-    assert get_stage(object(), None) is UNSPLIT
-    assert (UNSPLIT.name, UNSPLIT.describe(), UNSPLIT.is_first, UNSPLIT.is_last) == (None, {}, True, True)
+    assert get_stage(object(), None) is WHOLE_MODEL
+    assert (WHOLE_MODEL.name, WHOLE_MODEL.describe(), WHOLE_MODEL.is_first, WHOLE_MODEL.is_last) == (
+        None,
+        {},
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(("rank", "stage", "counts"), [(0, FIRST, True), (1, FIRST, False), (0, LAST, False)])
@@ -244,6 +251,8 @@ def test_a_step_is_counted_once_on_however_many_stages(
         model_config=SimpleNamespace(served_model_name="model"),
         parallel_config=SimpleNamespace(data_parallel_index=0),
     )
-    metrics = attachment._open_metrics(config, attachment.Place(Groups(group, None, group), stage, 1, "network"))
+    metrics = attachment._open_metrics(
+        config, attachment.Place(get_platform("cpu"), Groups(group, None, group), stage, 1, "network")
+    )
     assert (metrics is not None) == counts
     assert bool(list(tmp_path.iterdir())) == counts

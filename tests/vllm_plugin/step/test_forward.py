@@ -32,9 +32,10 @@ from dbo_runtime.planner.online.correction import LARGEST_STEP, PERIOD
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.decision import NOTHING_TO_HIDE, StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.planner.machines import make_table
@@ -72,7 +73,9 @@ class Model:
 
 
 class Splitter:
-    """Gives each micro-batch a context of its own."""
+    """Gives each micro-batch a separate context."""
+
+    platform = get_platform("npu")  # which has steps that graphs cannot hold
 
     def __init__(self, batch: Batch | Decline = BATCH, contexts: Decline | None = None) -> None:
         self.batch = batch
@@ -237,17 +240,17 @@ SHARED = make_group(_CPUSHMDistributed())
 @pytest.mark.parametrize(
     ("groups", "hosts", "transport"),
     [
-        (compat.Groups(ONE_RANK, None, ONE_RANK), 1, "none"),
-        (compat.Groups(SHARED, None, SHARED), 1, "shared memory"),
-        (compat.Groups(make_group(), None, make_group()), 2, "network"),
-        (compat.Groups(ONE_RANK, make_group(), make_group()), 1, "one host"),
-        (compat.Groups(ONE_RANK, make_group(), make_group()), 2, "network"),
-        (compat.Groups(SHARED, make_group(), make_group(world_size=4)), 1, "one host"),
-        (compat.Groups(SHARED, make_group(), make_group(world_size=4)), 2, "network"),
+        (Groups(ONE_RANK, None, ONE_RANK), 1, "none"),
+        (Groups(SHARED, None, SHARED), 1, "shared memory"),
+        (Groups(make_group(), None, make_group()), 2, "network"),
+        (Groups(ONE_RANK, make_group(), make_group()), 1, "one host"),
+        (Groups(ONE_RANK, make_group(), make_group()), 2, "network"),
+        (Groups(SHARED, make_group(), make_group(world_size=4)), 1, "one host"),
+        (Groups(SHARED, make_group(), make_group(world_size=4)), 2, "network"),
     ],
 )
-def test_the_transport_is_found(groups: compat.Groups, hosts: int, transport: str) -> None:
-    assert compat.get_transport(groups, hosts) == transport
+def test_the_transport_is_found(groups: Groups, hosts: int, transport: str) -> None:
+    assert get_platform("cpu").get_transport(groups, hosts) == transport
 
 
 def test_nothing_is_split_before_vllm_has_warmed_up() -> None:
