@@ -189,7 +189,7 @@ class WrongInputs(ToyAdapter):
         return x
 
 
-def test_what_an_adapter_offers_beside_the_contract_is_checked_too() -> None:
+def test_what_an_adapter_offers_in_addition_to_the_contract_is_checked_too() -> None:
     with pytest.raises(ProgramError, match=r"take_inputs\(self, model, x\) must take \(self, model, x, keep\)"):
         check_adapter(WrongInputs, "acme:WrongInputs")
 

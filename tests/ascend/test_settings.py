@@ -170,7 +170,7 @@ def test_the_example_runs_beside_vllm_ascend(fault: str, tmp_path: Path) -> None
         assert "steps split: " in done.stdout
         assert "no NPU has run this yet, only a stand-in for CANN" in done.stderr
     else:
-        assert "reason=this version of vllm-ascend is not known to dbo_runtime (0.31.0;" in done.stderr
+        assert "reason=this version of vllm-ascend is not known to dbo_runtime  detail=0.31.0;" in done.stderr
         assert "steps: none were split" in done.stdout
 
 

@@ -303,7 +303,7 @@ def test_a_capture_within_a_capture_is_refused_and_a_step_there_becomes_part_of_
 
     def run() -> Outputs:
         if device.is_capturing:
-            with pytest.raises(DeviceError, match="a capture goes on already") as caught:
+            with pytest.raises(DeviceError, match="a capture is in progress already") as caught:
                 device.capture(lambda: None)
             refused.append(str(caught.value))
             return graphs.run(executor, moved)

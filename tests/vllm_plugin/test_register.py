@@ -147,6 +147,6 @@ print("vllm.v1.worker.worker_base" in sys.modules)
     assert len(lines) == 1
     assert lines[0].startswith("WARNING ")
     assert (
-        "every step runs whole  reason=this version of vLLM is not known to dbo_runtime (0.99.1; known: 0.30.x)"
+        "every step runs unsplit  reason=this version of vLLM is not known to dbo_runtime  detail=0.99.1; known: 0.30.x"
         in lines[0]
     )

@@ -176,13 +176,13 @@ def test_a_forward_that_never_sums_or_communicates_otherwise_runs_whole(adapter:
     model = Model(group)
     sum_only = model.forward
     model.forward = lambda *given: group.all_gather(sum_only(*given))  # type: ignore[method-assign]
-    assert "a forward that calls all_gather" in str(record(adapter, model))
+    assert "a forward with other collectives (all_gather)" in str(record(adapter, model))
 
 
 def test_a_forward_that_fails_on_trial_runs_whole(adapter: GenericAdapter, group: Group) -> None:
     model = Model(group)
     model.forward = lambda *given: 1 / 0  # type: ignore[method-assign]
-    assert "cannot be tried with 2 tokens: ZeroDivisionError" in str(record(adapter, model))
+    assert "fails with a few tokens (2 tokens: ZeroDivisionError" in str(record(adapter, model))
     assert "all_reduce" not in vars(group)
 
 
@@ -193,10 +193,10 @@ def test_without_greenlet_it_says_what_to_install(
     assert "pip install 'dbo-runtime[generic]'" in str(adapter.decline(Model(group)))
 
 
-def test_tokens_that_travel_and_a_single_rank_are_declined(adapter: GenericAdapter, group: Group) -> None:
+def test_tokens_that_are_dispatched_and_a_single_rank_are_declined(adapter: GenericAdapter, group: Group) -> None:
     collectives = ToyCollectives(RANKS)
     collectives.reduces = False
-    assert "tokens that travel to experts" in str(record_program(adapter, Model(group), collectives))
+    assert "tokens that are dispatched to experts" in str(record_program(adapter, Model(group), collectives))
     assert adapter.decline(Model(group)) is None
     group.world_size = 1
     assert "one rank sums nothing" in str(adapter.decline(Model(group)))

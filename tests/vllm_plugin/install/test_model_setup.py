@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.vllm_plugin.install import served_device
+from dbo_runtime.vllm_plugin.install.model_setup import has_side_lane
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 
@@ -22,4 +22,4 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
     ],
 )
 def test_the_cpu_has_a_second_compute_lane_only_for_those_who_ask(platform: str, side: str, found: bool) -> None:
-    assert served_device.has_side_lane(get_platform(platform), RuntimeConfig(enabled=True, side=side)) is found
+    assert has_side_lane(get_platform(platform), RuntimeConfig(enabled=True, side=side)) is found
