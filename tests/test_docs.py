@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import sys
+from argparse import ArgumentParser
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -110,6 +113,35 @@ def test_the_errors_of_devices_are_those_in_the_code() -> None:
     parts = [part.strip() for error in errors for part in variable.split(error) if part]
     assert len(errors) >= 10
     assert not [part for part in parts if part not in code]
+
+
+def list_commands(document: Path) -> list[list[str]]:
+    """Return the words after `dbo` of each call in the document's blocks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    call = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:dbo|python -m dbo_runtime) (\w.*)")
+    found = [match[1] for block in blocks for line in block.splitlines() if (match := call.fullmatch(line.strip()))]
+    return [shlex.split(words, comments=True) for words in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_blocks_are_taken_by_the_command_line(document: Path) -> None:
+    for name, *words in list_commands(document):
+        command = program.COMMANDS[name]
+        parser = ArgumentParser(exit_on_error=False)
+        import_module(command.module).add_arguments(parser)
+        _, unknown = parser.parse_known_args([word for word in words if word != "..."])
+        assert command.passes_on or not unknown, (name, words)
+
+
+def test_commands_are_found_in_blocks() -> None:
+    assert ["doctor", "examples/tiny-deepseek"] in list_commands(ROOT / "docs" / "settings.md")
+    assert ["trace", "traces/step-000003.json", "--figure", "step.png"] in list_commands(ROOT / "docs" / "observing.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_of_make_are_in_the_makefile(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE)) <= targets
 
 
 SWEEPS = [

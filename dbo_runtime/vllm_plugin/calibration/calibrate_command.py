@@ -1,4 +1,4 @@
-"""`python -m dbo_runtime calibrate`: measure a model's costs without serving it."""
+"""`dbo calibrate`: measure a model's costs without serving it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, help="seconds to measure (default: as many as DBO_CALIBRATE=1 takes)")
     parser.add_argument("--json", action="store_true", help="print the report for programs; vLLM's log moves to stderr")
     parser.set_defaults(program=parser.prog)
+    parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
 
 
 def run(arguments: argparse.Namespace) -> int:
