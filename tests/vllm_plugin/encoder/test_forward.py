@@ -40,7 +40,12 @@ ALWAYS = RuntimeConfig(enabled=True, mode="always")
 
 def run_ranks(folder: Path, family: str, ranks: int, batches: int, *words: str) -> list[dict[str, Any]]:
     """Let ranks run batches of images in all ways, and return what each of them found."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": folder.name, "VLLM_LOGGING_LEVEL": "ERROR"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_DIST_IDENT": f"{folder.name}-{os.getpid()}",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     processes = [
         subprocess.Popen(
             [
