@@ -263,8 +263,8 @@ class MicroBatchRuntime:
             "new plan",
             micro_batches=len(schedule.programs),
             policy=policy,
-            steps=len(schedule.instructions),
-            waits=sum(len(step.waits) for step in schedule.instructions),
+            instructions=len(schedule.instructions),
+            waits=sum(len(instruction.waits) for instruction in schedule.instructions),
             digest=name,
         )
         return name

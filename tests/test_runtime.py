@@ -90,7 +90,7 @@ def test_plans_of_one_shape_share_executor_and_digest(runtime: MicroBatchRuntime
 def test_each_new_plan_is_logged_once(runtime: MicroBatchRuntime, log: Log) -> None:
     for _ in range(3):
         two, three = plan(runtime), plan(runtime, cuts=[100, 200])
-    assert [(line["event"], line["micro_batches"], line["steps"]) for line in log.lines] == [
+    assert [(line["event"], line["micro_batches"], line["instructions"]) for line in log.lines] == [
         ("new plan", 2, 26),
         ("new plan", 3, 39),
     ]

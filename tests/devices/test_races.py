@@ -67,7 +67,7 @@ def run_late(rig: Any, schedule: Schedule, latch: Any) -> list[int]:
     device = rig.device
     executor = Executor(schedule, device, EventTable(device))
     x = torch.zeros(LENGTH, dtype=torch.int64, device=device.name)
-    for lane in device.open_lanes(schedule.lanes):  # so that memory nobody has written to does not look right
+    for lane in device.open_lanes(schedule.lanes):  # so that memory that was not written does not look right
         with device.backend.stream(lane.stream):
             poison = [torch.full((LENGTH,), POISON, dtype=torch.int64, device=device.name) for _ in range(8)]
             del poison
@@ -95,7 +95,7 @@ def record_send(latch: Any) -> Program:
 def without_wait(schedule: Schedule, label: str) -> Schedule:
     return replace(
         schedule,
-        steps=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.instructions),
+        instructions=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.instructions),
         forks=(*schedule.forks, "comm"),  # so that the lane still begins where it should
     )
 
@@ -135,7 +135,7 @@ def with_free_at(schedule: Schedule, name: str, label: str) -> Schedule:
     )
     return replace(
         schedule,
-        steps=tuple(replace(step, frees=(*step.frees, slot)) if step.label == label else step for step in steps),
+        instructions=tuple(replace(step, frees=(*step.frees, slot)) if step.label == label else step for step in steps),
     )
 
 
