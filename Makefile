@@ -9,7 +9,7 @@ NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py te
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-sweep train test test-npu \
-	test-ascend test-slow bench bench-two-hosts lint format clean
+	test-ascend test-slow bench bench-two-hosts docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -66,6 +66,9 @@ bench: setup ## run the benchmarks that need one host; those of docs/benchmarks.
 bench-two-hosts: setup ## measure overlap between two hosts, and serving over them; two hours (root); writes docs/benchmarks.md
 	$(BIN)/python -m tests.benchmarks.bench_two_hosts --write-page
 	$(BIN)/python -m tests.benchmarks.bench_serving --write-page
+
+docs: setup ## write the tables of README.md and docs/ that come from code
+	$(BIN)/python tools/write_docs.py
 
 lint: setup ## check style, types and who imports whom
 	$(BIN)/ruff check .

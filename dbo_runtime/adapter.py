@@ -14,6 +14,16 @@ GROUP = "dbo_runtime.adapters"
 ENCODERS = "dbo_runtime.encoders"
 LANES = (COMPUTE, COMM, SIDE)
 
+X = "x"
+POSITIONS = "positions"
+INPUTS: dict[str, dict[str, int | None]] = {
+    X: {"token_dim": 0},
+    POSITIONS: {"token_dim": -1},  # a row of them, or one for each axis of a rotary embedding of images
+    "pixels": {"token_dim": 0},  # an image's tokens are its patches
+    "grids": {"token_dim": None, "request_dim": 0},  # a request is an image
+}
+"""The inputs that `record` of each kind of adapter takes as parameters, and how each is cut into micro-batches."""
+
 
 class ExpertParallel(Protocol):
     """A mixture of experts, taken apart where its tokens travel between ranks. Each method is the function of one op.
@@ -120,7 +130,7 @@ class ModelAdapter(Protocol):
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare the program of one micro-batch and return the value of its hidden states.
 
-        `x` will be the embedded tokens [tokens, hidden], `positions` their positions [tokens].
+        `x` will be the embedded tokens [tokens, hidden], `positions` their positions [tokens], or [axes, tokens].
         """
 
 
@@ -178,7 +188,7 @@ def record_program(
         ProgramError: if it breaks the contract, with the line where it does.
     """
     p = ProgramBuilder(has_side)
-    inputs = [p.input(name) for name in list(inspect.signature(adapter.record).parameters)[-2:]]
+    inputs = [p.input(name, **INPUTS[name]) for name in list(inspect.signature(adapter.record).parameters)[-2:]]
     result = adapter.record(p, model, collectives, *inputs)
     if not isinstance(result, Value):
         where = inspect.getsourcefile(type(adapter)) or type(adapter).__name__

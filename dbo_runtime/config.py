@@ -1,53 +1,93 @@
-"""The settings, and the one place where environment variables are read."""
+"""The settings: each is declared once, as a field of RuntimeConfig, and parsed only here.
+
+`dbo doctor`, the tables of README.md and docs/settings.md (`make docs`) and `dbo_configure` take them from here.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from dbo_runtime.errors import ConfigError
 
 ENABLE = "VLLM_ASCEND_ENABLE_DBO"
 PREFIX = "DBO_"
 
+T = TypeVar("T")
+When = Literal["at start", "each step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Values(Generic[T]):
+    """What a setting allows.
+
+    Attributes:
+        parse: makes the value of a text; raises ValueError for a text that is not allowed.
+        allowed: the same in words.
+    """
+
+    parse: Callable[[str], T]
+    allowed: str
+
+
+class Setting(NamedTuple):
+    """One setting, as tables show it.
+
+    Attributes:
+        variable: the environment variable that sets it.
+        allowed: its values, in words.
+        default: as text; `none` for an empty one.
+        read: `at start`, and never again; or `each step`, so that `dbo_configure` can change it.
+        meaning: what it does.
+    """
+
+    variable: str
+    allowed: str
+    default: str
+    read: When
+    meaning: str
+
+
+def _allow_names(*names: str) -> Values[str]:
+    """Allow these names and nothing else."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(text)
+        return text
+
+    return Values(parse, f"{', '.join(names[:-1])} or {names[-1]}")
+
+
+def _allow_count(minimum: int) -> Values[int]:
+    """Allow whole numbers from *minimum*."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise ValueError(text)
+        return int(text)
+
+    return Values(parse, f"a whole number, at least {minimum}")
+
 
 def _parse_switch(text: str) -> bool:
-    return {"0": False, "1": True}[text]
-
-
-def _parse_mode(text: str) -> str:
-    return {"auto": "auto", "always": "always", "off": "off"}[text]
-
-
-def _parse_side(text: str) -> str:
-    return {"auto": "auto", "on": "on", "off": "off"}[text]
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
 
 
 def _parse_cores(text: str) -> tuple[int, ...]:
     if not text:
         return ()
-    cube, vector = map(_parse_count(1), text.split(":"))
+    cube, vector = map(_allow_count(1).parse, text.split(":"))
     return cube, vector
 
 
-def _parse_dispatch(text: str) -> str:
-    return {"all_gather": "all_gather", "all_to_all": "all_to_all"}[text]
-
-
-def _parse_count(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise ValueError(text)
-        return int(text)
-
-    return parse
-
-
 def _parse_parts(text: str) -> int | None:
-    return None if text == "auto" else _parse_count(2)(text)
+    return None if text == "auto" else _allow_count(2).parse(text)
 
 
 def _parse_margin(text: str) -> float:
@@ -63,8 +103,16 @@ def _parse_policy(text: str) -> tuple[str, int]:
     if name in ("sequential", "alternate", "optimal") and not colon:
         return name, 0
     if name == "staggered":
-        return name, _parse_count(0)(lead if colon else "1")
+        return name, _allow_count(0).parse(lead if colon else "1")
     raise ValueError(text)
+
+
+_SWITCH = Values(_parse_switch, "0 or 1")
+_PATH = Values(str, "a path")
+_CORES = Values(_parse_cores, "CUBE:VECTOR, such as 8:16")
+_PARTS = Values(_parse_parts, f"auto, or {_allow_count(2).allowed}")
+_MARGIN = Values(_parse_margin, "a number, at least 0")
+_POLICY = Values(_parse_policy, "optimal, sequential, alternate, staggered or staggered:LEAD")
 
 
 def name_policy(name: str, lead: int) -> str:
@@ -72,155 +120,154 @@ def name_policy(name: str, lead: int) -> str:
     return f"{name}:{lead}" if name == "staggered" else name
 
 
-def _setting(variable: str, default: Any, parse: Callable[[str], Any], allowed: str, meaning: str) -> Any:
-    metadata = {"variable": variable, "parse": parse, "allowed": allowed, "meaning": meaning}
-    return field(default=default, metadata=metadata)
+def _setting(variable: str, default: T, values: Values[T], read: When, meaning: str) -> T:
+    return field(default=default, metadata={"variable": variable, "values": values, "read": read, "meaning": meaning})
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """What a user can set. Each field names its variable, what it allows, and what it means."""
+    """What a user can set. Each field declares its variable, values, default, when it is read, and its meaning."""
 
-    enabled: bool = _setting(ENABLE, False, _parse_switch, "0 or 1", "Turn dual-batch overlap on.")
+    enabled: bool = _setting(ENABLE, False, _SWITCH, "at start", "Turn dual-batch overlap on.")
     mode: str = _setting(
         "DBO_MODE",
         "auto",
-        _parse_mode,
-        "auto, always or off",
+        _allow_names("auto", "always", "off"),
+        "each step",
         "`auto` splits a step where there is communication to hide and splitting pays: by prediction where costs are "
         "known, by thresholds otherwise; `always` splits every step that can be split; `off` splits none.",
     )
     micro_batches: int | None = _setting(
         "DBO_MICRO_BATCHES",
         None,
-        _parse_parts,
-        "auto, or a whole number, at least 2",
-        "Into how many parts a step is split; `auto` takes what is predicted best where costs are known, 2 otherwise.",
+        _PARTS,
+        "each step",
+        "Into how many micro-batches a step is split; `auto` takes the number that is predicted best where costs are "
+        "known, 2 otherwise.",
     )
     costs: str = _setting(
         "DBO_COSTS",
         "",
-        str,
-        "a path",
-        "The cost file to plan with, which calibration writes. Of one that does not fit, the log says why.",
+        _PATH,
+        "at start",
+        "The cost file to plan with, which calibration writes. If it does not fit this machine or model, the log says "
+        "why, and it is not used.",
     )
     calibrate: bool = _setting(
         "DBO_CALIBRATE",
         False,
-        _parse_switch,
-        "0 or 1",
+        _SWITCH,
+        "at start",
         "Measure costs at start, with the model's own ops, and write them to DBO_COSTS if that is set.",
     )
     margin: float = _setting(
         "DBO_MARGIN",
         0.02,
-        _parse_margin,
-        "a number, at least 0",
+        _MARGIN,
+        "each step",
         "With costs, `auto` splits where more than this share of the step's time is predicted to be gained.",
     )
     min_tokens: int = _setting(
-        "DBO_MIN_TOKENS",
-        256,
-        _parse_count(1),
-        "a whole number, at least 1",
-        "Without costs, `auto` leaves smaller steps whole.",
+        "DBO_MIN_TOKENS", 256, _allow_count(1), "each step", "Without costs, `auto` does not split smaller steps."
     )
     min_prefill_tokens: int = _setting(
         "DBO_MIN_PREFILL_TOKENS",
         64,
-        _parse_count(0),
-        "a whole number, at least 0",
-        "Without costs, `auto` leaves steps with fewer prefill tokens whole; 0 lets pure decode steps split.",
+        _allow_count(0),
+        "each step",
+        "Without costs, `auto` does not split steps with fewer prefill tokens; 0 lets it split pure decode steps.",
     )
     policy: tuple[str, int] = _setting(
         "DBO_POLICY",
         ("optimal", 0),
-        _parse_policy,
-        "optimal, sequential, alternate, staggered or staggered:LEAD",
-        "The issue order: how the micro-batches' ops are interleaved. `optimal` is searched for where costs are known, "
-        "and `alternate` otherwise. LEAD is by how many overlap points the first micro-batch runs ahead (1 if left "
-        "out).",
+        _POLICY,
+        "each step",
+        "The issue order: how the ops of the micro-batches are interleaved. `optimal` searches for the best order "
+        "where costs are known, and is `alternate` otherwise. LEAD is the number of overlap points by which the first "
+        "micro-batch runs ahead (default 1).",
     )
     side: str = _setting(
         "DBO_SIDE",
         "auto",
-        _parse_side,
-        "auto, on or off",
-        "Whether ops may run on a second compute lane, beside others of their own micro-batch: `auto` where costs "
-        "predict that it pays, on devices with streams; `on` wherever the model has such ops, in steps that are not "
-        "split, too; `off` nowhere. Read at start.",
+        _allow_names("auto", "on", "off"),
+        "each step",
+        "Whether ops may run on a second compute lane, concurrently with other ops of their micro-batch: `auto` where "
+        "costs predict a gain, on devices with streams; `on` wherever the model has such ops, in unsplit steps, too; "
+        "`off` nowhere. The lane is opened at start, unless this is then `off` (or, on a CPU, `auto`), and cannot be "
+        "opened later.",
     )
     side_cores: tuple[int, ...] = _setting(
         "DBO_SIDE_CORES",
         (),
-        _parse_cores,
-        "CUBE:VECTOR, such as 8:16",
-        "How many cores of an NPU the second compute lane may use. The limit holds for kernels written in Ascend C "
-        "only, and the vendor warns that others may hang under it. Read at start.",
+        _CORES,
+        "at start",
+        "How many cores of an NPU the second compute lane may use. The limit applies to kernels written in Ascend C "
+        "only, and the vendor warns that others may hang under it.",
     )
     dispatch: str = _setting(
         "DBO_DISPATCH",
         "all_gather",
-        _parse_dispatch,
-        "all_gather or all_to_all",
+        _allow_names("all_gather", "all_to_all"),
+        "at start",
         "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
-        "default does; `all_to_all` sends each only where its experts are, and exchanges sizes first. Read at start.",
+        "default does; `all_to_all` sends each token only to the ranks of its experts, after exchanging sizes.",
     )
     generic: bool = _setting(
         "DBO_GENERIC",
         False,
-        _parse_switch,
-        "0 or 1",
-        "Experimental: split a model that has no adapter, too, by stopping its own forward at each all-reduce. Read at "
-        "start.",
+        _SWITCH,
+        "at start",
+        "Experimental: split models that have no adapter, too, by suspending their own forward at each all-reduce.",
     )
     compile: bool = _setting(
         "DBO_COMPILE",
         False,
-        _parse_switch,
-        "0 or 1",
-        "Where vLLM compiles, compile the ops of split steps, too, one by one; CPU only. Takes seconds a layer at "
-        "start. Read at start.",
+        _SWITCH,
+        "at start",
+        "Where vLLM compiles, compile the ops of split steps, too, one by one; CPU only. Takes seconds per layer at "
+        "start.",
     )
     trace: str = _setting(
         "DBO_TRACE",
         "",
-        str,
-        "a path",
-        "Write the first split steps into this folder, each as a trace of all ranks for ui.perfetto.dev; what that "
-        "cost is logged. `dbo trace FOLDER` sums them up.",
+        _PATH,
+        "at start",
+        "Write the first split steps into this folder, each as a trace of all ranks for ui.perfetto.dev; the log says "
+        "what that cost. `dbo trace FOLDER` summarizes them.",
     )
     trace_steps: int = _setting(
-        "DBO_TRACE_STEPS",
-        32,
-        _parse_count(1),
-        "a whole number, at least 1",
-        "How many split steps DBO_TRACE writes.",
+        "DBO_TRACE_STEPS", 32, _allow_count(1), "at start", "How many split steps DBO_TRACE writes."
     )
     check: bool = _setting(
         "DBO_CHECK",
         False,
-        _parse_switch,
-        "0 or 1",
-        "Run every split step a second time unsplit and compare the results; compare all decisions across ranks. Slow.",
+        _SWITCH,
+        "each step",
+        "Run every split step a second time unsplit and compare the results; compare all decisions across ranks. Slow. "
+        "Platforms and models that are not proven are split only if this is set at start.",
     )
 
     @property
     def parts(self) -> int:
-        """Into how many parts a step is split where nothing is predicted."""
+        """Into how many micro-batches a step is split where nothing is predicted."""
         return self.micro_batches or 2
 
 
-def describe_settings() -> list[tuple[str, str, str, str]]:
-    """Return (variable, allowed values, default, meaning) of each setting, for tables and `--help`."""
-    rows = []
-    for setting in fields(RuntimeConfig):
-        text = _name_default(setting.default)
-        rows.append((setting.metadata["variable"], setting.metadata["allowed"], str(text), setting.metadata["meaning"]))
-    return rows
+def list_settings() -> list[Setting]:
+    """Return all settings, for tables."""
+    return [
+        Setting(
+            setting.metadata["variable"],
+            setting.metadata["values"].allowed,
+            _format_default(setting.default),
+            setting.metadata["read"],
+            setting.metadata["meaning"],
+        )
+        for setting in fields(RuntimeConfig)
+    ]
 
 
-def _name_default(default: Any) -> str:
+def _format_default(default: object) -> str:
     if isinstance(default, tuple):
         return str(default[0]) if default else "none"
     if default is None:
@@ -252,16 +299,34 @@ def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
             close = difflib.get_close_matches(variable, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
             raise ConfigError(f"{variable} is not a setting of dbo_runtime; {hint} Correct or unset it.")
-    values = {}
-    for variable, setting in known.items():
-        if variable not in environ:
-            continue
-        text = environ[variable].strip()
-        try:
-            values[setting.name] = setting.metadata["parse"](text)
-        except (KeyError, ValueError):
-            allowed = setting.metadata["allowed"]
-            raise ConfigError(
-                f"{variable}={environ[variable]!r} is not allowed; it takes {allowed}. Correct or unset it."
-            ) from None
+    values: dict[str, Any] = {
+        setting.name: _parse(setting, environ) for name, setting in known.items() if name in environ
+    }
     return RuntimeConfig(**values)
+
+
+def reread_environment(environ: Mapping[str, str], changes: Mapping[str, str]) -> RuntimeConfig:
+    """Read the settings of a running server again, with *changes* on top.
+
+    Raises:
+        ConfigError: if a change is unknown, is not allowed, or is of a setting that is read at start only.
+    """
+    config = read_environment({**environ, **changes})
+    fixed = [setting.variable for setting in list_settings() if setting.read == "at start"]
+    refused = [variable for variable in fixed if variable in changes]
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)}: read at start only, so a running server cannot change it. Set it in the server's "
+            "environment and start again."
+        )
+    return config
+
+
+def _parse(setting: Field[object], environ: Mapping[str, str]) -> object:
+    variable, values = setting.metadata["variable"], setting.metadata["values"]
+    try:
+        return values.parse(environ[variable].strip())
+    except ValueError:
+        raise ConfigError(
+            f"{variable}={environ[variable]!r} is not allowed; it takes {values.allowed}. Correct or unset it."
+        ) from None

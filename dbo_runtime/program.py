@@ -7,9 +7,9 @@ else (waits, records, when a value may be dropped) follows from the reads and wr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dbo_runtime.errors import ProgramError
@@ -45,6 +45,25 @@ class Value:
         if name.startswith("__"):  # copy, pickle and friends probe for these; they must see a plain AttributeError
             raise AttributeError(name)
         return self._refuse()
+
+
+@dataclass(frozen=True, slots=True)
+class Input(Value):
+    """A value that the caller passes in by its name, and how it is cut into micro-batches.
+
+    Attributes:
+        token_dim: the dimension along which its tokens are; None if it is not cut by tokens.
+        request_dim: the dimension along which its requests are; None if it is not cut by requests.
+    """
+
+    token_dim: int | None = field(default=0, compare=False)  # not part of the value's identity
+    request_dim: int | None = field(default=None, compare=False)
+
+    def cut(self, given: Any, tokens: slice, requests: slice) -> Any:
+        """Return the part of *given* for the micro-batch of these tokens and requests; all of it if it is not cut."""
+        if self.token_dim is not None:
+            return given[_index(self.token_dim, tokens)]
+        return given if self.request_dim is None else given[_index(self.request_dim, requests)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +108,13 @@ class Program:
     """The ops of one micro-batch, in program order.
 
     Attributes:
-        inputs: what the caller hands in.
+        inputs: what the caller passes in, each under a name of its own.
         ops: what is run.
         outputs: what the caller is given.
         named: names of the last of the outputs: those that `ProgramBuilder.output` declared.
     """
 
-    inputs: tuple[Value, ...]
+    inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
     named: tuple[str, ...] = ()
@@ -104,6 +123,26 @@ class Program:
     def lanes(self) -> tuple[str, ...]:
         """Lanes used, `compute` first: the lane from which a schedule starts and on which it ends."""
         return tuple(dict.fromkeys([COMPUTE, *(op.lane for op in self.ops)]))
+
+    def order_inputs(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return what *given* has for each input, in the order of `inputs`.
+
+        Raises:
+            ProgramError: if *given* lacks an input or has one that the program does not take.
+        """
+        names = [value.name for value in self.inputs]
+        if given.keys() != {*names}:
+            raise ProgramError(f"the program takes the inputs {', '.join(names)}, but is given {', '.join(given)}.")
+        return tuple(given[name] for name in names)
+
+    def cut_inputs(self, given: Mapping[str, Any], tokens: slice, requests: slice) -> tuple[Any, ...]:
+        """Return the inputs of one micro-batch, in the order of `inputs`, each cut as it is declared.
+
+        Raises:
+            ProgramError: if *given* lacks an input or has one that the program does not take.
+        """
+        ordered = self.order_inputs(given)
+        return tuple(value.cut(one, tokens, requests) for value, one in zip(self.inputs, ordered, strict=True))
 
     def fold_side(self, kept: str = "") -> Program:
         """Return the program with the ops of `side` on `compute`, where they stand; but for those named *kept*."""
@@ -143,7 +182,7 @@ class ProgramBuilder:
 
     def __init__(self, has_side: bool = False) -> None:
         self.has_side = has_side
-        self._inputs: list[Value] = []
+        self._inputs: list[Input] = []
         self._outputs: dict[str, Value] = {}
         self._ops: list[Op] = []
         self._values: list[Value] = []
@@ -151,11 +190,21 @@ class ProgramBuilder:
         self._labels: dict[str, str] = {}
         self._overwritten: dict[Value, Op] = {}
 
-    def input(self, name: str) -> Value:
-        """Declare a value that the caller hands in for each micro-batch."""
+    def input(self, name: str, token_dim: int | None = 0, request_dim: int | None = None) -> Value:
+        """Declare a value that the caller passes in by *name*, and the dimension along which it is cut.
+
+        It is cut by tokens along *token_dim*. Where that is None, it is cut by requests along *request_dim*; where that
+        is None, too, each micro-batch is given all of it.
+
+        Raises:
+            ProgramError: if there is an op already, or an input of that name.
+        """
         if self._ops:
             raise ProgramError(f"input {name!r} comes after the first op; declare all inputs first. ({_caller()})")
-        value = self._make_value(name)
+        if any(name == value.name for value in self._inputs):
+            raise ProgramError(f"input {name!r} was declared already; rename one of them. ({_caller()})")
+        value = Input(len(self._values), name, token_dim, request_dim)
+        self._values.append(value)
         self._inputs.append(value)
         return value
 
@@ -280,6 +329,13 @@ class ProgramBuilder:
                 f"{reader} reads {value} after op {culprit.label!r} ({culprit.declared_at}) overwrote it; "
                 f"read the result of {culprit.label!r} instead. ({where})"
             )
+
+
+def _index(dim: int, piece: slice) -> Any:
+    """Return the index that takes *piece* along dimension *dim*; for dimension 0 one that a list takes, too."""
+    if dim == 0:
+        return piece
+    return (slice(None),) * dim + (piece,) if dim > 0 else (..., piece) + (slice(None),) * (-dim - 1)
 
 
 def _caller() -> str:

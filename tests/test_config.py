@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from dbo_runtime.config import RuntimeConfig, describe_settings, read_environment
+from dbo_runtime.config import RuntimeConfig, Setting, list_settings, read_environment, reread_environment
 from dbo_runtime.errors import ConfigError
 
 GOOD = [
@@ -123,11 +123,35 @@ def test_settings_cannot_be_changed_once_read() -> None:
 
 
 def test_the_table_of_settings_has_each_setting_with_a_default_that_is_allowed() -> None:
-    rows = describe_settings()
-    assert [row[0] for row in rows] == [setting.metadata["variable"] for setting in fields(RuntimeConfig)]
-    assert all(meaning and allowed for _, allowed, _, meaning in rows)
-    defaults = {variable: "" if default == "none" else default for variable, _, default, _ in rows}
+    settings = list_settings()
+    assert [setting.variable for setting in settings] == [field.metadata["variable"] for field in fields(RuntimeConfig)]
+    assert all(setting.meaning and setting.allowed for setting in settings)
+    defaults = {setting.variable: "" if setting.default == "none" else setting.default for setting in settings}
     assert read_environment(defaults) == RuntimeConfig()
+
+
+def test_a_running_server_takes_settings_of_steps_on_top_of_its_environment() -> None:
+    environ = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_MODE": "always", "DBO_DISPATCH": "all_to_all"}
+    config = reread_environment(environ, {"DBO_MODE": "off", "DBO_MARGIN": "0.5"})
+    assert config == RuntimeConfig(enabled=True, mode="off", margin=0.5, dispatch="all_to_all")
+    assert reread_environment(environ, {}) == read_environment(environ)
+
+
+@pytest.mark.parametrize("setting", [setting for setting in list_settings() if setting.read == "at start"])
+def test_a_running_server_refuses_each_setting_that_is_read_at_start(setting: Setting) -> None:
+    default = "" if setting.default == "none" else setting.default
+    with pytest.raises(ConfigError, match=f"^{setting.variable}: read at start only"):
+        reread_environment({}, {setting.variable: default, "DBO_MODE": "off"})
+
+
+def test_a_refusal_names_all_settings_that_cannot_change() -> None:
+    with pytest.raises(ConfigError, match=r"^DBO_COSTS, DBO_DISPATCH: read at start only"):
+        reread_environment({}, {"DBO_DISPATCH": "all_to_all", "DBO_COSTS": "costs.json", "DBO_SIDE": "off"})
+
+
+def test_a_running_server_refuses_what_it_would_not_start_with() -> None:
+    with pytest.raises(ConfigError, match="DBO_MODE='on' is not allowed"):
+        reread_environment({}, {"DBO_MODE": "on"})
 
 
 def test_where_nothing_is_predicted_auto_makes_two_parts() -> None:

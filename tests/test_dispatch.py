@@ -478,7 +478,7 @@ def check_schedule(make: Callable[[], Dispatcher]) -> None:
         validate(schedule, capture=True)
     else:
         assert {op.name for op in program.ops if op.host_sync} == {"dispatch"}
-        with pytest.raises(ScheduleError, match=r"rule 8, step \d+: L0\.dispatch/0 blocks the host"):
+        with pytest.raises(ScheduleError, match=r"rule 8, instruction \d+: L0\.dispatch/0 blocks the host"):
             validate(schedule, capture=True)
 
 

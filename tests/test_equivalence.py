@@ -128,5 +128,5 @@ def test_the_validator_refuses_the_same_schedules(number: int, held: Issue) -> N
     racy = replace(
         schedule, instructions=(*schedule.instructions[:number], fewer, *schedule.instructions[number + 1 :])
     )
-    with pytest.raises(ScheduleError, match=rf"rule [24], step {number}: "):
+    with pytest.raises(ScheduleError, match=rf"rule [24], instruction {number}: "):
         validate(racy)

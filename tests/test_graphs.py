@@ -268,7 +268,7 @@ def test_an_op_that_blocks_the_host_is_refused_by_name_before_it_is_captured(dev
     for _ in range(3):
         check_step(graphs, executor, make_inputs(2, 2))
     detail = check_declines(graphs, log, "the schedule cannot be captured", 3)
-    assert re.search(r"rule 8, step \d+: work/0 blocks the host.*test_graphs.py:\d+", detail)
+    assert re.search(r"rule 8, instruction \d+: work/0 blocks the host.*test_graphs.py:\d+", detail)
     assert device.graphs == device.beside == []
 
 

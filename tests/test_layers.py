@@ -61,7 +61,7 @@ def make_decoder(start: int = 0, end: int = LAYERS) -> SimpleNamespace:
 
 def record(decoder: Any, features: int = 0) -> Program:
     p = ProgramBuilder()
-    x, positions = p.input("x"), p.input("positions")
+    x, positions = p.input("x"), p.input("positions", token_dim=-1)
     added = [p.compute(f"feature{number}", lambda x, n=number: x * 0 + 11 + n, x) for number in range(features)]
     return p.build(record_decoder(p, decoder, ToyCollectives(), x, positions, added=added))
 
@@ -157,7 +157,7 @@ def make_latent_decoder(has_latent: bool) -> SimpleNamespace:
 
 def record_beside(decoder: Any, has_side: bool) -> Program:
     p = ProgramBuilder(has_side)
-    x, positions = p.input("x"), p.input("positions")
+    x, positions = p.input("x"), p.input("positions", token_dim=-1)
     return p.build(record_decoder(p, decoder, TakesLatentApart(), x, positions))
 
 

@@ -289,7 +289,7 @@ def test_a_schedule_is_printed_with_waits_records_and_frees(policy: str, capsys:
     about, counts, head, *rows = run_render(capsys, *case).splitlines()
     assert about == f"# r1-tp16-941; layers 4; micro-batches 2; {policy}"  # one of each run of equal layers
     assert re.fullmatch(r"# 40 steps, \d+ waits, digest \w{16}; all rules of validation hold", counts)
-    assert head.split() == ["step", "compute", "comm"]
+    assert head.split() == ["#", "compute", "comm"]
     assert rows[0].split() == ["0", "L0.attention/0", "*"]
     assert re.search(r"^ +\d+ +L0\.attn_reduce/0 \*? +wait L0\.attention/0", "\n".join(rows), re.MULTILINE)
     assert re.search(r"  free %\d+/\d", "\n".join(rows))
@@ -313,7 +313,7 @@ def test_a_printed_schedule_is_read_back_and_checked(tmp_path: Path, capsys: pyt
     assert "valid; another than" in run_render(capsys, *case[:2], "--policy", "sequential", "--check", str(path))
     path.write_text(re.sub(r"wait L0\.attention/0", "", path.read_text()))
     told = run_render(capsys, *case, "--check", str(path), status=1)
-    assert told.startswith(f"{path}: not valid: rule 7, step 1: lane 'comm' starts")
+    assert told.startswith(f"{path}: not valid: rule 7, instruction 1: lane 'comm' starts")
     told = json.loads(run_render(capsys, *case, "--check", str(path), "--json", status=1))
     assert (told["valid"], told["same"]) == (False, False)
     assert told["problem"].startswith("rule 7")

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dbo_runtime.errors import ProgramError
@@ -108,6 +109,49 @@ def test_an_input_after_the_first_op_is_refused(p: ProgramBuilder) -> None:
         p.input("late")
     assert "input 'late' comes after the first op" in str(raised.value)
     assert find_line(up=2) in str(raised.value)
+
+
+def test_an_input_of_a_name_that_another_has_is_refused(p: ProgramBuilder) -> None:
+    p.input("x")
+    with pytest.raises(ProgramError) as raised:
+        p.input("x")
+    assert "input 'x' was declared already" in str(raised.value)
+    assert find_line(up=2) in str(raised.value)
+
+
+TOKENS, REQUESTS = slice(1, 3), slice(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("cut", "given", "expected"),
+    [
+        ({}, list("abcd"), list("bc")),
+        ({"token_dim": 0}, np.arange(8).reshape(4, 2), np.array([[2, 3], [4, 5]])),
+        ({"token_dim": 1}, np.arange(8).reshape(2, 4), np.array([[1, 2], [5, 6]])),
+        ({"token_dim": -1}, np.arange(4), np.array([1, 2])),
+        ({"token_dim": -1}, np.arange(8).reshape(2, 4), np.array([[1, 2], [5, 6]])),
+        ({"token_dim": -2}, np.arange(8).reshape(4, 2), np.array([[2, 3], [4, 5]])),
+        ({"token_dim": None, "request_dim": 0}, ["one", "two"], ["one"]),
+        ({"token_dim": None, "request_dim": 1}, np.arange(4).reshape(2, 2), np.array([[0], [2]])),
+        ({"token_dim": None}, 7, 7),
+    ],
+)
+def test_an_input_is_cut_along_the_dimension_it_declares(
+    p: ProgramBuilder, cut: Any, given: Any, expected: Any
+) -> None:
+    x, other = p.input("x", **cut), p.input("other", token_dim=None)
+    program = p.build(p.compute("a", same, x, other))
+    actual, rest = program.cut_inputs({"other": "all of it", "x": given}, TOKENS, REQUESTS)
+    assert rest == "all of it"
+    assert np.array_equal(actual, expected)
+    assert program.order_inputs({"other": 1, "x": 2}) == (2, 1)
+
+
+@pytest.mark.parametrize("given", [{}, {"x": 1}, {"x": 1, "y": 2, "z": 3}])
+def test_inputs_of_other_names_are_refused(p: ProgramBuilder, given: dict[str, int]) -> None:
+    program = p.build(p.compute("a", same, p.input("x"), p.input("y")))
+    with pytest.raises(ProgramError, match=r"takes the inputs x, y, but is given"):
+        program.cut_inputs(given, TOKENS, REQUESTS)
 
 
 def test_a_layer_inside_a_layer_is_refused(p: ProgramBuilder) -> None:

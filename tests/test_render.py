@@ -22,7 +22,7 @@ POLICIES: dict[str, Policy] = {"alternate": alternate, "staggered_1": partial(st
 CHAIN = record_chain(lambda x: x, lambda x: x)
 ISSUES = [Issue(0, 0), Issue(0, 1), Issue(0, 2)]
 TABLE = """\
-instruction  compute    comm
+   #  compute    comm
    0  make/0 *
    1             send/0 *  wait make/0
    2  receive/0            wait send/0  free %1/0"""
@@ -64,7 +64,7 @@ def test_the_marked_row_is_pointed_at_and_the_mark_is_not_read() -> None:
 
 def test_only_rows_around_the_mark_are_shown() -> None:
     rows = render(lower_toy(), mark=10, around=2).splitlines()
-    assert [row.split()[0] for row in rows] == ["instruction", "8", "9", "10", "11", "12"]
+    assert [row.split()[0] for row in rows] == ["#", "8", "9", "10", "11", "12"]
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_plans_that_several_ranks_share_must_fit_together(log: Log) -> None:
     x = p.comm("reduce", lambda x: x, p.input("x"))
     program = p.build(p.op("gather", lambda x: x, x, lane="aux", communicator="other"))
     assert isinstance(MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log).plan(BATCH), ExecutionPlan)
-    with pytest.raises(ScheduleError, match=r"rule 9, step 1: gather/0 is a collective on lane 'aux'"):
+    with pytest.raises(ScheduleError, match=r"rule 9, instruction 1: gather/0 is a collective on lane 'aux'"):
         MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(), log, ranks=16).plan(BATCH)
 
 

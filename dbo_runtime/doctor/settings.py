@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dbo_runtime.config import ENABLE, PREFIX, RuntimeConfig, describe_settings, read_environment
+from dbo_runtime.config import ENABLE, PREFIX, RuntimeConfig, Setting, list_settings, read_environment
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_file import list_stage_files, load_costs
@@ -31,12 +31,15 @@ def check_settings(environ: Mapping[str, str], problems: list[str]) -> list[Find
     """Tell each setting with its source; each that is wrong is a finding of its own, and stops vLLM's start."""
     remedy = "correct or unset it: vLLM does not start with it"
     found = [Finding("settings", "fail", problem.removesuffix(" Correct or unset it."), remedy) for problem in problems]
-    rows = tuple(
-        (variable, f"{environ[variable]} (environment)" if variable in environ else f"{default} (default)")
-        for variable, _, default, _ in describe_settings()
-    )
+    rows = tuple((setting.variable, _describe_value(setting, environ)) for setting in list_settings())
     own = sum(variable in environ for variable, _ in rows)
     return [*found, Finding("settings", "info", f"{own} from the environment, {len(rows) - own} defaults", "", rows)]
+
+
+def _describe_value(setting: Setting, environ: Mapping[str, str]) -> str:
+    if setting.variable in environ:
+        return f"{environ[setting.variable]} (environment)"
+    return f"{setting.default} (default)"
 
 
 def check_switch(config: RuntimeConfig) -> Finding:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from dbo_runtime.batch import Batch, slice_batch
-from dbo_runtime.config import read_environment
+from dbo_runtime.config import reread_environment
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 
@@ -112,8 +112,11 @@ class WorkerExtension:
         """Read the settings again from the environment with these on top, such as {"DBO_MODE": "off"}.
 
         In force from the next step on. For tests and measurements; with data parallel ranks only while no request runs.
+
+        Raises:
+            ConfigError: if a setting is unknown, has a value that is not allowed, or is read at start only.
         """
-        config = read_environment({**os.environ, **settings})
+        config = reread_environment(os.environ, settings)
         for forward in (self._dbo_forward(), self._dbo_encoder()):
             if forward is not None:
                 forward.runtime.config = config

@@ -80,7 +80,7 @@ def test_the_command_tries_it_and_shows_its_schedule(site: Path) -> None:
     quoted = re.search(r"^```\n(equal to the model's own forward.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert quoted is not None
     assert done.stdout.startswith(quoted[1])
-    table = re.search(r"^```\n(step  compute .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    table = re.search(r"^```\n(   #  compute .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert table is not None
     assert table[1] in done.stdout
     drawing = re.search(r"^```\n(simulated: .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)

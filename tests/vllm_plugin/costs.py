@@ -43,7 +43,7 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
     """Measure a few shapes on a worker; return what was measured and the progress that was told."""
     told: list[tuple[int, int, str]] = []
     runner = worker.model_runner
-    group = compat.get_groups(runner.vllm_config).everyone
+    group = compat.get_groups(runner.vllm_config).all_ranks
     shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
     with shapes, patch.object(measurement, "LONG", math.inf):  # however slow this machine is
         found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))

@@ -20,8 +20,9 @@ from vllm.config import CompilationMode
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
+from dbo_runtime.adapter import POSITIONS
 from dbo_runtime.errors import SplitError
-from dbo_runtime.program import COMPUTE, SIDE, Op, Program
+from dbo_runtime.program import COMPUTE, SIDE, Op, Program, Value
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
 
@@ -118,7 +119,8 @@ class OpCompiler:
 
     def _pass_through(self, program: Program, tokens: int, reasons: list[str]) -> None:
         """Run a program with so many made-up tokens; compile what is reached, compare what was compiled."""
-        values = dict(zip(program.inputs, self._make_inputs(program, tokens), strict=True))
+        inputs = self._make_inputs(program, tokens)
+        values: dict[Value, Any] = {value: inputs[value.name] for value in program.inputs}
         with set_forward_context(None, self._vllm_config, num_tokens=tokens, skip_compiled=True):
             for op in program.ops:
                 given = tuple(values[value] for value in op.reads)
@@ -169,17 +171,17 @@ class OpCompiler:
         run: Callable[..., Any] = compiled
         return run
 
-    def _make_inputs(self, program: Program, tokens: int) -> list[torch.Tensor]:
-        """Return what a program takes: hidden states, positions, and what a stage of a pipeline is handed."""
+    def _make_inputs(self, program: Program, tokens: int) -> dict[str, torch.Tensor]:
+        """Return what a program takes, by name: hidden states, positions, and what a stage of a pipeline is handed."""
         config = self._vllm_config.model_config
-        positions = torch.arange(tokens)
         generator = torch.Generator().manual_seed(0)
-        hidden = [
-            torch.randn(tokens, config.get_hidden_size(), generator=generator).to(config.dtype)
-            for _ in program.inputs[1:]
-        ]
+        names = [value.name for value in program.inputs if value.name != POSITIONS]
+        inputs = {
+            name: torch.randn(tokens, config.get_hidden_size(), generator=generator).to(config.dtype) for name in names
+        }
+        positions = torch.arange(tokens)
         rows = positions.expand(3, -1).contiguous() if config.uses_mrope else positions
-        return [hidden[0], rows, *hidden[1:]]
+        return {**inputs, POSITIONS: rows}
 
 
 def check_compilation(vllm_config: Any, program: Program) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.config import ENABLE, PREFIX
 from dbo_runtime.decline import DeclineError
+from dbo_runtime.vllm_plugin.api.groups import Groups
 
 KNOWN_VERSIONS = ("0.30.",)
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
@@ -42,29 +42,6 @@ def pass_settings_on() -> None:
         os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])
 
 
-class Groups(NamedTuple):
-    """vLLM's coordinators of the ranks that communicate in a step of one model.
-
-    Attributes:
-        tensor_parallel: the ranks that all-reduce.
-        data_parallel: those between which tokens travel to experts; None where tokens stay on their rank.
-        everyone: all of them. Not vLLM's world: replicas that know nothing of each other may share that.
-    """
-
-    tensor_parallel: Any
-    data_parallel: Any
-    everyone: Any
-
-
-def get_groups(vllm_config: Any) -> Groups:
-    """Return the groups of the model that this worker serves."""
-    from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_tp_group
-
-    if get_dp_group().world_size == 1 or not vllm_config.model_config.is_moe:
-        return Groups(get_tp_group(), None, get_tp_group())
-    return Groups(get_tp_group(), get_dp_group(), get_ep_group())
-
-
 def get_transport(groups: Groups, hosts: int) -> str:
     """Return how the ranks on *hosts* hosts communicate: `none`, `device`, `shared memory`, `one host` or `network`.
 
@@ -72,7 +49,7 @@ def get_transport(groups: Groups, hosts: int) -> str:
     vLLM's CPU build reduces over shared memory if all ranks of a tensor parallel group are on one host: that spins on
     the cores that compute, and there is nothing to hide.
     """
-    if groups.everyone.world_size == 1:
+    if groups.all_ranks.world_size == 1:
         return "none"
     if get_device_type() != "cpu":
         return "device"
@@ -80,13 +57,6 @@ def get_transport(groups: Groups, hosts: int) -> str:
         return "one host" if hosts == 1 else "network"
     module = getattr(groups.tensor_parallel.device_communicator, "dist_module", None)
     return "shared memory" if type(module).__name__ == "_CPUSHMDistributed" else "network"
-
-
-def get_host() -> str:
-    """Return name and address of this host, by which ranks see whether they share it."""
-    from vllm.utils.network_utils import get_ip
-
-    return f"{socket.gethostname()} {get_ip()}"
 
 
 def describe_versions() -> str:

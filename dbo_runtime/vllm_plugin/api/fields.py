@@ -1,4 +1,4 @@
-"""What becomes of what is known of a batch when it is sliced, by vLLM's names of 0.30.0."""
+"""How each field of the attention metadata and of the forward context is sliced, by the names of vLLM 0.30.0."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Fields(NamedTuple):
-    """What becomes of each field of the common attention metadata, by name.
+    """How each field of the common attention metadata is sliced, by name.
 
     Attributes:
-        split: what vLLM splits right, the inside of a request included. It leaves max_seq_len at the whole batch's.
+        split: those that vLLM splits correctly, also within a request. It leaves max_seq_len at that of the whole batch.
         per_request, per_token: arrays and lists that are sliced.
         dropped: caches that a slice must not inherit.
-        derived: what follows from the others in each slice.
-        unsupported: of features that cannot be split yet: a step in which one is set runs whole.
+        derived: those that a platform derives from the others in each slice.
+        unsupported: of features that cannot be split yet: a step in which one is set is not split.
     """
 
     split: tuple[str, ...]
@@ -49,5 +49,5 @@ FIELDS = Fields(
     unsupported=("encoder_seq_lens", "num_logits_indices", "dcp_local_seq_lens", "mm_req_doc_ranges"),
 )
 
-SLICED_OF_CONTEXT = ("is_padding",)
+SLICED_CONTEXT_TENSORS = ("is_padding",)
 """Tensors of the forward context that are sliced by token; its dictionaries by layer are sliced, too."""

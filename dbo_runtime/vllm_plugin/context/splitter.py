@@ -20,7 +20,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_OF_CONTEXT
+from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS
 from dbo_runtime.vllm_plugin.context.checks import check_context, check_prefix_cache
 
 _ORIGIN = "_dbo_origin"
@@ -99,7 +99,7 @@ class ContextSplitter:
     """
 
     fields = FIELDS
-    sliced: tuple[str, ...] = SLICED_OF_CONTEXT
+    sliced: tuple[str, ...] = SLICED_CONTEXT_TENSORS
     pads = False
 
     def __init__(self, vllm_config: VllmConfig, runner: Any = None) -> None:

@@ -81,7 +81,8 @@ class SplitEncoder:
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
             return whole()
-        inputs = [(x[piece.tokens], grids[piece.requests]) for piece in plan.slices]
+        program, given = self.runtime.program, {"pixels": x, "grids": grids}
+        inputs = [program.cut_inputs(given, piece.tokens, piece.requests) for piece in plan.slices]
         embeddings = torch.cat([embedded for (embedded,) in self.runtime.run(plan, inputs)])
         if self.runtime.config.check:
             compare_split({"embeddings of images": embeddings}, {"embeddings of images": whole()}, plan)

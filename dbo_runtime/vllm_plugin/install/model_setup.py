@@ -54,7 +54,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     if _ATTACHED in model.__dict__:
         return  # loaded again into the same instance
     groups, stage = compat.get_groups(vllm_config), get_stage(model, vllm_config)
-    log = open_log(quiet=groups.everyone.rank_in_group > 0)  # all ranks come to the same; one tells, of each stage
+    log = open_log(quiet=groups.all_ranks.rank_in_group > 0)  # all ranks come to the same; one tells, of each stage
     log = log.bind(stage=stage.name) if stage.name else log
     exchange_sizes_separately = compat.get_device_type() != "cpu"
     collectives = ModelCollectives(
@@ -67,7 +67,7 @@ def attach(runner: Any, config: RuntimeConfig, architecture: str, adapter: Model
     has_side = has_side_lane(compat.get_device_type(), config)
     program = unproven_model or _record(adapter, architecture, model, vllm_config, collectives, stage, has_side)
     encoder = _find_encoder(model, vllm_config, collectives) if stage.is_first and not unproven else None
-    hosts = _compare_settings(groups.everyone, config, (program, encoder), _votes(vllm_config, groups))
+    hosts = _compare_settings(groups.all_ranks, config, (program, encoder), _votes(vllm_config, groups))
     if isinstance(program, str):
         log.warning("every step runs whole", reason=program, model=architecture)
     if isinstance(encoder, str):
@@ -108,7 +108,7 @@ def _announce(architecture: str, adapter: str, config: RuntimeConfig, place: Pla
         adapter=adapter,
         layers=f"{layers.start} to {layers.stop - 1}" if layers else None,
         device=compat.get_device_type(),
-        ranks=groups.everyone.world_size,
+        ranks=groups.all_ranks.world_size,
         data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,
         transport=place.transport,
         mode=config.mode,
@@ -240,8 +240,8 @@ def _make_forward(
     groups = place.groups
     trace_builders()  # in time: builders are made after the model
     vllm_config = runner.vllm_config
-    runtime = MicroBatchRuntime(program, device, config, log, groups.everyone.world_size)
-    agreement = Agreement(groups.everyone, _votes(vllm_config, groups))
+    runtime = MicroBatchRuntime(program, device, config, log, groups.all_ranks.world_size)
+    agreement = Agreement(groups.all_ranks, _votes(vllm_config, groups))
     rank = None if groups.data_parallel is None else groups.data_parallel.rank_in_group
     planner = StepDecider(runtime, open_splitter(vllm_config, runner), agreement, place.transport, rank)
     planner.serving = False  # until vLLM has warmed up
@@ -278,7 +278,7 @@ def _observe(forward: Any, config: RuntimeConfig, place: Place, metrics: Metrics
 
     traces = None
     if config.trace:
-        group, device = place.groups.everyone, forward.runtime.device
+        group, device = place.groups.all_ranks, forward.runtime.device
         traces = TraceFolder(config.trace, config.trace_steps, group, device, log, place.stage.name)
     forward.metrics, forward.recording = metrics, Recording(traces, metrics)
 
@@ -295,4 +295,4 @@ def _make_cost_source(runner: Any, forward: Any, config: RuntimeConfig, place: P
         versions=compat.describe_packages(),
         bytes_per_token=float(hidden * vllm_config.model_config.dtype.itemsize),
     )
-    return CostSource(runner, forward, place.groups.everyone, identity, log, place.stage.name)
+    return CostSource(runner, forward, place.groups.all_ranks, identity, log, place.stage.name)

@@ -93,7 +93,7 @@ def _wrap_profile_run(runner: Any) -> None:
     def profile_whole_and_split(*args: Any, **kwargs: Any) -> None:
         from dbo_runtime.vllm_plugin.step.memory_profile import profile_split
 
-        everyone = compat.get_groups(runner.vllm_config).everyone
+        everyone = compat.get_groups(runner.vllm_config).all_ranks
         profile_split(runner, everyone, functools.partial(profile_run, *args, **kwargs))
 
     runner.profile_run = profile_whole_and_split

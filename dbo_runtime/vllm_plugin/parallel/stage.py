@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.sequence import IntermediateTensors
 
+from dbo_runtime.adapter import POSITIONS, X
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
@@ -57,7 +58,7 @@ class Stage:
 
     def check_program(self, program: Program) -> str | None:
         """Return why a program is not this stage's: it takes or hands on other tensors."""
-        takes, gives = {*_name_inputs(program)}, {HIDDEN, *program.named}
+        takes, gives = _name_inputs(program).keys(), {HIDDEN, *program.named}
         handed = {*self.handed}
         if takes == ({HIDDEN} if self.is_first else handed) and gives == ({HIDDEN} if self.is_last else handed):
             return None
@@ -107,9 +108,9 @@ def any_stage(own: bool) -> bool:
     return any(gather(get_pp_group(), own))
 
 
-def take_inputs(program: Program, given: IntermediateTensors) -> list[torch.Tensor]:
-    """Return what the stage before hands over, in the order in which a program takes it, hidden states first."""
-    return [given.tensors[name] for name in _name_inputs(program)]
+def take_inputs(program: Program, given: IntermediateTensors) -> dict[str, torch.Tensor]:
+    """Return what the stage before hands over, by the names of the program's inputs."""
+    return {own: given.tensors[name] for name, own in _name_inputs(program).items()}
 
 
 def name_results(result: torch.Tensor | IntermediateTensors) -> dict[str, torch.Tensor]:
@@ -124,9 +125,10 @@ def copy_tensors(given: IntermediateTensors | None) -> IntermediateTensors | Non
     return IntermediateTensors({name: tensor.clone() for name, tensor in given.tensors.items()})
 
 
-def _name_inputs(program: Program) -> list[str]:
-    """Return the names of a program's inputs but for positions, the second."""
-    return [HIDDEN, *(value.name for value in program.inputs[2:])]
+def _name_inputs(program: Program) -> dict[str, str]:
+    """Return what a stage is handed: vLLM's name of each tensor -> the name of the program's input."""
+    names = (value.name for value in program.inputs if value.name != POSITIONS)
+    return {HIDDEN if name == X else name: name for name in names}
 
 
 def _list(names: Any) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm import forward_context
 
+from dbo_runtime.adapter import POSITIONS, X
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Timer
@@ -121,7 +122,7 @@ class SplitForward:
                 inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
                 intermediate_tensors = copy_tensors(intermediate_tensors)
             given = self._take(input_ids, intermediate_tensors, inputs_embeds)
-            hidden = self._run(plan, contexts, given, positions)
+            hidden = self._run(plan, contexts, {**given, POSITIONS: positions})
         self._learn(plan, watch)
         if self.metrics is not None and self.planner.serving:
             self.metrics.count_step(plan)
@@ -131,25 +132,22 @@ class SplitForward:
 
     def _take(
         self, input_ids: torch.Tensor | None, intermediate_tensors: Any, inputs_embeds: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        """Return what the program is given beside positions: embedded tokens, or what the stage before hands over."""
+    ) -> dict[str, torch.Tensor]:
+        """Return the program's inputs but for positions: embedded tokens, or what the stage before hands over."""
         if intermediate_tensors is not None:
             return take_inputs(self.runtime.program, intermediate_tensors)
         x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
-        return [x if self._add_inputs is None else self._add_inputs(self._model, x, self.runtime.config.check)]
+        return {X: x if self._add_inputs is None else self._add_inputs(self._model, x, self.runtime.config.check)}
 
-    def _run(self, plan: ExecutionPlan, contexts: list[Any], given: list[torch.Tensor], positions: torch.Tensor) -> Any:
-        x, *more = given
-        inputs = [
-            (x[piece.tokens], positions[..., piece.tokens], *(tensor[piece.tokens] for tensor in more))
-            for piece in plan.slices
-        ]
+    def _run(self, plan: ExecutionPlan, contexts: list[Any], given: dict[str, torch.Tensor]) -> Any:
+        program = self.runtime.program
+        inputs = [program.cut_inputs(given, piece.tokens, piece.requests) for piece in plan.slices]
         recorder = self.recording.begin() if self.planner.serving else None  # a graph does not tell when its ops ran
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
             outputs = self.runtime.run(plan, inputs, partial(_enter, contexts), recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule)
-        return self._stage.join(self.runtime.program, outputs)
+        return self._stage.join(program, outputs)
 
     def _start_watch(self) -> Timer | None:
         """Start a watch, but not before serving: vLLM may be capturing graphs, and a watch is none of their ops."""

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapter import ModelAdapter, StageAdapter, name_adapter, record_program
+from dbo_runtime.adapter import POSITIONS, ModelAdapter, StageAdapter, X, name_adapter, record_program
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Op, Program, Value
-from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage
+from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage, take_inputs
 from dbo_runtime.vllm_plugin.verify.results import TOLERANCE, compute_relative_error, run_ops
 
 
@@ -26,10 +27,11 @@ class StageVerification(NamedTuple):
     ) -> tuple[Op, float] | None:
         """Return the first op whose results are not those that the whole model's *program* gave."""
         wanted = {op.label: [whole[value] for value in op.writes] for op in program.ops}
-        before = run_ops(self.first, (x.clone(), positions))
-        handed = dict(zip((HIDDEN, *self.first.named), (before[value] for value in self.first.outputs), strict=True))
-        given = [handed[name] for name in (HIDDEN, *(value.name for value in self.second.inputs[2:]))]
-        after = run_ops(self.second, (given[0].clone(), positions, *(tensor.clone() for tensor in given[1:])))
+        before = run_ops(self.first, self.first.order_inputs({X: x.clone(), POSITIONS: positions}))
+        results = (before[value].clone() for value in self.first.outputs)
+        handed = IntermediateTensors(dict(zip((HIDDEN, *self.first.named), results, strict=True)))
+        given = {**take_inputs(self.second, handed), POSITIONS: positions}
+        after = run_ops(self.second, self.second.order_inputs(given))
         for stage, found in ((self.first, before), (self.second, after)):
             for op in stage.ops:
                 apart = _measure(wanted.get(op.label), [found[value] for value in op.writes])

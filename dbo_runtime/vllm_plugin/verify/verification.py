@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from vllm import forward_context
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, get_adapter, record_program
+from dbo_runtime.adapter import POSITIONS, InputAdapter, ModelAdapter, X, get_adapter, record_program
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import ENABLE
 from dbo_runtime.decline import Decline, DeclineError
@@ -239,7 +239,7 @@ class _Comparison:
             raise DeclineError(f"vLLM's step cannot be split: {batch}")
         step = f"{'prefill' if batch.prefill_tokens else 'decode'} of {batch.tokens} tokens"
         program = self.trial.program
-        whole = run_ops(program, (x.clone(), positions))
+        whole = run_ops(program, program.order_inputs({X: x.clone(), POSITIONS: positions}))
         self._note(step, None, find_first_unmatched(program, whole, own))
         if self._stages is not None:
             self._note(f"{step}, in two stages", None, self._stages.compare(program, whole, x, positions))
@@ -260,10 +260,11 @@ class _Comparison:
         contexts = self._splitter.split(context, slices)
         if isinstance(contexts, Decline):
             raise DeclineError(f"vLLM's step cannot be split: {contexts}")
-        parts = []
+        program, parts = self.trial.program, []
         for piece, own in zip(slices, contexts, strict=True):
+            given = program.cut_inputs({X: x.clone(), POSITIONS: positions}, piece.tokens, piece.requests)
             with forward_context.override_forward_context(own):
-                parts.append(run_ops(self.trial.program, (x[piece.tokens].clone(), positions[..., piece.tokens])))
+                parts.append(run_ops(program, given))
         return parts
 
     def _note(self, step: str, cut: int | None, found: tuple[Op, float] | None) -> None:

@@ -141,7 +141,7 @@ class DoublingAdapter:
 def make_split(adapter: DoublingAdapter, config: RuntimeConfig = ALWAYS, transport: str = "network") -> Any:
     encoder = Doubling()
     p = ProgramBuilder()
-    pixels, grids = p.input("pixels"), p.input("grids")
+    pixels, grids = p.input("pixels"), p.input("grids", token_dim=None, request_dim=0)
     program = p.build(adapter.record(p, encoder, ToyCollectives(), pixels, grids))
     runtime = MicroBatchRuntime(program, CpuDevice(), config, open_log(quiet=True), 1 if transport == "none" else 2)
     agreement: Any = SimpleNamespace(compare=encoder.statements.append)

@@ -60,7 +60,7 @@ class Model:
 def record(model: Model) -> Program:
     """Declare what the model does, residual first where it can be: names, not places, say what is what."""
     p, stage = ProgramBuilder(), model.stage
-    x, positions = p.input("x"), p.input("positions")
+    x, positions = p.input("x"), p.input("positions", token_dim=-1)
     residual = p.compute("zero", torch.zeros_like, x) if stage.is_first else p.input("residual")
     x, residual = p.compute("compute", model.compute, x, positions, residual, overwrites=(x, residual), outputs=2)
     if not stage.is_last:

@@ -113,7 +113,7 @@ def make_forward(
     transport: str = "network",
 ) -> SplitForward:
     p = ProgramBuilder()
-    x, positions = p.input("x"), p.input("positions")
+    x, positions = p.input("x"), p.input("positions", token_dim=-1)
     x = p.compute("compute", model.compute, x, positions)
     program = p.build(p.comm("reduce", lambda x: x, x, overwrites=(x,)))
     config = RuntimeConfig(mode=mode, check=check, min_tokens=1, min_prefill_tokens=0)
@@ -280,7 +280,7 @@ def make_forward_beside(model: Model, splitter: Any, host_sync: bool = False, **
     """Return a forward whose program has an op on a lane beside."""
     forward = make_forward(model, splitter)
     p = ProgramBuilder(has_side=True)
-    x, positions = p.input("x"), p.input("positions")
+    x, positions = p.input("x"), p.input("positions", token_dim=-1)
     p.side("beside", lambda positions: positions + 1, positions)
     program = p.build(p.compute("compute", model.compute, x, positions, host_sync=host_sync))
     config = replace(forward.runtime.config, **settings)

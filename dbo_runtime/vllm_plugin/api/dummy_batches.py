@@ -1,0 +1,72 @@
+"""Dummy batches of vLLM 0.30.0's model runner: how large they may be, and how one is run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from dbo_runtime.decline import DeclineError
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class Limits(NamedTuple):
+    """How large a batch may be: new tokens, tokens of one request, requests, and blocks of the KV cache."""
+
+    tokens: int
+    length: int
+    requests: int
+    blocks: int
+    block_size: int
+
+
+def get_limits(runner: GPUModelRunner) -> Limits:
+    """Return the limits of a model runner's dummy batches.
+
+    Raises:
+        DeclineError: if it is not the model runner whose dummy batches are known.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not isinstance(runner, GPUModelRunner):
+        raise DeclineError("the dummy batches of vLLM's second model runner are not known")
+    return Limits(
+        runner.max_num_tokens,
+        runner.max_model_len,
+        runner.scheduler_config.max_num_seqs,
+        runner.kv_cache_config.num_blocks - 1,  # without block 0, which stands for none
+        min(table.kv_cache_block_size for table in runner.input_batch.block_table.block_tables),
+    )
+
+
+def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) -> None:
+    """Run the model on a dummy batch of vLLM: equal requests with *tokens* new tokens after *context* cached ones.
+
+    vLLM's dummy batches write nothing to the KV cache. By themselves all their requests read one block, which is faster
+    than blocks of their own and looks as if they shared a prefix; so each is given its own for the time of the run. As
+    a decode of that many tokens, because only of these does vLLM let its caller choose the length.
+    """
+    from vllm.config import CUDAGraphMode
+
+    tables = runner.input_batch.block_table.block_tables
+    kept = [(t.block_table.np[:requests].copy(), t.num_blocks_per_row[:requests].copy()) for t in tables]
+    decode_len = runner.uniform_decode_query_len
+    try:
+        for table in tables:
+            blocks = -(-(context + tokens) // table.kv_cache_block_size)
+            for request in range(requests):
+                table.add_row([1 + request * blocks + block for block in range(blocks)], request)
+        runner.uniform_decode_query_len = tokens
+        runner._dummy_run(
+            requests * tokens,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            force_attention=True,
+            uniform_decode=True,
+            allow_microbatching=False,
+            skip_eplb=True,
+            profile_seq_lens=context + tokens,
+        )
+    finally:
+        runner.uniform_decode_query_len = decode_len
+        for table, (rows, counts) in zip(tables, kept, strict=True):
+            table.block_table.np[:requests], table.num_blocks_per_row[:requests] = rows, counts

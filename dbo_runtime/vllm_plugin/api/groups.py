@@ -1,0 +1,40 @@
+"""vLLM's groups of ranks, and the hosts they are on. Read against vLLM 0.30.0."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+class Groups(NamedTuple):
+    """vLLM's coordinators of the ranks that communicate in a step of one model.
+
+    Attributes:
+        tensor_parallel: the ranks that all-reduce.
+        data_parallel: those between which tokens are dispatched to experts; None where tokens stay on their rank.
+        all_ranks: all of them. Not vLLM's world, which independent replicas may share.
+    """
+
+    tensor_parallel: GroupCoordinator
+    data_parallel: GroupCoordinator | None
+    all_ranks: GroupCoordinator
+
+
+def get_groups(vllm_config: VllmConfig) -> Groups:
+    """Return the groups of the model that this worker serves."""
+    from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_tp_group
+
+    if get_dp_group().world_size == 1 or not vllm_config.model_config.is_moe:
+        return Groups(get_tp_group(), None, get_tp_group())
+    return Groups(get_tp_group(), get_dp_group(), get_ep_group())
+
+
+def get_host() -> str:
+    """Return name and address of this host, by which ranks see whether they share it."""
+    from vllm.utils.network_utils import get_ip
+
+    return f"{socket.gethostname()} {get_ip()}"

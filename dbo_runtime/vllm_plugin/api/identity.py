@@ -1,0 +1,39 @@
+"""What identifies a served model and its device, as vLLM 0.30.0 names it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def get_device_type() -> str:
+    """Return vLLM's device type, such as `cpu`, `cuda` or `npu`."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def describe_model(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return what of a model its costs depend on. Two with the same shapes cost alike."""
+    config = vllm_config.model_config
+    text = config.hf_text_config
+    shapes = ("hidden_size", "num_hidden_layers", "n_routed_experts", "moe_intermediate_size", "intermediate_size")
+    return {
+        "architecture": str(config.architecture),
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "quantization": str(config.quantization),
+        **{name: str(getattr(text, name)) for name in shapes if hasattr(text, name)},
+    }
+
+
+def describe_parallel(vllm_config: VllmConfig, hosts: int) -> dict[str, int]:
+    """Return over how many ranks and hosts a model is spread."""
+    parallel = vllm_config.parallel_config
+    return {
+        "tensor": parallel.tensor_parallel_size,
+        "data": parallel.data_parallel_size,
+        "experts": int(parallel.enable_expert_parallel),
+        "hosts": hosts,
+    }

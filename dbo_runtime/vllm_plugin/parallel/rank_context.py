@@ -1,0 +1,60 @@
+"""What a rank is served with: settings, platform, and the ranks it communicates with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.vllm_plugin.api import groups as vllm_groups
+from dbo_runtime.vllm_plugin.api.groups import Groups
+from dbo_runtime.vllm_plugin.parallel.agreement import gather
+from dbo_runtime.vllm_plugin.parallel.stage import Stage, get_stage
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+
+if TYPE_CHECKING:
+    import torch
+    from structlog.typing import FilteringBoundLogger
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What one rank of a served model shares with all that is set up for it.
+
+    Attributes:
+        vllm_config: of the engine.
+        config: the settings of this package.
+        platform: that vLLM serves on.
+        groups: the ranks that communicate in a step.
+        stage: of a pipeline; the whole model without one.
+        hosts: on how many hosts the ranks are.
+        transport: how they communicate; see `Platform.get_transport`.
+        log: bound to the stage, and silent but on the first rank of each.
+    """
+
+    vllm_config: VllmConfig
+    config: RuntimeConfig
+    platform: Platform
+    groups: Groups
+    stage: Stage
+    hosts: int
+    transport: str
+    log: FilteringBoundLogger
+
+    @property
+    def can_disagree(self) -> bool:
+        """Whether a rank may see reasons against a step that the others cannot: in its own prefix cache."""
+        return self.groups.data_parallel is not None and bool(self.vllm_config.cache_config.enable_prefix_caching)
+
+
+def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: RuntimeConfig) -> RankContext:
+    """Return the context of the rank that serves *model*. Collective over all ranks: they count their hosts."""
+    platform, groups, stage = get_platform(), vllm_groups.get_groups(vllm_config), get_stage(model, vllm_config)
+    log = open_log(quiet=groups.all_ranks.rank_in_group > 0)
+    log = log.bind(stage=stage.name) if stage.name else log
+    hosts = len(set(gather(groups.all_ranks, vllm_groups.get_host())))
+    transport = platform.get_transport(groups, hosts)
+    return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, log)

@@ -1,0 +1,66 @@
+"""The platform of vLLM's CPU build."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dbo_runtime.devices import Device, open_device
+from dbo_runtime.program import SIDE
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dbo_runtime.config import RuntimeConfig
+    from dbo_runtime.vllm_plugin.api.groups import Groups
+    from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
+
+_SHARED_MEMORY = "_CPUSHMDistributed"  # vLLM's class that reduces over shared memory
+
+
+class CpuPlatform(Platform):
+    """CPUs. A second compute lane would take the cores of the first, so there is one only with DBO_SIDE=on."""
+
+    has_device = True
+    is_proven = True
+    has_side_lane = False
+    exchanges_sizes_separately = False
+    compiles_ops = True
+    needs_cpu_patches = True
+
+    def open_device(self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: Any) -> Device:
+        """Open a device whose side lane is the calling thread.
+
+        vLLM's kernels for CPU share one scratchpad per process: two at a time end in a segmentation fault.
+        """
+        from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
+
+        self._warn_of_side_cores(config, log)
+        return open_device(self.name, capture_state=capture_thread_state, inline={SIDE})
+
+    def get_transport(self, groups: Groups, hosts: int) -> str:
+        """Return how ranks communicate; see `Platform.get_transport`.
+
+        If all ranks of a tensor parallel group are on one host, vLLM reduces over shared memory. That spins on the
+        cores that compute, and leaves nothing to hide.
+        """
+        if groups.all_ranks.world_size == 1:
+            return "none"
+        if groups.data_parallel is not None:
+            return "one host" if hosts == 1 else "network"
+        module = getattr(groups.tensor_parallel.device_communicator, "dist_module", None)
+        return "shared memory" if type(module).__name__ == _SHARED_MEMORY else "network"
+
+    def get_chip_name(self) -> str:
+        """Return the name of this host's processor."""
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            names = [line.partition(":")[2].strip() for line in info if line.startswith(("model name", "Processor"))]
+        return names[0] if names else platform.machine()
+
+    def get_encoder_attention(self) -> type[EncoderAttention]:
+        """Return the attention of encoders that takes lengths from the host."""
+        from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
+
+        return CpuAttention

@@ -1,0 +1,145 @@
+"""What differs between the platforms that vLLM serves on: the defaults, which a platform's own file overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.devices import Device, open_device
+from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
+
+if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
+    import torch
+    import torch.distributed as dist
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from dbo_runtime.batch import BatchSlice
+    from dbo_runtime.config import RuntimeConfig
+    from dbo_runtime.vllm_plugin.api.groups import Groups
+    from dbo_runtime.vllm_plugin.api.moe import MoeLayer
+    from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
+
+COMPARE = "with DBO_CHECK=1 steps are split, and each is compared with the unsplit one"
+
+
+class Platform:
+    """A platform that vLLM serves on. Modules of a platform import torch and vLLM only where they are called.
+
+    Args:
+        name: of vLLM's device type.
+
+    Attributes:
+        has_device: whether `dbo_runtime.devices` has a device of this name.
+        is_proven: whether split steps of vLLM have been compared with unsplit ones on it.
+        notice: what to log at start about this platform; empty if nothing.
+        has_side_lane: whether ops are put on a second compute lane where DBO_SIDE=auto.
+        exchanges_sizes_separately: whether `all_to_all` exchanges sizes in an op of its own. With streams the host
+            issues other ops meanwhile; on the CPU the lane itself waits, and the tokens leave earlier without.
+        compiles_ops: whether ops may be compiled one by one.
+        needs_cpu_patches: whether it is served by vLLM's CPU build, whose upstream bugs are patched.
+        copying_modules: classes of modules that end in one all-reduce and return a copy of its result.
+        fields: how each field of the common attention metadata is sliced.
+        sliced_tensors: names of the forward context's tensors that are sliced by token.
+        pads_batches: whether a batch may have more tokens than its attention metadata; those at the end are padding.
+    """
+
+    has_device = False
+    is_proven = False
+    notice = ""
+    has_side_lane = True
+    exchanges_sizes_separately = True
+    compiles_ops = False
+    needs_cpu_patches = False
+    copying_modules: tuple[str, ...] = ()
+    fields: Fields = FIELDS
+    sliced_tensors: tuple[str, ...] = SLICED_CONTEXT_TENSORS
+    pads_batches = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def check_support(self, config: RuntimeConfig) -> Decline | None:
+        """Return why no model is split on this platform, or None. Unproven results need DBO_CHECK=1."""
+        if not self.has_device:
+            return Decline(f"there is no device for {self.name!r}")
+        if config.check:
+            return None
+        return self.check_version() if self.is_proven else Decline(f"not proven on {self.name!r} yet; {COMPARE}")
+
+    def check_version(self) -> Decline | None:
+        """Return why the installed version of a platform's plugin is not served split, or None."""
+        return None
+
+    def check_model(self, architecture: str, config: RuntimeConfig) -> Decline | None:
+        """Return why steps of a model are not split on this platform where those of others are, or None."""
+        return None
+
+    def check_config(self, vllm_config: VllmConfig) -> Decline | None:
+        """Return the first feature of this platform in use that splitting does not support, or None."""
+        return None
+
+    def check_step(self, context: ForwardContext) -> Decline | None:
+        """Return why a step with this forward context is not split, from what is equal on all ranks, or None."""
+        return None
+
+    def open_device(self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: Any) -> Device:
+        """Open the device that vLLM serves on; *process_groups* are the communicators that ops use on it."""
+        self._warn_of_side_cores(config, log)
+        return open_device(self.name)
+
+    def get_transport(self, groups: Groups, hosts: int) -> str:
+        """Return how ranks on *hosts* hosts communicate: `none`, `device`, `shared memory`, `one host` or `network`.
+
+        NPUs and GPUs have links and copy engines for it, within a host as well.
+        """
+        return "none" if groups.all_ranks.world_size == 1 else "device"
+
+    def describe_machine(self) -> dict[str, str]:
+        """Return what identifies this kind of machine: two of a kind have the same costs."""
+        import torch
+
+        return {"platform": self.name, "chip": self.get_chip_name(), "threads": str(torch.get_num_threads())}
+
+    def get_chip_name(self) -> str:
+        """Return the name of the chip."""
+        from vllm.platforms import current_platform
+
+        return str(current_platform.get_device_name())
+
+    def get_encoder_attention(self) -> type[EncoderAttention] | None:
+        """Return the attention of encoders that takes lengths from the host, or None where vLLM's own is used."""
+        return None
+
+    def get_moe_layer(self, runner: Any) -> MoeLayer:
+        """Return the operations of an MoE layer of this platform, which may be decomposed.
+
+        Raises:
+            DeclineError: if its class is not known.
+        """
+        from dbo_runtime.vllm_plugin.api.moe import make_moe_layer
+
+        return make_moe_layer(runner)
+
+    def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
+        """Set what this platform keeps in the forward context of a slice; *sizes* are the tokens of all ranks."""
+
+    def complete_metadata(self, part: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the common metadata of a slice with the fields that this platform derives from the others."""
+        return part
+
+    def can_cut_requests(self, common: CommonAttentionMetadata, vllm_config: VllmConfig) -> bool:
+        """Return whether a request may be cut: its tail attends to what its head has cached in the same step."""
+        return common.causal is True
+
+    def building_metadata(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the attention metadata of slices is built."""
+        return nullcontext()
+
+    def _warn_of_side_cores(self, config: RuntimeConfig, log: Any) -> None:
+        if config.side_cores:
+            message = "DBO_SIDE_CORES has no effect: only an NPU can keep a lane to some of its cores"
+            log.warning(message, device=self.name)

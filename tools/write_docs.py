@@ -1,0 +1,90 @@
+"""Write the tables of the documents that come from code: `make docs`.
+
+A document holds a table between `<!-- NAME -->` and `<!-- /NAME -->`, for each NAME in TABLES. `--check` writes nothing
+and exits with 1 if a table is stale; tests/test_docs.py compares them, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import MappingProxyType
+
+from dbo_runtime.__main__ import COMMANDS, SCRIPT
+from dbo_runtime.adapter import GROUP
+from dbo_runtime.config import Setting, list_settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Rewrite the tables, or name the documents that are stale."""
+    parser = argparse.ArgumentParser(description="Write the tables of the documents that come from code.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is stale")
+    is_check: bool = parser.parse_args().check
+    stale = [document for document in list_documents() if fill_tables(document.read_text()) != document.read_text()]
+    for document in stale:
+        if not is_check:
+            document.write_text(fill_tables(document.read_text()))
+        print(f"{document.relative_to(ROOT)}: {'stale; run `make docs`' if is_check else 'written'}")
+    return 1 if is_check and stale else 0
+
+
+def list_documents() -> list[Path]:
+    """Return all documents of the repository."""
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+
+
+def fill_tables(text: str) -> str:
+    """Return the text of a document with all its tables as the code has them."""
+    for name, make_table in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        head, found, rest = text.partition(begin)
+        if found:
+            text = head + begin + make_table() + end + rest.partition(end)[2]
+    return text
+
+
+def make_settings_table() -> str:
+    """Return all settings."""
+    return _make_table(Setting._fields, list_settings())
+
+
+def make_models_table() -> str:
+    """Return the architectures that this repository has adapters for, and how long these are."""
+    heads = "architecture", "adapter", "lines", "what overlaps"
+    ours = sorted((entry.name, entry.value) for entry in entry_points(group=GROUP) if "dbo_models" in entry.value)
+    return _make_table(heads, [(name, value, *_describe_adapter(value)) for name, value in ours])
+
+
+def make_commands_table() -> str:
+    """Return the commands of the command line."""
+    rows = [(f"`{SCRIPT} {name}`", command.summary, command.needs or "") for name, command in COMMANDS.items()]
+    return _make_table(("command", "what it does", "needs"), rows)
+
+
+def _describe_adapter(value: str) -> tuple[str, str]:
+    module = value.removeprefix("dbo_models.").partition(":")[0]
+    source = (ROOT / "models" / f"{module}.py").read_text()
+    has_experts = "moe" in source.lower()
+    overlaps = "all-reduces; tokens on their way to experts and back" if has_experts else "all-reduces"
+    return str(len(source.splitlines())), overlaps
+
+
+def _make_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    columns = list(heads)
+    lines = [columns, *(list(row) for row in rows)]
+    head, *body = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([head, "|" + "---|" * len(columns), *body, ""])
+
+
+TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {"settings": make_settings_table, "models": make_models_table, "commands": make_commands_table}
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
