@@ -12,7 +12,7 @@ from tests.planner.shop import Shop, chain_shops, find_least_end, share_chain, s
 
 
 def calculate_bound(shop: Shop) -> float:
-    """Return the bound of chains on two lanes, as `theory.md` writes it."""
+    """Return the bound of chains on two lanes, as `docs/theory.md` writes it."""
     chains = [
         [(op.lane, time) for op, time in zip(program.ops, times, strict=True)]
         for program, times in zip(shop.programs, shop.times, strict=True)
@@ -40,13 +40,13 @@ def test_the_bound_of_chains_is_that_of_the_formula(shop: Shop) -> None:
 
 
 @settings(max_examples=300)
-@given(shops(most_ops=4))
+@given(shops(max_ops=4))
 def test_no_order_of_two_micro_batches_beats_the_bound(shop: Shop) -> None:
     assert compute_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
 
 
 @settings(max_examples=100)
-@given(shops(micro_batches=3, most_ops=3))
+@given(shops(micro_batches=3, max_ops=3))
 def test_no_order_of_three_micro_batches_beats_the_bound(shop: Shop) -> None:
     assert compute_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
 
