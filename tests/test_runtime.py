@@ -235,7 +235,7 @@ def test_what_costs_more_than_it_gains_is_declined_with_the_figures(runtime: Mic
     decline = runtime.plan(BATCH)
     assert isinstance(decline, Decline)
     assert decline.reason == "no gain predicted"
-    assert "ms whole, " in decline.detail
+    assert "ms unsplit, " in decline.detail
     assert decline.expected == pytest.approx(40.0, rel=0.01)
     runtime.config = replace(runtime.config, mode="always")
     assert plan(runtime).expected == pytest.approx(60.0, rel=0.4)

@@ -163,7 +163,7 @@ def test_auto_leaves_whole_what_costs_say_does_not_pay_and_tells_the_figures_onc
         "declined": {"no gain predicted": 3},
     }
     (line,) = log.find("step not split, runs whole")
-    figures = r"\d+\.\d\d ms whole, \d+\.\d\d ms in 3 micro-batches: \d+\.\d% more \(\d+\.\d% more if costs are off\)"
+    figures = r"\d+\.\d\d ms unsplit, \d+\.\d\d ms in 3 micro-batches: \d+\.\d% more \(\d+\.\d% more if costs are off\)"
     assert re.fullmatch(rf"{figures}; DBO_MARGIN asks for more than 2\.0% less, .*", line["detail"])
     assert networked.last_step is not None
     assert networked.last_step.way == "whole"
