@@ -23,7 +23,7 @@ from dbo_runtime.errors import ScheduleError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Outputs, run_sequential
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
@@ -36,7 +36,7 @@ from tests.standin_cann.cann import Kernel, StandIn
 from tests.standin_cann.latent_decoder import LatentDecoder
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
 LAYERS, REQUESTS = 4, 8
 UNSPLIT, HALVES = (slice(0, 8),), (slice(0, 4), slice(4, 8))
@@ -159,7 +159,7 @@ class Bench:
         ops = {name: self._make_cost(lanes[name], median(found), tokens) for name, found in seconds.items()}
         # Kernels here sleep, so no lane slows another one.
         return CostTable(
-            Origin("measured", __name__, "2026-11-22", {"platform": "npu"}, {}, {}, {}),
+            Provenance("measured", __name__, "2026-11-22", {"platform": "npu"}, {}, {}, {}),
             describe_program(self.program),
             ops,
             {COMPUTE: 1.0, SIDE: 1.0, COMM: 1.0},
@@ -167,7 +167,7 @@ class Bench:
             {},
         )
 
-    def _make_cost(self, lane: str, seconds: float, tokens: int) -> Cost:
+    def _make_cost(self, lane: str, seconds: float, tokens: int) -> OpCost:
         if lane == COMM:
             return CommCost(0.0, seconds / tokens, 1.0) if self.shrinks else CommCost(seconds, 0.0, 1.0)
         return ComputeCost(per_token=seconds / tokens) if self.shrinks else ComputeCost(fixed=seconds)
@@ -314,7 +314,7 @@ def test_a_schedule_with_the_lane_is_captured_into_a_graph_and_replays(standin: 
         assert_same(outputs, expected)
 
 
-def hold_keys(bench: Bench, gate: SplitHysteresis, schedule: Schedule) -> tuple[Outputs, bool]:
+def hold_keys(bench: Bench, gate: StreamGate, schedule: Schedule) -> tuple[Outputs, bool]:
     """Return what a schedule computes while keys wait at the gate, and whether it was done before that was opened."""
     inputs = bench.decoder.make_inputs()
     compute, side, _ = bench.device.open_lanes([COMPUTE, SIDE, COMM])
@@ -329,7 +329,7 @@ def hold_keys(bench: Bench, gate: SplitHysteresis, schedule: Schedule) -> tuple[
     return found or outputs, is_done
 
 
-def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: SplitHysteresis) -> None:
+def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: StreamGate) -> None:
     bench = Bench(standin, device, HALVES, shrinks=False)
     expected = bench.run_reference()
     program = bench.program.fold_side("keys")
@@ -339,7 +339,7 @@ def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: SplitHyst
 
 
 def test_without_the_wait_validation_refuses_and_attention_reads_the_cache_before_keys_are_there(
-    standin: StandIn, device: Any, gate: SplitHysteresis
+    standin: StandIn, device: Any, gate: StreamGate
 ) -> None:
     bench = Bench(standin, device, HALVES, shrinks=False)
     expected = bench.run_reference()
