@@ -67,7 +67,7 @@ def run_late(rig: Any, schedule: Schedule, latch: Any) -> list[int]:
     device = rig.device
     executor = Executor(schedule, device, EventTable(device))
     x = torch.zeros(LENGTH, dtype=torch.int64, device=device.name)
-    for lane in device.open_lanes(schedule.lanes):  # so that memory nobody has written to does not look right
+    for lane in device.open_lanes(schedule.lanes):  # so that memory that was not written does not look right
         with device.backend.stream(lane.stream):
             poison = [torch.full((LENGTH,), POISON, dtype=torch.int64, device=device.name) for _ in range(8)]
             del poison

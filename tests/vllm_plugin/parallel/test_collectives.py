@@ -107,7 +107,7 @@ def test_the_group_reduces_again_after_a_module_that_failed() -> None:
         (ReturnsOtherBits, "it made 1 and returned something else"),
     ],
 )
-def test_a_module_that_does_not_end_in_one_all_reduce_is_refused_by_name(cls: type[Linear], made: str) -> None:
+def test_a_module_that_does_not_end_in_one_all_reduce_raises_with_its_name(cls: type[Linear], made: str) -> None:
     group = FakeGroup()
     reduced = ModelCollectives(CPU, group).without_reduce(cls(group))
     with pytest.raises(ProgramError, match=rf"^{cls.__name__} must end in one all-reduce .*{made}"):
@@ -119,7 +119,7 @@ def attend(group: FakeGroup, x: torch.Tensor) -> torch.Tensor:
     return group.all_reduce(x) + 1
 
 
-def test_a_partial_function_is_refused_by_the_functions_name() -> None:
+def test_a_partial_function_raises_with_the_functions_name() -> None:
     group = FakeGroup()
     with pytest.raises(ProgramError, match=r"^attend must end in one all-reduce"):
         ModelCollectives(CPU, group).without_reduce(partial(attend, group))(X)
@@ -132,16 +132,16 @@ def test_with_one_rank_modules_and_values_pass_through() -> None:
 
 
 def run_rank(rank: int, store: str) -> None:
-    """Reduce a contiguous and a non-contiguous tensor over two ranks, in a process of its own."""
+    """Reduce a contiguous and a non-contiguous tensor over two ranks, in a separate process."""
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
     try:
         sibling = dist.new_group(backend="gloo")
         parallel = ModelCollectives(CPU, SimpleNamespace(world_size=2, make_sibling_device_group=lambda name: sibling))
         parallel.connect()
-        whole = torch.arange(12.0).reshape(3, 4) * (rank + 1)
-        reduced = parallel.all_reduce(whole)
-        assert reduced is whole
-        assert torch.equal(whole, torch.arange(12.0).reshape(3, 4) * 3)
+        partial_sum = torch.arange(12.0).reshape(3, 4) * (rank + 1)
+        reduced = parallel.all_reduce(partial_sum)
+        assert reduced is partial_sum
+        assert torch.equal(partial_sum, torch.arange(12.0).reshape(3, 4) * 3)
 
         columns = (torch.arange(12.0).reshape(3, 4) * (rank + 1))[:, 1:3]
         assert not columns.is_contiguous()
