@@ -85,6 +85,7 @@ class CostSource:
         self._forward = forward
         self._identity = identity
         self._group = rank.groups.all_ranks
+        self._host_computes = rank.platform.host_computes
         self._log = rank.log
         self._stage = rank.stage.name
 
@@ -176,7 +177,7 @@ class CostSource:
             parallel=identity.parallel,
             versions=identity.versions,
         )
-        host = HostCost(computes=self._runtime.device.name == "cpu")
+        host = HostCost(computes=self._host_computes)
         contention = fit_contention(costs, measurements.samples)
         table = CostTable(origin, describe_program(program), costs, contention, host, errors)
         table, step_errors = fit_steps(table, program, measurements.steps)

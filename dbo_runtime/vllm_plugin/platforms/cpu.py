@@ -28,6 +28,7 @@ class CpuPlatform(Platform):
     is_proven = True
     has_side_lane = False
     exchanges_sizes_separately = False
+    host_computes = True
     compiles_ops = True
     needs_cpu_patches = True
 

@@ -40,6 +40,7 @@ class Platform:
         has_side_lane: whether ops are put on a second compute lane where DBO_SIDE=auto.
         exchanges_sizes_separately: whether `all_to_all` exchanges sizes in an op of its own. With streams the host
             issues other ops meanwhile; on the CPU the lane itself waits, and the tokens leave earlier without.
+        host_computes: whether the threads that issue ops compute them as well.
         compiles_ops: whether ops may be compiled one by one.
         needs_cpu_patches: whether it is served by vLLM's CPU build, whose upstream bugs are patched.
         copying_modules: classes of modules that end in one all-reduce and return a copy of its result.
@@ -53,6 +54,7 @@ class Platform:
     notice = ""
     has_side_lane = True
     exchanges_sizes_separately = True
+    host_computes = False
     compiles_ops = False
     needs_cpu_patches = False
     copying_modules: tuple[str, ...] = ()

@@ -31,9 +31,9 @@ from dbo_runtime.vllm_plugin.step.decision import Phase
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.planner.machines import make_table, record_layers
 from tests.planner.online.test_planner import COSTS
-from tests.vllm_plugin.conftest import TINY
 from tests.vllm_plugin.costs import Lines, calibrate_few, forget_costs, get_costs, make_planner, measure_few
 from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.vllm_plugin.engines import TINY
 
 PROMPTS = [make_prompt(150, 1), make_prompt(150, 2)]
 REMEDY = "python -m dbo_runtime calibrate"

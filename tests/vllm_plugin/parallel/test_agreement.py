@@ -8,13 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
-from dbo_runtime.errors import ConfigError, ScheduleError
-from dbo_runtime.program import ProgramBuilder
+from dbo_runtime.errors import ScheduleError
 from dbo_runtime.runtime import ExecutionPlan
-from dbo_runtime.vllm_plugin.install import model_setup
-from dbo_runtime.vllm_plugin.install.model_setup import _compare_settings
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, _fingerprint, describe_disagreement
 
 
@@ -46,47 +42,6 @@ def test_a_disagreement_names_ranks_and_answers(monkeypatch: pytest.MonkeyPatch)
 def test_one_rank_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather_object", None)  # calling it would fail
     assert describe_disagreement(type("One", (), {"world_size": 1}), "split") is None
-
-
-_P = ProgramBuilder()
-PROGRAM = _P.build(_P.compute("op", lambda: None))
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_setup, "get_host", lambda: "10.0.0.1")
-    monkeypatch.setattr(model_setup, "describe_versions", lambda: "versions")
-
-
-SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, votes: False, versions"
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("config", "found", "votes"),
-    [
-        (RuntimeConfig(mode="off"), (PROGRAM, None), False),
-        (RuntimeConfig(), ("no adapter is registered for X", None), False),
-        (RuntimeConfig(), (PROGRAM, "no adapter is registered for its encoder"), False),
-        (RuntimeConfig(), (PROGRAM, None), True),
-    ],
-    ids=["settings", "packages", "packages of encoders", "prefix caching"],
-)
-def test_ranks_with_other_settings_or_packages_stop_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, config: RuntimeConfig, found: Any, votes: bool
-) -> None:
-    let_other_answer(monkeypatch, (SAME, "10.0.0.1"))
-    with pytest.raises(ConfigError, match=r"give all ranks on all hosts the same settings.*rank 0: .*rank 1: "):
-        _compare_settings(Pair, config, found, votes)
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(("host", "hosts"), [("10.0.0.1", 1), ("10.0.0.2", 2)])
-def test_ranks_with_the_same_settings_learn_on_how_many_hosts_they_are(
-    monkeypatch: pytest.MonkeyPatch, host: str, hosts: int
-) -> None:
-    let_other_answer(monkeypatch, (SAME, host))
-    assert _compare_settings(Pair, RuntimeConfig(), (PROGRAM, None), False) == hosts
 
 
 KEY = 2, ("alternate", 0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from tests.vllm_plugin.engines import Engines
 
 ROOT = Path(__file__).parents[3]
 CPU = get_platform("cpu")
@@ -133,6 +132,7 @@ def test_with_one_rank_modules_and_values_pass_through() -> None:
 
 def run_rank(rank: int, store: str) -> None:
     """Reduce a contiguous and a non-contiguous tensor over two ranks, in a separate process."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
     try:
         sibling = dist.new_group(backend="gloo")
@@ -153,22 +153,5 @@ def run_rank(rank: int, store: str) -> None:
         dist.destroy_process_group()
 
 
-def test_all_reduce_sums_over_the_ranks_and_in_place_where_it_can(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    code = f"import sys; from {__name__} import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+def test_all_reduce_sums_over_the_ranks_and_in_place_where_it_can(tmp_path: Path, engines: Engines) -> None:
+    engines.run(2, run_rank, str(tmp_path / "store"))
