@@ -154,7 +154,7 @@ class MicroBatchRuntime:
         """
         if self.config.mode != "auto" or transport not in NOTHING_TO_HIDE:
             return None
-        if self.planner is not None and (transport == "one host" or self.planner.knows_side):
+        if self.planner is not None and (transport == "one host" or self.planner.can_use_side):
             return None
         return Decline("no communication to hide", NOTHING_TO_HIDE[transport])
 
