@@ -15,6 +15,8 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # A stream that a test holds must hold no other, neither by sharing a queue with it nor by a kernel that is loaded late.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+# Ranks share two cores. OpenMP reads it when torch is imported, and its threads spin while they wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 profiles.load()
 

@@ -153,11 +153,15 @@ def test_words_of_make_are_in_the_makefile(document: Path) -> None:
 
 
 SWEEPS = [
-    f"--costs r1-decode-{chip} --sweep tokens --side {side}" for chip in ("910c", "910b") for side in ("off", "auto")
+    "--costs r1-tp16-941 --sweep tokens,tp",
+    *(
+        f"--costs r1-decode-{chip} --sweep tokens --side {side}"
+        for chip in ("910c", "910b")
+        for side in ("off", "auto")
+    ),
 ]
 PRINTED = [
     "--costs a3-layer-4894",
-    "--costs r1-tp16-941 --sweep tokens,tp",
     *(pytest.param(words, marks=pytest.mark.slow) for words in SWEEPS),
 ]
 
