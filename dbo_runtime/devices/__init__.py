@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, Protocol, SupportsFloat, TypeVar
+from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
@@ -64,6 +64,32 @@ class Lane(Protocol):
         Raises:
             DeviceError: if the event was not recorded since the device began: real devices let such a wait pass.
         """
+
+
+class DirectCalls(NamedTuple):
+    """What issues onto a lane without tasks, in the run that has begun; another run may need others.
+
+    Attributes:
+        switch: makes the lane the one onto which ops issue that are called from now on; None if they always do.
+        record: does what `Lane.record` does.
+        wait: does what `Lane.wait` does, but for the check: the caller knows that the event was recorded in this run.
+    """
+
+    switch: Callable[[], None] | None
+    record: Callable[[Any], None]
+    wait: Callable[[Any], None]
+
+
+@runtime_checkable
+class DirectLane(Lane, Protocol):
+    """A lane onto which an op issues by being called on the issuing thread; `launch` does no more than that.
+
+    Within a run, either tasks are launched on such lanes or ops are called: a device that switches lanes does not know
+    which lane `DirectCalls.switch` has made the current one.
+    """
+
+    def get_calls(self) -> DirectCalls:
+        """Return the calls of this run. After `begin`, the first lane is the current one."""
 
 
 class Timer(Protocol):

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
-from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
+from dbo_runtime.devices import DirectCalls, Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
 from dbo_runtime.errors import DeviceError
 
 ThreadState = Callable[[], AbstractContextManager[Any]]
@@ -58,6 +58,10 @@ class CallingThreadLane:
         if event.worker is not None:
             event.worker.block(event.count)
             self._device.raise_failure()
+
+    def get_calls(self) -> DirectCalls:
+        """Return the lane's own methods: an op that is called runs to its end."""
+        return DirectCalls(None, self.record, self.wait)
 
 
 class WorkerLane:

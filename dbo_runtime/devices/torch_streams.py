@@ -11,11 +11,12 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 
-from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded
+from dbo_runtime.devices import DirectCalls, Graph, Lane, Note, Result, Task, Values, check_recorded
 from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
 from dbo_runtime.errors import DeviceError
 
@@ -62,6 +63,19 @@ class StreamLane:
         check_recorded(event.run, self._device.run, self.name)
         self.stream.wait_event(event.native)
 
+    def get_calls(self) -> DirectCalls:
+        """Return calls for the stream that the lane has in this run."""
+        stream, run, wait_event = self.stream, self._device.run, self.stream.wait_event
+
+        def record(event: StreamEvent) -> None:
+            event.native.record(stream)
+            event.run = run
+
+        def wait(event: StreamEvent) -> None:
+            wait_event(event.native)
+
+        return DirectCalls(partial(self._device.backend.set_stream, stream), record, wait)
+
     def move(self, stream: Any) -> None:
         """Go on with another stream, after all that is on the present one."""
         stream.wait_stream(self.stream)
@@ -78,7 +92,6 @@ class StreamDevice:
 
     Attributes:
         run: how many runs were begun.
-        switches: how often the current stream was changed: a lane's ops in a row share one change.
     """
 
     can_capture = True
@@ -89,7 +102,6 @@ class StreamDevice:
         self._make_graph = make_graph
         self._capture_stream: Any = None
         self.run = 0
-        self.switches = 0
         self._lanes: dict[str, StreamLane] = {}
         self._current: StreamLane | None = None
         self._clock = StreamClock(backend)
@@ -141,7 +153,6 @@ class StreamDevice:
         if lane is not self._current:
             self.backend.set_stream(lane.stream)
             self._current = lane
-            self.switches += 1
 
     def read_clock(self, lane: StreamLane) -> Moment:
         """Return the moment at which all that was issued onto the lane is done.
@@ -168,8 +179,9 @@ class StreamDevice:
     def finish(self) -> None:
         """End a run: the stream that was current when it began is current again. Kernels may still run."""
         first = self._find_first()
-        if first is not None:
-            self.switch(first)
+        if first is not None:  # whichever lane `DirectCalls.switch` has made the current one
+            self.backend.set_stream(first.stream)
+            self._current = first
 
     def abort(self) -> None:
         """End a run that failed: return when no kernel of it runs any more.
