@@ -32,7 +32,7 @@ class Issuing(Enum):
     """How ops are issued onto a lane.
 
     LAUNCHED: as tasks, by `Lane.launch`.
-    CALLED: by calling them; see `devices.DirectLane`.
+    CALLED: by calling them; see `devices.DirectCalls`.
     SWITCHED: by calling them while the lane is the current one.
     """
 
@@ -135,7 +135,7 @@ class _Writer:
     def _write_beginning(self) -> None:
         for lane, name in self._lanes.items():
             if self._issuing[lane] is not Issuing.LAUNCHED:
-                self._add(f"switch_{name}, record_{name}, wait_{name} = lane_{name}.get_calls()")
+                self._add(f"switch_{name}, record_{name}, wait_{name} = lane_{name}.get_direct_calls()")
         if self._schedule.forks:
             self._write_record(self._schedule.lanes[0], "start")
         for lane in self._schedule.forks:

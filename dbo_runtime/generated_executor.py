@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dbo_runtime.codegen import FUNCTION, Issuing, Source, write_source
-from dbo_runtime.devices import Device, DirectLane, Lane, Values
+from dbo_runtime.devices import Device, Lane, Values
 from dbo_runtime.errors import add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, describe, unpack
@@ -66,6 +66,7 @@ class GeneratedExecutor(Executor):
 
 
 def _get_issuing(lane: Lane) -> Issuing:
-    if not isinstance(lane, DirectLane):
+    calls = lane.get_direct_calls()
+    if calls is None:
         return Issuing.LAUNCHED
-    return Issuing.CALLED if lane.get_calls().switch is None else Issuing.SWITCHED
+    return Issuing.CALLED if calls.switch is None else Issuing.SWITCHED

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
 
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
@@ -35,6 +35,20 @@ class Task(Protocol):
 
     def __call__(self, values: Values, /) -> None:
         """Read, run, and write the values [slots] of one run."""
+
+
+class DirectCalls(NamedTuple):
+    """What issues onto a lane without tasks: an op is issued by calling it on the thread that began the run.
+
+    Attributes:
+        switch: makes the lane the one onto which ops issue that are called from now on; None if they always do.
+        record: does what `Lane.record` does.
+        wait: does what `Lane.wait` does, but for the check: the caller knows that the event was recorded in this run.
+    """
+
+    switch: Callable[[], None] | None
+    record: Callable[[Any], None]
+    wait: Callable[[Any], None]
 
 
 class Lane(Protocol):
@@ -65,31 +79,13 @@ class Lane(Protocol):
             DeviceError: if the event was not recorded since the device began: real devices let such a wait pass.
         """
 
+    def get_direct_calls(self) -> DirectCalls | None:
+        """Return what issues onto the lane in the run that has begun; None where tasks must be launched.
 
-class DirectCalls(NamedTuple):
-    """What issues onto a lane without tasks, in the run that has begun; another run may need others.
-
-    Attributes:
-        switch: makes the lane the one onto which ops issue that are called from now on; None if they always do.
-        record: does what `Lane.record` does.
-        wait: does what `Lane.wait` does, but for the check: the caller knows that the event was recorded in this run.
-    """
-
-    switch: Callable[[], None] | None
-    record: Callable[[Any], None]
-    wait: Callable[[Any], None]
-
-
-@runtime_checkable
-class DirectLane(Lane, Protocol):
-    """A lane onto which an op issues by being called on the issuing thread; `launch` does no more than that.
-
-    Within a run, either tasks are launched on such lanes or ops are called: a device that switches lanes does not know
-    which lane `DirectCalls.switch` has made the current one.
-    """
-
-    def get_calls(self) -> DirectCalls:
-        """Return the calls of this run. After `begin`, the first lane is the current one."""
+        Which of the two, and whether there is a `switch`, stays the same; the calls are of one run. They are in place
+        of `launch`: in a run that calls ops, none is launched on a lane that has such calls. After `begin` the first
+        lane is the current one.
+        """
 
 
 class Timer(Protocol):

@@ -59,7 +59,7 @@ class CallingThreadLane:
             event.worker.block(event.count)
             self._device.raise_failure()
 
-    def get_calls(self) -> DirectCalls:
+    def get_direct_calls(self) -> DirectCalls:
         """Return the lane's own methods: an op that is called runs to its end."""
         return DirectCalls(None, self.record, self.wait)
 
@@ -101,6 +101,9 @@ class WorkerLane:
         worker, count = event.worker, event.count
         if worker is not None and worker is not self:
             self.launch(lambda _: worker.block(count), [])
+
+    def get_direct_calls(self) -> None:
+        """Return None: ops run on the lane's own thread."""
 
     def block(self, count: int | None = None) -> None:
         """Return when *count* tasks are done (all that were launched, if not given)."""

@@ -63,7 +63,7 @@ class StreamLane:
         check_recorded(event.run, self._device.run, self.name)
         self.stream.wait_event(event.native)
 
-    def get_calls(self) -> DirectCalls:
+    def get_direct_calls(self) -> DirectCalls:
         """Return calls for the stream that the lane has in this run."""
         stream, run, wait_event = self.stream, self._device.run, self.stream.wait_event
 
