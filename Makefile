@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NPU ?= auto
+ASCEND ?= auto
 NPU_BIN := $(VENV)-npu/bin
 ASCEND_BIN := $(VENV)-ascend/bin
 NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-sweep train test test-npu \
-	test-ascend test-slow bench bench-two-hosts docs lint format clean
+	test-ascend test-slow test-nightly bench bench-two-hosts docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -47,12 +48,16 @@ test: setup ## run the tests but for the slow ones, and those of the NPU where t
 test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a stand-in for CANN (g++); see NPU=required
 	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES)
 
-test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN, where their environment can be made
-	@if $(MAKE) setup-ascend; then $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow"; \
+test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN (g++); see ASCEND=required
+	@if $(MAKE) setup-ascend; then NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow"; \
+	elif [ $(ASCEND) = required ]; then exit 1; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
 	$(BIN)/python -m pytest -m slow
+
+test-nightly: setup ## run the tests that start no engine with many more examples of each property
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm"
 
 demo-sweep: setup ## auto against off and always over link rates and prompt lengths; about 20 minutes (root)
 	$(BIN)/python examples/sweep_rates.py

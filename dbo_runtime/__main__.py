@@ -1,16 +1,16 @@
-"""`dbo COMMAND`, or `python -m dbo_runtime COMMAND`: what needs no program of one's own. One module a command."""
+"""`dbo COMMAND`, or `python -m dbo_runtime COMMAND`: one module per command, imported when the command is called."""
 
 from __future__ import annotations
 
 import sys
-from argparse import REMAINDER, ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 from dbo_runtime.errors import ConfigError, DboError
 
@@ -18,14 +18,24 @@ FAILED = 2  # what argparse exits with, too
 SCRIPT = "dbo"  # what pip installs
 
 
+class CommandModule(Protocol):
+    """What the module of a command has."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the arguments of the command."""
+
+    def run(self, arguments: Namespace) -> int:
+        """Run the command; return its exit status."""
+
+
 class Command(NamedTuple):
-    """Where a command is, which has `add_arguments(parser)` and `run(arguments, words) -> exit status`.
+    """A command of the command line.
 
     Attributes:
-        module: its name; imported when the command is called.
+        module: the name of its module, a CommandModule.
         summary: what it does.
         needs: a package that must be installed, and is an extra of this one.
-        passes_on: whether arguments that it does not know are for somebody else, and come as *words*.
+        passes_on: whether it takes arguments that it does not know, as `arguments.passed_on`.
     """
 
     module: str
@@ -36,9 +46,9 @@ class Command(NamedTuple):
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "doctor": Command("dbo_runtime.doctor.doctor_command", "find what keeps steps from being split here"),
+        "doctor": Command("dbo_runtime.doctor.doctor_command", "report what keeps vLLM from splitting steps here"),
         "plan": Command(
-            "dbo_runtime.planner.whatif.plan_command", "predict from a cost file what splitting brings; needs no device"
+            "dbo_runtime.planner.whatif.plan_command", "predict from a cost file what splitting gains; needs no device"
         ),
         "calibrate": Command(
             "dbo_runtime.vllm_plugin.calibration.calibrate_command",
@@ -47,9 +57,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             passes_on=True,
         ),
         "adapter": Command(
-            "dbo_runtime.vllm_plugin.verify.adapter_command", "try a model's adapter against the model itself", "vllm"
+            "dbo_runtime.vllm_plugin.verify.adapter_command",
+            "verify a model's adapter against the model",
+            "vllm",
         ),
-        "trace": Command("dbo_runtime.observe.trace_command", "sum up a trace that DBO_TRACE wrote, and draw it"),
+        "trace": Command("dbo_runtime.observe.trace_command", "summarize a trace that DBO_TRACE wrote, and draw it"),
         "render": Command(
             "dbo_runtime.planner.whatif.render_command", "print the schedule of a cost file's program, or check one"
         ),
@@ -59,48 +71,54 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command that *words* name, those of the command line if None; return the exit status."""
-    parsed = _make_parser().parse_args(words)
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] not in COMMANDS:
+        parser, _ = _make_parsers()
+        parser.parse_args(words)  # prints help or the version, or an error, and exits
+        parser.error("name the command first")
     try:
-        return _run(parsed.command, parsed.words)
+        return _run(words[0], words)
     except DboError as error:
-        sys.stderr.write(f"dbo_runtime {parsed.command}: {error}\n")
+        sys.stderr.write(f"dbo_runtime {words[0]}: {error}\n")
         return FAILED
 
 
-def _make_parser() -> ArgumentParser:
-    width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+def _make_parsers() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
+    """Return the parser of all, and that of each command, which has no arguments yet."""
     parser = ArgumentParser(
         prog=_name_program(),
         description="Dual-batch overlap for LLM serving.",
-        epilog=f"commands:\n{listed}\n\n`COMMAND --help` shows what a command takes.",
-        formatter_class=RawDescriptionHelpFormatter,
+        epilog="`COMMAND --help` shows what a command takes.",
     )
-    parser.add_argument("--version", action="version", version=_find_version())
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
-    parser.add_argument("words", nargs=REMAINDER, metavar="...", help="its arguments")
-    return parser
+    parser.add_argument("--version", action="version", version=_get_version())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    return parser, {
+        name: commands.add_parser(
+            name, help=command.summary, description=f"{command.summary[0].upper()}{command.summary[1:]}."
+        )
+        for name, command in COMMANDS.items()
+    }
 
 
 def _run(name: str, words: Sequence[str]) -> int:
     command = COMMANDS[name]
     if command.needs is not None and find_spec(command.needs) is None:
         raise ConfigError(f"needs {command.needs}, which is not installed: pip install 'dbo-runtime[{command.needs}]'")
-    module = import_module(command.module)
-    parser = ArgumentParser(prog=f"{_name_program()} {name}", description=f"{command.summary.capitalize()}.")
-    module.add_arguments(parser)
+    module = cast("CommandModule", import_module(command.module))
+    parser, parsers = _make_parsers()
+    module.add_arguments(parsers[name])
     arguments, unknown = parser.parse_known_args(words)
     if unknown and not command.passes_on:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    status: int = module.run(arguments, unknown)
-    return status
+        parsers[name].error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.passed_on = unknown
+    return module.run(arguments)
 
 
 def _name_program() -> str:
     return SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m dbo_runtime"
 
 
-def _find_version() -> str:
+def _get_version() -> str:
     try:
         return version("dbo-runtime")
     except PackageNotFoundError:

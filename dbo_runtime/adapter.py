@@ -1,4 +1,4 @@
-"""What a model adapter is, and how adapters are found and checked."""
+"""The contracts of adapters, and how adapters are looked up and checked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast, runtime_checkable
 
+from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program, ProgramBuilder, Value
 
@@ -22,25 +23,25 @@ INPUTS: dict[str, dict[str, int | None]] = {
     "pixels": {"token_dim": 0},  # an image's tokens are its patches
     "grids": {"token_dim": None, "request_dim": 0},  # a request is an image
 }
-"""The inputs that `record` of each kind of adapter takes as parameters, and how each is cut into micro-batches."""
+"""The inputs that adapters' `record` takes as parameters, and how each is cut into micro-batches."""
 
 
 class ExpertParallel(Protocol):
-    """A mixture of experts, taken apart where its tokens travel between ranks. Each method is the function of one op.
+    """A mixture of experts, decomposed because its tokens are dispatched to other ranks. Each method is one op.
 
-    What lies between dispatch and combine is in the values handed on, so micro-batches share no state.
+    All state between dispatch and combine is in the values passed on, so micro-batches share none.
     """
 
     @property
     def exchanges_sizes(self) -> bool:
-        """Whether `exchange_sizes` is an op of its own before `dispatch`, in which the host then waits for its result.
+        """Whether `exchange_sizes` is a separate op; the host then waits for its result in `dispatch`.
 
-        Where a lane is a thread that may wait by itself, it is not, and `dispatch` does both.
+        It is not where a lane is a thread, which can wait without the host: `dispatch` then does both.
         """
 
     @property
     def has_shared_experts(self) -> bool:
-        """Whether there are experts that every token passes."""
+        """Whether there are shared experts, which every token passes."""
 
     def gate(self, x: Any) -> Any:
         """Choose the experts of each token of *x* [tokens, hidden] -> routing."""
@@ -49,83 +50,86 @@ class ExpertParallel(Protocol):
         """Exchange how many tokens go where -> routing. For the comm lane."""
 
     def dispatch(self, x: Any, routing: Any) -> tuple[Any, Any]:
-        """Send tokens to their experts' ranks -> (what arrived here, the way back). For the comm lane."""
+        """Send tokens to their experts' ranks -> (tokens received, handle for `combine`). For the comm lane."""
 
     def shared_experts(self, x: Any) -> Any:
-        """Run the experts that every token passes [tokens, hidden] -> [tokens, hidden]."""
+        """Run the shared experts [tokens, hidden] -> [tokens, hidden]."""
 
-    def experts(self, arrived: Any) -> Any:
-        """Run this rank's experts on what arrived -> [received, hidden]."""
+    def experts(self, received: Any) -> Any:
+        """Run this rank's experts on the tokens received -> [received, hidden]."""
 
-    def combine(self, routed: Any, back: Any) -> Any:
-        """Send results back and add them up -> [tokens, hidden]. For the comm lane."""
+    def combine(self, routed: Any, handle: Any) -> Any:
+        """Return results to their tokens' ranks and sum them -> [tokens, hidden]. For the comm lane."""
 
     def merge(self, routed: Any, *shared: Any) -> Any:
-        """Scale *routed* in place and add what the shared experts gave, if there are any -> [tokens, hidden]."""
+        """Scale *routed* in place and add the shared experts' result, if there is one -> [tokens, hidden]."""
 
 
 class LatentAttention(Protocol):
-    """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434, section 2.1), taken apart between queries and keys.
+    """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434, section 2.1), decomposed into queries and keys.
 
-    Each method but `has_latent` is the function of one op. Only ops on `compute` may look at the forward context, so
-    where the KV cache is written to is a value.
+    Each method is one op's function. Only ops on `compute` may read the forward context, so the slots of the KV cache
+    are a value.
     """
 
     @property
     def has_latent(self) -> bool:
-        """Whether queries and keys begin with one projection, `project`. Otherwise each has its own, inside its op."""
+        """Whether queries and keys share a first projection, `project`. Otherwise each op has its own."""
 
     def get_slots(self) -> Any:
-        """Return where in the KV cache this micro-batch's tokens are written to [tokens], or None: nowhere."""
+        """Return the slots of the KV cache that this micro-batch's tokens are written to [tokens], or None for none."""
 
     def project(self, x: Any) -> Any:
         """Project *x* [tokens, hidden] -> latent [tokens, ranks of queries and of keys, rotary]."""
 
     def write_keys(self, latent: Any, positions: Any, slots: Any) -> tuple[Any, Any]:
-        """Norm and turn keys, and write them to the cache -> ([tokens, rank], [tokens, 1, rotary]). May be beside."""
+        """Norm keys, apply the rotary embedding, write them to the cache -> ([tokens, rank], [tokens, 1, rotary]).
+
+        May run on the `side` lane.
+        """
 
     def make_queries(self, latent: Any, positions: Any) -> Any:
         """Make queries -> [tokens, heads, head]."""
 
     def attend(self, queries: Any, keys: Any, rotary: Any) -> Any:
-        """Attend to the cache, and to what `write_keys` gave -> [tokens, heads * head]."""
+        """Attend to the cache and to the results of `write_keys` -> [tokens, heads * head]."""
 
     def project_out(self, attended: Any) -> Any:
-        """Project back -> [tokens, hidden]. Ends in an all-reduce, as attention whole does."""
+        """Project back -> [tokens, hidden]. Ends in an all-reduce, as attention in one op does."""
 
 
 class Collectives(Protocol):
-    """How an adapter reaches a layer's communication without naming the framework that does it."""
+    """An adapter's access to a layer's communication, independent of the serving framework."""
 
     @property
     def reduces(self) -> bool:
-        """Whether modules leave a sum over ranks to be made. Without one, declare no op for it."""
+        """Whether results of modules have to be summed over ranks. If not, declare no op for it."""
 
     def decompose(self, experts: Any) -> ExpertParallel | None:
-        """Return the parts of a mixture of experts, or None if its tokens stay where they are: then it is one op.
+        """Return the parts of a mixture of experts, or None if its tokens stay on their rank: then it is one op.
 
         Raises:
-            DeclineError: if tokens travel in a way that cannot be taken apart. The model then runs unsplit.
+            DeclineError: if its tokens are dispatched, but it cannot be decomposed. The model then runs unsplit.
         """
 
     def decompose_attention(self, attention: Any) -> LatentAttention | None:
-        """Return the parts of a latent attention, or None where it is one op: of another kind, or fused."""
+        """Return the parts of a latent attention, or None if it is one op: of another kind, or fused."""
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
-        """Return *module* with the all-reduce at its end left out: it gives this rank's part of the sum.
+        """Return *module* without the all-reduce at its end: it returns this rank's part of the sum.
 
         Raises, when called, `ProgramError` if the module does not end in exactly one all-reduce.
         """
 
     def all_reduce(self, partial: Any) -> Any:
-        """Return the sum of *partial* over the ranks, in the memory of *partial*. Blocks the lane that runs it."""
+        """Sum *partial* over the ranks in place, and return it. Blocks the lane that runs it."""
 
 
 class ModelAdapter(Protocol):
-    """Declares how one family of models runs. See `dbo_models.deepseek` for one of about 60 lines."""
+    """Declares the programs of one family of models. `dbo_models.deepseek` is one, in about 60 lines."""
 
-    def decline(self, model: Any) -> str | None:
-        """Return why this very model (as configured and loaded) cannot be split, or None if it can."""
+    def decline(self, model: Any) -> Decline | None:
+        """Return why this model, as configured and loaded, cannot be split, or None if it can."""
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare the program of one micro-batch and return the value of its hidden states.
@@ -136,40 +140,40 @@ class ModelAdapter(Protocol):
 
 @runtime_checkable
 class InputAdapter(Protocol):
-    """An adapter of a model that keeps something for its next forward, token by token, beside what it is given."""
+    """An adapter of a model that keeps data for its next forward, token by token, in addition to its arguments."""
 
     def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:
-        """Return *x* [tokens, hidden] with that beside it [tokens, hidden and more]: it is cut as tokens are.
+        """Return *x* [tokens, hidden] with those data appended [tokens, hidden and more], to be cut with the tokens.
 
-        With *keep*, leave it there for another forward of the same step; otherwise take it away as that would.
+        With *keep*, leave them for another forward of the same step; otherwise remove them as the forward would.
         """
 
 
 @runtime_checkable
 class StageAdapter(Protocol):
-    """An adapter that declares a stage of a pipeline, too: the layers that are on this rank.
+    """An adapter that also declares a stage of a pipeline: the layers that are on this rank.
 
-    On a stage that is not the first, `x` is the hidden states that the stage before hands over, and `record` declares
-    what else it does as inputs, `p.input("residual")`, before any op. On one that is not the last it returns hidden
-    states as the next stage takes them, and names what else that does, `p.output("residual", value)`.
+    On a stage other than the first, `x` is the hidden states of the previous stage, and `record` declares the other
+    tensors that this passes on as inputs, `p.input("residual")`, before any op. On a stage other than the last it
+    returns hidden states as the next stage takes them, and names the other tensors, `p.output("residual", value)`.
 
     Attributes:
-        takes_stages: True. Other adapters are asked about whole models only.
+        takes_stages: True. Other adapters are not used for stages.
     """
 
     takes_stages: bool
 
 
 class EncoderAdapter(Protocol):
-    """Declares how one family of vision encoders runs. See `dbo_models.qwen_vl`."""
+    """Declares the programs of one family of vision encoders. `dbo_models.qwen_vl` has two."""
 
-    def decline(self, encoder: Any) -> str | None:
-        """Return why this very encoder (as configured and loaded) cannot be split, or None if it can."""
+    def decline(self, encoder: Any) -> Decline | None:
+        """Return why this encoder, as configured and loaded, cannot be split, or None if it can."""
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
-        """Return how much computing an image or a video of *grid* (time, height, width, in patches) takes.
+        """Return the operations that an image or a video of *grid* (time, height, width, in patches) takes.
 
-        In any unit: micro-batches are balanced by it.
+        Micro-batches are balanced by them, so only ratios matter.
         """
 
     def record(self, p: ProgramBuilder, encoder: Any, collectives: Collectives, pixels: Value, grids: Value) -> Value:
@@ -181,46 +185,52 @@ class EncoderAdapter(Protocol):
 
 def record_program(
     adapter: ModelAdapter | EncoderAdapter, model: Any, collectives: Collectives, has_side: bool = False
-) -> Program:
+) -> Program | Decline:
     """Run an adapter once and return the program it declares; with *has_side*, its ops may be on the `side` lane.
+
+    Returns:
+        The program, or the decline if the model turns out not to be splittable while it is recorded.
 
     Raises:
         ProgramError: if it breaks the contract, with the line where it does.
     """
     p = ProgramBuilder(has_side)
-    inputs = [p.input(name, **INPUTS[name]) for name in list(inspect.signature(adapter.record).parameters)[-2:]]
-    result = adapter.record(p, model, collectives, *inputs)
+    inputs = _declare_inputs(p, adapter)
+    try:
+        result = adapter.record(p, model, collectives, *inputs)
+    except DeclineError as error:
+        return error.decline
     if not isinstance(result, Value):
         where = inspect.getsourcefile(type(adapter)) or type(adapter).__name__
         raise ProgramError(f"record() of {name_adapter(adapter)} must return one Value, not {result!r}. ({where})")
     program = p.build(result) if has_side else p.build(result).fold_side()
-    _check_places(program)
+    _check_ops(program)
     return program
 
 
 def get_adapter(architecture: str) -> ModelAdapter | None:
-    """Return the adapter registered for an architecture name, or None if nobody registered one.
+    """Return the adapter registered for an architecture name, or None if there is none.
 
     Adapters are entry points of the group `dbo_runtime.adapters`, named like the architecture, that load to a class.
 
     Raises:
         ProgramError: if the one registered cannot be loaded or is no adapter.
     """
-    entry = _find_entry(GROUP, architecture)
+    entry = _get_entry(GROUP, architecture)
     return None if entry is None else cast(ModelAdapter, _load(entry, ModelAdapter))
 
 
 def get_encoder_adapter(name: str) -> EncoderAdapter | None:
-    """Return the adapter registered for encoders of a class of this name, or None if nobody registered one.
+    """Return the adapter registered for encoders of a class of this name, or None if there is none.
 
     As `get_adapter`, in the group `dbo_runtime.encoders`.
     """
-    entry = _find_entry(ENCODERS, name)
+    entry = _get_entry(ENCODERS, name)
     return None if entry is None else cast(EncoderAdapter, _load(entry, EncoderAdapter))
 
 
 def list_encoders() -> set[str]:
-    """Return the names of the classes of encoders that have an adapter."""
+    """Return the class names of the encoders that have an adapter."""
     return {entry.name for entry in entry_points(group=ENCODERS)}
 
 
@@ -228,7 +238,7 @@ def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
     """Return an instance of an adapter class after checking it against the contract.
 
     Raises:
-        ProgramError: naming what is missing or takes the wrong arguments, and where.
+        ProgramError: naming the method that is missing or takes other arguments, and where it is declared.
     """
     if not inspect.isclass(cls):
         raise ProgramError(f"adapter {origin} must be a class, not {cls!r}.")
@@ -238,11 +248,12 @@ def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
         declared = getattr(cls, name, None)
         if not callable(declared):
             raise ProgramError(f"adapter {origin} has no method {name}(). ({_locate(cls)})")
-        wanted = list(inspect.signature(method).parameters)
-        given = list(inspect.signature(declared).parameters)
-        if given != wanted:
+        expected = list(inspect.signature(method).parameters)
+        actual = list(inspect.signature(declared).parameters)
+        if actual != expected:
             raise ProgramError(
-                f"adapter {origin}: {name}({', '.join(given)}) must take ({', '.join(wanted)}). ({_locate(declared)})"
+                f"adapter {origin}: {name}({', '.join(actual)}) must take ({', '.join(expected)}). "
+                f"({_locate(declared)})"
             )
     try:
         adapter = cls()
@@ -258,8 +269,20 @@ def name_adapter(adapter: ModelAdapter | EncoderAdapter) -> str:
     return f"{type(adapter).__module__}.{type(adapter).__qualname__}"
 
 
-def _check_places(program: Program) -> None:
-    """Raise ProgramError if an op is on a lane that models have not, or in no layer where there should be one."""
+def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -> list[Value]:
+    """Declare the inputs that `record` takes as its last parameters, by their names."""
+    names = list(inspect.signature(adapter.record).parameters)[-2:]
+    for name in names:
+        if name not in INPUTS:
+            raise ProgramError(
+                f"record() of {name_adapter(adapter)} takes the input {name!r}; those of adapters are "
+                f"{', '.join(INPUTS)}. ({_locate(type(adapter))})"
+            )
+    return [p.input(name, **INPUTS[name]) for name in names]
+
+
+def _check_ops(program: Program) -> None:
+    """Raise ProgramError if an op is on an unknown lane, or in no layer between ops that are in one."""
     inside = [number for number, op in enumerate(program.ops) if op.layer is not None]
     for number, op in enumerate(program.ops):
         if op.lane not in LANES:
@@ -268,7 +291,7 @@ def _check_places(program: Program) -> None:
             )
         if op.layer is None and inside and inside[0] < number < inside[-1]:
             raise ProgramError(
-                f"op {op.label!r} is in no layer, but stands between layers; declare it inside `with p.layer(index):`. "
+                f"op {op.label!r} is in no layer, but lies between layers; declare it inside `with p.layer(index):`. "
                 f"({op.declared_at})"
             )
         if not inside and op.lane == COMM:
@@ -278,12 +301,12 @@ def _check_places(program: Program) -> None:
             )
 
 
-def _find_entry(group: str, name: str) -> EntryPoint | None:
-    found = [entry for entry in entry_points(group=group) if entry.name == name]
-    if len({entry.value for entry in found}) > 1:
-        names = ", ".join(sorted(entry.value for entry in found))
+def _get_entry(group: str, name: str) -> EntryPoint | None:
+    entries = [entry for entry in entry_points(group=group) if entry.name == name]
+    if len({entry.value for entry in entries}) > 1:
+        names = ", ".join(sorted(entry.value for entry in entries))
         raise ProgramError(f"{name} has several adapters ({names}); uninstall all but one.")
-    return found[0] if found else None
+    return entries[0] if entries else None
 
 
 def _list_methods(contract: type) -> dict[str, Callable[..., Any]]:
@@ -302,5 +325,5 @@ def _locate(thing: Any) -> str:
     code = inspect.unwrap(thing)
     try:
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
-    except (TypeError, OSError):  # it is built in, or its source is not at hand
+    except (TypeError, OSError):  # a built-in, or its source is missing
         return f"{code!r}, no source"

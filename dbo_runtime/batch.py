@@ -1,6 +1,6 @@
-"""Where to cut a scheduled batch: integers in, integers out.
+"""Decide whether and where to cut a scheduled batch: pure functions of integers.
 
-Nothing here knows of tensors. All ranks hold the same integers, so all come to the same answer.
+All ranks hold the same integers, so all decide alike.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 
-# A request boundary this near to the even cut (as a share of a micro-batch) is taken instead of a cut inside a request:
-# it gives bit-identical results and spares the second attention over the head. #941 tolerated the same imbalance.
+# A request boundary within this share of a micro-batch from the even cut is preferred to a cut inside a request: then
+# results are bit-identical, and attention over the head runs once. vllm-ascend #941 tolerates the same imbalance.
 BOUNDARY_TOLERANCE = 0.1
 
-# `auto` leaves a step whole if its smallest micro-batch would be below this share of an even one: it would pay the
-# fixed cost of every collective again and hide next to nothing.
-LEAST_SHARE = 0.1
+# `auto` does not split a step whose smallest micro-batch would be below this share of an even one: it would pay the
+# fixed cost of every collective once more and hide next to nothing.
+MIN_SHARE = 0.1
 
-SHARE_ROUNDS = 60  # of halving the range in which the least work of a micro-batch lies: to the last bit of a float
+SHARE_ROUNDS = 60  # bisections of the work of the largest micro-batch: to the last bit of a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Batch:
     Attributes:
         query_lens: tokens of each request in this step, in batch order.
         prefill_tokens: how many of them belong to prefills.
-        cuttable: whether the attention backends can take a request that is cut inside.
+        cuttable: whether the attention backends accept a request that is cut inside.
         decode_len: longest query that the backend treats as a decode; a piece of a cut request must be longer, or it
             would change from prefill to decode.
-        context_lens: tokens of each request that are in the KV cache already; () where nobody asked.
+        context_lens: tokens of each request that are in the KV cache already; () if they were not read.
     """
 
     query_lens: tuple[int, ...]
@@ -51,7 +51,7 @@ class Batch:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Tokens of each request that are in the KV cache already, 0 where nobody asked."""
+        """Tokens of each request that are in the KV cache already; 0 if they were not read."""
         return self.context_lens or (0,) * len(self.query_lens)
 
 
@@ -81,7 +81,7 @@ class BatchSlice:
 
 
 def decline_early(tokens: int, config: RuntimeConfig) -> Decline | None:
-    """Return why a step of *tokens* tokens runs whole whatever is in it, so that nobody need look at what is."""
+    """Return why a step of *tokens* tokens is not split, whatever else is in it; None if that depends on more."""
     if config.mode == "off":
         return Decline("DBO_MODE is off")
     if config.mode == "auto" and tokens < config.min_tokens:
@@ -93,7 +93,7 @@ def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decl
     """Decide whether to split, and where.
 
     The thresholds are those of vllm-ascend #941: at least 256 tokens in the step and 64 of them prefill, by default.
-    `always` ignores them. The result may have fewer micro-batches than configured where there is nowhere to cut.
+    `always` ignores them. There are fewer micro-batches than configured where the batch allows no more cuts.
     """
     early = decline_early(batch.tokens, config)
     if early is not None:
@@ -107,44 +107,44 @@ def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decl
     if not cuts:
         return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")
     slices = slice_batch(batch, cuts)
-    least = min(piece.size for piece in slices)
-    if config.mode == "auto" and least < LEAST_SHARE * batch.tokens / len(slices):
-        return Decline("no balanced cut", f"the smallest micro-batch would have {least} of {batch.tokens} tokens")
+    smallest = min(piece.size for piece in slices)
+    if config.mode == "auto" and smallest < MIN_SHARE * batch.tokens / len(slices):
+        return Decline("no balanced cut", f"the smallest micro-batch would have {smallest} of {batch.tokens} tokens")
     return slices
 
 
 def decide_data_parallel(tokens: Sequence[int], config: RuntimeConfig) -> tuple[tuple[int, ...], ...] | Decline:
     """Decide for all data parallel ranks at once: the tokens of every rank in each micro-batch [micro-batches][ranks].
 
-    A pure function of the one thing that ranks know of each other, *tokens* of each [ranks], so that each of them knows
-    the cuts of all. They communicate in every micro-batch, so either all split or none does, into equally many parts,
-    each as even as can be. `auto` asks for DBO_MIN_TOKENS on every rank; of the others' prefills nobody knows.
+    A pure function of *tokens* of each rank [ranks], which is all that ranks know of each other, so that each knows the
+    cuts of all. They communicate in every micro-batch, so either all of them split or none does, into equally many
+    parts, as even as possible. `auto` requires DBO_MIN_TOKENS on every rank; other ranks' prefills are not known.
     """
-    least = min(tokens)
-    early = decline_early(least, config)
+    fewest = min(tokens)
+    early = decline_early(fewest, config)
     if early is not None:
-        return Decline(early.reason, f"{early.detail} on rank {tokens.index(least)}") if early.detail else early
+        return Decline(early.reason, f"{early.detail} on rank {tokens.index(fewest)}") if early.detail else early
     return share_data_parallel(tokens, config.parts)
 
 
 def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:
-    """Return the tokens of every rank in each of *parts* micro-batches [micro-batches][ranks], as even as can be."""
-    least = min(tokens)
-    if least < parts:
-        return Decline("nowhere to cut", f"rank {tokens.index(least)} has {least} tokens for {parts} micro-batches")
+    """Return the tokens of every rank in each of *parts* micro-batches [micro-batches][ranks], as even as possible."""
+    fewest = min(tokens)
+    if fewest < parts:
+        return Decline("nowhere to cut", f"rank {tokens.index(fewest)} has {fewest} tokens for {parts} micro-batches")
     edges = [[count * part // parts for part in range(parts + 1)] for count in tokens]
     return tuple(tuple(edge[part + 1] - edge[part] for edge in edges) for part in range(parts))
 
 
 def share_evenly(batch: Batch, micro_batches: int) -> tuple[int, ...]:
-    """Return the token offsets that would make micro-batches of equally many tokens [micro-batches - 1]."""
+    """Return the token offsets of micro-batches of equally many tokens [micro-batches - 1]."""
     return tuple(round(part * batch.tokens / micro_batches) for part in range(1, micro_batches))
 
 
 def share_by_work(work: Sequence[float], micro_batches: int) -> tuple[int, ...]:
-    """Return at which requests to cut so that the micro-batch with the most *work* [requests] has as little as can be.
+    """Return the requests to cut before, so that the largest *work* [requests] of a micro-batch is minimal.
 
-    Each request stays whole. There are fewer cuts than asked for where another one would not make that any less.
+    No request is cut inside. There are fewer cuts than asked for where another would not reduce that maximum.
     """
     low, high = max(work, default=0.0), sum(work)
     for _ in range(SHARE_ROUNDS):
@@ -153,11 +153,11 @@ def share_by_work(work: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     return _fill(work, high)
 
 
-def _fill(work: Sequence[float], most: float) -> tuple[int, ...]:
-    """Return where to cut so that no part has more than *most*, but for requests that have more by themselves."""
+def _fill(work: Sequence[float], limit: float) -> tuple[int, ...]:
+    """Return where to cut so that no part has more work than *limit*, except single requests that do."""
     cuts, filled = [], 0.0
     for request, amount in enumerate(work):
-        if request and filled + amount > most:
+        if request and filled + amount > limit:
             cuts.append(request)
             filled = 0.0
         filled += amount
@@ -165,9 +165,9 @@ def _fill(work: Sequence[float], most: float) -> tuple[int, ...]:
 
 
 def place_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
-    """Return the token offsets at which to cut: as near to *targets* as can be, a near request boundary preferred.
+    """Return the token offsets at which to cut: those nearest to *targets*; a near request boundary is preferred.
 
-    Unlike #941, which took the first boundary within its tolerance, this takes the nearest.
+    Takes the nearest boundary, where vllm-ascend #941 takes the first within its tolerance.
     """
     share = batch.tokens / (len(targets) + 1)
     boundaries = list(accumulate(batch.query_lens))[:-1]
@@ -185,8 +185,8 @@ def place_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
 def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tuple[BatchSlice, ...]:
     """Turn token offsets into slices.
 
-    *agreed* cuts are those that other ranks count on: they may leave a piece so short that the backend takes it for a
-    decode. It does that with any prompt that short; only the rounding is another.
+    Cuts that are *agreed* with other ranks may leave a piece so short that the backend treats it as a decode, as it
+    treats any prompt that short; only the rounding differs.
 
     Raises:
         SplitError: if the cuts are not increasing offsets inside the batch, or cut inside a request where the backend
@@ -201,7 +201,7 @@ def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tupl
         if cut == starts[request]:
             continue
         if not batch.cuttable:
-            raise SplitError(f"cut {cut} is inside request {request}, which this attention backend cannot take.")
+            raise SplitError(f"cut {cut} is inside request {request}, which this attention backend does not support.")
         head, tail = cut - max(before, starts[request]), min(after, starts[request + 1]) - cut
         if not agreed and min(head, tail) <= batch.decode_len:
             raise SplitError(
@@ -215,9 +215,9 @@ def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tupl
 
 
 def _cut_inside(batch: Batch, target: int, previous: int) -> int | None:
-    """Return the allowed cut nearest to *target* inside the request that holds it and after *previous*, or None."""
+    """Return the allowed cut nearest to *target*, after *previous* and inside the request of *target*, or None."""
     starts = [0, *accumulate(batch.query_lens)]
     request = bisect_right(starts, target, hi=len(batch.query_lens)) - 1  # the last one, if target is the very end
-    least = batch.decode_len + 1
-    low, high = max(starts[request], previous) + least, starts[request + 1] - least
+    shortest = batch.decode_len + 1
+    low, high = max(starts[request], previous) + shortest, starts[request + 1] - shortest
     return min(max(target, low), high) if low <= high else None

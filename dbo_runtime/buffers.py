@@ -1,4 +1,4 @@
-"""The memory that a graph reads its inputs from: filled before each replay, with padding up to a bucket.
+"""The memory that a graph reads its inputs from: filled before each replay, padded up to a bucket. Used by `graphs`.
 
 Nothing here imports torch: tensors are met by their own methods only.
 """
@@ -6,7 +6,7 @@ Nothing here imports torch: tensors are met by their own methods only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.executor import Inputs, Outputs
@@ -15,7 +15,7 @@ Counts = Sequence["int | None"]  # the tokens of each micro-batch; None where no
 
 
 class Rows(NamedTuple):
-    """What a tensor is like in a graph; *are_padded* where its rows are tokens."""
+    """The shape and dtype of a tensor in a graph; *are_padded* if its rows are tokens."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -23,17 +23,17 @@ class Rows(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the inputs of a micro-batch are like in a graph; None for an input that is None."""
+    """The inputs of a micro-batch in a graph; None for an input that is None."""
 
     bucket: int | None
     inputs: tuple[Rows | None, ...]
 
 
 class Buffers:
-    """Tensors that stay in one place, for inputs of these forms.
+    """Tensors that stay in their place, for inputs of these forms.
 
     Attributes:
-        inputs: to run a schedule on, where *given* would be handed to it; zeros at first.
+        inputs: to run a schedule on in place of *given*; zeros at first.
     """
 
     def __init__(self, forms: Sequence[Form], given: Inputs) -> None:
@@ -47,7 +47,7 @@ class Buffers:
         self._forms = forms
 
     def fill(self, given: Inputs, counts: Counts) -> None:
-        """Copy inputs in, and zeros below them: ops may have written there, too."""
+        """Copy inputs in, and zeros into the rows of padding: ops may have written there, too."""
         for form, buffers, values, count in zip(self._forms, self.inputs, given, counts, strict=True):
             for rows, buffer, value in zip(form.inputs, buffers, values, strict=True):
                 if rows is not None and rows.are_padded and count != form.bucket:
@@ -68,13 +68,13 @@ class Buffers:
         ]
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether a value can be held in buffers."""
+def is_tensor(value: Any) -> TypeGuard[Any]:
+    """Return whether a value can be held in buffers."""
     return hasattr(value, "new_zeros")
 
 
 def are_near(one: Outputs, other: Outputs, tolerance: float) -> bool:
-    """Whether results are equal, or as near as *tolerance* times the largest of *other*. Waits for the device."""
+    """Return whether results differ by *tolerance* times the largest of *other* at most. Waits for the device."""
     pairs = ((a, b) for few, many in zip(one, other, strict=True) for a, b in zip(few, many, strict=True))
     return all(a is b if a is None or b is None else _is_near(a.cpu(), b.cpu(), tolerance) for a, b in pairs)
 

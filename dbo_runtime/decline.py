@@ -1,4 +1,4 @@
-"""Why a model, an encoder or a step is not split: one type for all reasons, found at load time or at a step."""
+"""Why a model, an encoder or a step is not split: one type for all reasons, at load time and at a step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dbo_runtime.errors import DboError
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """A refusal to split.
+    """A reason against splitting.
 
     Attributes:
         reason: a fixed phrase to count by.
         detail: the figures of this case.
-        expected: seconds that the whole step was predicted to take, where it was.
+        expected: seconds that the unsplit step is predicted to take; None without a prediction.
     """
 
     reason: str
@@ -26,7 +26,7 @@ class Decline:
 
 
 class DeclineError(DboError):
-    """Raised while a program is recorded, if the model cannot be split; carries the decline."""
+    """Raised while a program is recorded if the model cannot be split; `record_program` returns its `decline`."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.decline = Decline(reason, detail)

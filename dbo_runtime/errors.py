@@ -12,7 +12,7 @@ class ConfigError(DboError):
 
 
 class ProgramError(DboError):
-    """An adapter declared a program, or is itself, against the contract."""
+    """An adapter, or the program that it declared, breaks the contract."""
 
 
 class ScheduleError(DboError):
@@ -20,11 +20,11 @@ class ScheduleError(DboError):
 
 
 class SplitError(DboError):
-    """A batch cannot be split the way it was asked to be."""
+    """A batch cannot be split as asked, or a split step gave other results than an unsplit one."""
 
 
 class DeviceError(DboError):
-    """A device cannot do what a schedule asks of it, or was used against its rules."""
+    """A device cannot do what a schedule needs, or was used against its rules."""
 
 
 def add_context(error: BaseException, context: str) -> None:

@@ -1,4 +1,4 @@
-"""The event table: which device event stands for which op."""
+"""The event table: the device event of each op."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class EventTable:
     """(layer, micro-batch, op) -> device event.
 
     Events are made once and shared by all schedules of a runtime, because making one per instruction costs more than
-    using it. What may be dropped when is not the table's matter: the frees of a schedule say it.
+    using it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -20,8 +20,8 @@ class EventTable:
     def __len__(self) -> int:
         return len(self._events)
 
-    def find(self, instruction: Instruction) -> Event:
-        """Return the event of an instruction's op, making it at first use."""
+    def get(self, instruction: Instruction) -> Event:
+        """Return the event of an instruction's op; make it at first use."""
         key = instruction.op.layer, instruction.issue.micro_batch, instruction.op.name
         if key not in self._events:
             self._events[key] = self._device.make_event()

@@ -1,4 +1,4 @@
-"""Issues a schedule onto a device: the plain sequential loop, which is the reference, and a loop over instructions."""
+"""Issue a schedule onto a device, instruction by instruction; and the sequential loop, which is the reference."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Outputs = list[tuple[Any, ...]]
 
 
 def stay(micro_batch: int) -> None:
-    """Enter a micro-batch where there is nothing to switch."""
+    """Enter a micro-batch that has no context of its own."""
 
 
 def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = stay) -> Outputs:
-    """Run one micro-batch after the other, op after op, without a device: what every schedule must equal."""
+    """Run one micro-batch after the other, op after op, without a device: every schedule must return the same."""
     outputs = []
     for micro_batch, (program, given) in enumerate(zip(programs, inputs, strict=True)):
         enter(micro_batch)
@@ -39,7 +39,7 @@ def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = s
 class Executor:
     """Runs one schedule, any number of times.
 
-    Values become list indices and ops become tasks once, so that the loop does no look-ups by name.
+    Values are resolved to list indices and ops to tasks once, so that the loop does no look-ups by name.
     """
 
     def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
@@ -54,20 +54,20 @@ class Executor:
         self._outputs = [
             [self._index(mb, value) for value in program.outputs] for mb, program in enumerate(schedule.programs)
         ]
-        self._instructions: list[tuple[int, Lane, tuple[Event, ...], _Task, Event | None]] = [
+        self._instructions: list[tuple[int, Lane, tuple[Event, ...], _BoundOp, Event | None]] = [
             (
                 instruction.issue.micro_batch,
                 lanes[instruction.op.lane],
-                tuple(events.find(by_issue[issue]) for issue in instruction.waits),
+                tuple(events.get(by_issue[issue]) for issue in instruction.waits),
                 self._compile(instruction),
-                events.find(instruction) if instruction.records else None,
+                events.get(instruction) if instruction.records else None,
             )
             for instruction in schedule.instructions
         ]
         self._first_lane = lanes[schedule.lanes[0]]
         self._start = device.make_event()
         self._forks = [lanes[lane] for lane in schedule.forks]
-        self._joins = [events.find(by_issue[issue]) for issue in schedule.joins]
+        self._joins = [events.get(by_issue[issue]) for issue in schedule.joins]
         self._blocking = next((instruction for instruction in schedule.instructions if instruction.op.host_sync), None)
 
     def run(self, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
@@ -75,14 +75,14 @@ class Executor:
 
         Args:
             inputs: for each micro-batch, its program's inputs in order.
-            enter: called on the issuing thread before an op whenever the micro-batch changes; what it sets may be
-                relied on by `compute` ops only.
-            instrument: told each op's interval.
+            enter: called on the issuing thread before an op whenever the micro-batch changes; only `compute` ops may
+                rely on what it sets.
+            instrument: receives each op's interval.
 
         Raises:
             DeviceError: if the device captures a graph and an op waits for the device.
-            Whatever an op raises, of its own type, with op, micro-batch and line of declaration added as a note. No
-            task runs any more by then, and the executor can be used again.
+            What an op raises, of its own type, with op, micro-batch and line of declaration added as a note. No task
+            runs any more by then, and the executor can be used again.
         """
         if self._blocking is not None and self._device.is_capturing:
             raise DeviceError(
@@ -125,10 +125,10 @@ class Executor:
         for awaited in self._joins:
             self._first_lane.wait(awaited)
 
-    def _compile(self, instruction: Instruction) -> _Task:
+    def _compile(self, instruction: Instruction) -> _BoundOp:
         mb, op = instruction.issue.micro_batch, instruction.op
         frees = [self._index(*slot) for slot in instruction.frees]
-        return _Task(
+        return _BoundOp(
             instruction, [self._index(mb, v) for v in op.reads], [self._index(mb, v) for v in op.writes], frees
         )
 
@@ -136,8 +136,8 @@ class Executor:
         return self._slots[Slot(micro_batch, value)]
 
 
-class _Task:
-    """An op bound to the slots of one run's values."""
+class _BoundOp:
+    """An op bound to the slots of a run's values: a task of a device."""
 
     __slots__ = ("_fn", "_frees", "_reads", "_single", "_writes", "instruction")
 

@@ -1,7 +1,7 @@
 """Issue orders: pure functions from the programs of all micro-batches to the order in which the host issues their ops.
 
-A program falls into segments: some ops that compute, then those on other lanes up to the next that computes. While
-these run there is something to overlap with, so a policy may turn to another micro-batch.
+A program consists of segments: ops on lanes that compute, then communication up to the next op that computes. While
+this runs, a policy can overlap it with another micro-batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Policy = Callable[[Sequence[Program]], Order]
 
 
 def sequential(programs: Sequence[Program]) -> Order:
-    """One micro-batch after the other. Overlaps nothing by intention; the reference for the others."""
+    """Issue one micro-batch after the other, without overlap: the reference for the others."""
     return tuple(Issue(mb, position) for mb, program in enumerate(programs) for position in range(len(program.ops)))
 
 
 def staggered(programs: Sequence[Program], lead: int) -> Order:
-    """Take turns at every overlap point, each micro-batch *lead* segments ahead of the next.
+    """Alternate at every overlap point, each micro-batch *lead* segments ahead of the next.
 
     A lead of 0 is the ping-pong of DeepSeek-V3's prefill (arXiv:2412.19437, section 3.4.1); a lead of one or more
-    helps where phases differ in length, and may lose where they do not.
+    helps where phases differ in length, and may be slower where they do not.
     """
     queues = [list(_split_segments(mb, program)) for mb, program in enumerate(programs)]
     order: list[Issue] = []
@@ -39,14 +39,17 @@ def staggered(programs: Sequence[Program], lead: int) -> Order:
 
 
 def alternate(programs: Sequence[Program]) -> Order:
-    """Take turns at every overlap point: `staggered` without a lead."""
+    """Alternate at every overlap point: `staggered` without a lead."""
     return staggered(programs, lead=0)
 
 
 def get_policy(name: str, lead: int) -> Policy:
     """Return the policy of a setting such as ("staggered", 1).
 
-    `optimal` is `alternate` here: searching takes costs, and is the planner's.
+    `optimal` is `alternate` here: a search needs costs and is the planner's.
+
+    Raises:
+        ConfigError: if there is no policy of this name.
     """
     policies: dict[str, Policy] = {
         "optimal": alternate,

@@ -1,7 +1,7 @@
 """What an adapter declares: named ops, the lane each runs on, the values it reads and writes.
 
-A program is recorded by running the adapter's function once, with no tensors: what it handles are `Value`s. Everything
-else (waits, records, when a value may be dropped) follows from the reads and writes, so nobody declares an event.
+A program is recorded by running the adapter's function once, on `Value`s instead of tensors. Everything else (waits,
+records, when a value may be freed) is derived from the reads and writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPUTING = (COMPUTE, SIDE)  # lanes on which nothing communicates
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A name for what an op will write: a tensor, or anything else."""
+    """A symbolic name for what an op will write: a tensor, or any other object."""
 
     index: int
     name: str
@@ -30,21 +30,21 @@ class Value:
     def __str__(self) -> str:
         return f"%{self.index}:{self.name}"
 
-    def _refuse(self, *_: Any) -> Any:
+    def _fail(self, *_: Any) -> Any:
         raise ProgramError(
             f"{self} is a value of a program, not a tensor: while a program is recorded nothing may compute with it. "
             f"Move the computation into a function and declare it with p.compute(...). ({_caller()})"
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
-    __and__ = __or__ = __xor__ = __invert__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __int__ = __float__ = __index__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _fail
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _fail
+    __and__ = __or__ = __xor__ = __invert__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _fail
+    __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __int__ = __float__ = __index__ = _fail
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy, pickle and friends probe for these; they must see a plain AttributeError
             raise AttributeError(name)
-        return self._refuse()
+        return self._fail()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Input(Value):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One step of a micro-batch's program.
+    """One operation of a micro-batch's program.
 
     Attributes:
         name: unique within its layer.
@@ -108,10 +108,10 @@ class Program:
     """The ops of one micro-batch, in program order.
 
     Attributes:
-        inputs: what the caller passes in, each under a name of its own.
-        ops: what is run.
-        outputs: what the caller is given.
-        named: names of the last of the outputs: those that `ProgramBuilder.output` declared.
+        inputs: passed in by the caller, each by its name.
+        ops: in program order.
+        outputs: returned to the caller.
+        named: names of the last outputs: those that `ProgramBuilder.output` declared.
     """
 
     inputs: tuple[Input, ...]
@@ -121,7 +121,7 @@ class Program:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Lanes used, `compute` first: the lane from which a schedule starts and on which it ends."""
+        """The lanes used, `compute` first: a schedule starts and ends on it."""
         return tuple(dict.fromkeys([COMPUTE, *(op.lane for op in self.ops)]))
 
     def order_inputs(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -145,38 +145,38 @@ class Program:
         return tuple(value.cut(one, tokens, requests) for value, one in zip(self.inputs, ordered, strict=True))
 
     def fold_side(self, kept: str = "") -> Program:
-        """Return the program with the ops of `side` on `compute`, where they stand; but for those named *kept*."""
+        """Return the program with the ops of `side` moved to `compute`, except those named *kept*."""
         if SIDE not in self.lanes:
             return self
         folded = (replace(op, lane=COMPUTE) if op.lane == SIDE and op.name != kept else op for op in self.ops)
         return replace(self, ops=tuple(folded))
 
     def get_owning_lanes(self) -> dict[Value, frozenset[str]]:
-        """Return the lanes whose allocator may own a value's memory.
+        """Return each value's owning lanes: those whose allocator may own its memory.
 
-        A caching allocator hands freed memory to the next allocation on the stream that first allocated it. An op that
-        overwrites a value may return that very memory, so its results live where the overwritten value lived, too.
-        Inputs belong to the caller, who made them on `compute`.
+        A caching allocator reuses freed memory for the next allocation on the stream that first allocated it. An op
+        that overwrites a value may return the same memory, so the lanes that own the overwritten value own the op's
+        results, too. Inputs belong to the caller, who allocated them on `compute`.
         """
-        homes: dict[Value, frozenset[str]] = {value: frozenset((COMPUTE,)) for value in self.inputs}
+        owning: dict[Value, frozenset[str]] = {value: frozenset((COMPUTE,)) for value in self.inputs}
         for op in self.ops:
-            home = frozenset((op.lane,)).union(*(homes[value] for value in op.overwrites))
-            homes.update(dict.fromkeys(op.writes, home))
-        return homes
+            lanes = frozenset((op.lane,)).union(*(owning[value] for value in op.overwrites))
+            owning.update(dict.fromkeys(op.writes, lanes))
+        return owning
 
 
 class ProgramBuilder:
     """Records a program. An adapter receives one as `p`.
 
     Args:
-        has_side: whether ops may be on the `side` lane; those that ask for it are on `compute` otherwise. An adapter
-            looks at it before it takes an op apart for the sake of that lane.
+        has_side: whether ops may be on the `side` lane; without it, those declared by `side` are on `compute`. An
+            adapter that decomposes an op only for that lane checks this first.
 
     >>> p = ProgramBuilder()
     >>> x = p.input("x")
     >>> partial = p.compute("attention", lambda x: x * 2, x)
-    >>> whole = p.comm("attn_reduce", lambda x: x + 1, partial)
-    >>> [op.name for op in p.build(whole).ops]
+    >>> reduced = p.comm("attn_reduce", lambda x: x + 1, partial)
+    >>> [op.name for op in p.build(reduced).ops]
     ['attention', 'attn_reduce']
     """
 
@@ -209,14 +209,14 @@ class ProgramBuilder:
         return value
 
     def output(self, name: str, value: Value) -> None:
-        """Declare a further result of the program by name. It comes after those that the program is built with."""
+        """Declare a named result of the program; it follows those that `build` is given."""
         if name in self._outputs:
             raise ProgramError(f"output {name!r} was declared already, as {self._outputs[name]}. ({_caller()})")
         self._outputs[name] = value
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
-        """Put the ops declared inside into layer *index*."""
+        """Declare the ops of layer *index* inside this context."""
         if self._layer is not None:
             raise ProgramError(f"layer {index} opens inside layer {self._layer}; layers do not nest. ({_caller()})")
         self._layer = index
@@ -226,18 +226,18 @@ class ProgramBuilder:
             self._layer = None
 
     def compute(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
-        """Declare an op on the compute lane; takes what `op` takes."""
+        """Declare an op on the compute lane; arguments as in `op`."""
         return self.op(name, fn, *reads, lane=COMPUTE, **declaration)
 
     def comm(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
-        """Declare an op on the comm lane, and with it an overlap point; takes what `op` takes."""
+        """Declare an op on the comm lane, which makes it an overlap point; arguments as in `op`."""
         declaration.setdefault("communicator", COMM)
         return self.op(name, fn, *reads, lane=COMM, **declaration)
 
     def side(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
-        """Declare an op on a second compute lane, beside those of its own micro-batch; takes what `op` takes.
+        """Declare an op on a second compute lane, concurrent with others of its micro-batch; arguments as in `op`.
 
-        It is no overlap point. Where that lane is not there, or is not predicted to pay, the op is on `compute`.
+        It is no overlap point. Without that lane, or where it is not predicted to pay, the op runs on `compute`.
         """
         return self.op(name, fn, *reads, lane=SIDE if self.has_side else COMPUTE, **declaration)
 
@@ -256,8 +256,8 @@ class ProgramBuilder:
     ) -> Any:
         """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
 
-        An op's results may share memory with an input only if that input is named in *overwrites*; a fused add-norm
-        and an in-place reduce do that. Results of one op never share memory with each other.
+        An op's results may share memory with a value that it reads only if *overwrites* names that value, as for a
+        fused add-norm or an in-place reduce. Results of one op never share memory with each other.
 
         Raises:
             ProgramError: with the `file:line` of the declaration.
@@ -285,7 +285,7 @@ class ProgramBuilder:
         return writes[0] if outputs == 1 else writes
 
     def build(self, *outputs: Value) -> Program:
-        """Finish the program with the values it returns; those that `output` has named follow."""
+        """Finish the program: return one with these outputs, followed by those that `output` named."""
         where = _caller()
         if not self._ops:
             raise ProgramError(f"the program has no ops; declare at least one with p.compute(...). ({where})")
@@ -318,16 +318,16 @@ class ProgramBuilder:
     def _check_read(self, reader: str, value: Any, where: str) -> None:
         if not isinstance(value, Value):
             raise ProgramError(
-                f"{reader} reads {value!r}, which is no value of the program. Constants and modules belong into the "
+                f"{reader} reads {value!r}, which is no value of the program. Bind constants and modules to the "
                 f"function, for example by functools.partial. ({where})"
             )
         if value.index >= len(self._values) or self._values[value.index] is not value:
             raise ProgramError(f"{reader} reads {value}, which belongs to another program. ({where})")
         if value in self._overwritten:
-            culprit = self._overwritten[value]
+            writer = self._overwritten[value]
             raise ProgramError(
-                f"{reader} reads {value} after op {culprit.label!r} ({culprit.declared_at}) overwrote it; "
-                f"read the result of {culprit.label!r} instead. ({where})"
+                f"{reader} reads {value} after op {writer.label!r} ({writer.declared_at}) overwrote it; "
+                f"read the result of {writer.label!r} instead. ({where})"
             )
 
 

@@ -1,8 +1,8 @@
-"""Proves that the schedules of several ranks fit together: none hangs, none meets another in the wrong collective.
+"""Prove that the schedules of several ranks fit together: none hangs, none matches the wrong collective.
 
-`validate` proves each schedule by itself. Ranks meet in collectives, and they meet by order, not by name: the next
-collective that each member of a group runs on a communicator is taken for the same one, whatever it is. The rules go on
-from the eight of `validate`, numbered as in docs/architecture.md.
+`validate` proves each schedule alone. Collectives are matched by order, not by name: the next collective that each
+member of a group runs on a communicator is taken for the same one. The rules continue the eight of `validate`, numbered
+as in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from dbo_runtime.schedule import Instruction, Schedule
 from dbo_runtime.validate import validate
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
-"""For each communicator the groups of ranks that meet in it; one that is not named is joined by all ranks."""
+"""For each communicator its groups of ranks; all ranks are one group of a communicator that is not named."""
 
-_Place = tuple[int, int]  # an instruction: its rank and its number
-_Node = tuple[_Place, ...]  # an instruction by itself, or the instructions of all ranks that meet in one collective
+_RankInstruction = tuple[int, int]  # the rank, and the number of the instruction in its schedule
+_Node = tuple[_RankInstruction, ...]  # one instruction, or the instructions of all ranks that are one collective
 
-_SHOWN = 12  # instructions shown on either side of a fault
+_SHOWN_INSTRUCTIONS = 12  # on either side of an error
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank is about to run.
+    """The schedule that one rank is about to run.
 
     Attributes:
-        schedule: the rank's own.
-        sizes: tokens of every rank in each micro-batch, as this rank believes them to be: [micro-batches][ranks].
-            Empty if they are not known; then they are not compared.
+        schedule: of this rank.
+        sizes: tokens of every rank in each micro-batch, as this rank assumes them [micro-batches][ranks]. Empty if they
+            are not known; then they are not compared.
     """
 
     schedule: Schedule
@@ -48,8 +48,7 @@ def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> N
 
     Raises:
         ScheduleError: naming rank, rule, instruction, op and line of declaration, with the table of that rank around
-        the
-            instruction, and what the rank that it was compared with does there.
+            the instruction, and the instruction of the rank that it was compared with.
     """
     for rank, plan in enumerate(plans):
         try:
@@ -64,7 +63,7 @@ def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> N
 
 
 def get_groups(groups: Groups, communicator: str, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the groups that meet in a communicator, of *ranks* ranks.
+    """Return a communicator's groups among *ranks* ranks.
 
     Raises:
         ScheduleError: if a group names a rank that does not exist, or one that is named already.
@@ -81,24 +80,24 @@ def get_groups(groups: Groups, communicator: str, ranks: int) -> tuple[tuple[int
 
 
 def find_deadlock(schedules: Sequence[Schedule], groups: Groups | None = None) -> dict[int, int]:
-    """Return the instruction at which each rank that cannot reach its end stops; nothing if all can.
+    """Return the instruction at which each rank that cannot reach its end stops; empty if all can.
 
-    The instructions of all ranks are the nodes of a graph, in which the instructions that meet in a collective are one
-    node; an edge says "must end before the other can begin". What lies on a cycle, or behind one, never begins. Each
-    schedule must be valid and rule 10 hold; the collectives may be on several lanes.
+    The instructions of all ranks are the nodes of a graph, in which the instructions of one collective are one node; an
+    edge means "must end before the other can begin". A node on a cycle, or behind one, never begins. Each schedule must
+    be valid and rule 10 must hold; the collectives may be on several lanes.
     """
-    node_of: dict[_Place, _Node] = {}
-    for communicator, numbers in _find_collectives(schedules).items():
+    node_of: dict[_RankInstruction, _Node] = {}
+    for communicator, numbers in _list_collectives(schedules).items():
         for members in get_groups(groups or {}, communicator, len(schedules)):
             for meeting in zip(*(numbers[rank] for rank in members), strict=True):
                 node = tuple(zip(members, meeting, strict=True))
                 node_of.update(dict.fromkeys(node, node))
     graph: dict[_Node, set[_Node]] = {}
     for rank, schedule in enumerate(schedules):
-        for number, earlier in enumerate(_find_earlier(schedule)):
+        for number, earlier in enumerate(_list_earlier(schedule)):
             node = node_of.setdefault((rank, number), ((rank, number),))
             graph.setdefault(node, set()).update(node_of[rank, other] for other in earlier)
-    ended = _find_ended(graph)
+    ended = _compute_ended(graph)
     stops: dict[int, int] = {}
     for (rank, number), node in sorted(node_of.items()):
         if node not in ended:
@@ -106,7 +105,7 @@ def find_deadlock(schedules: Sequence[Schedule], groups: Groups | None = None) -
     return stops
 
 
-def _find_collectives(schedules: Sequence[Schedule]) -> dict[str, list[list[int]]]:
+def _list_collectives(schedules: Sequence[Schedule]) -> dict[str, list[list[int]]]:
     """Return, for each communicator in use, the numbers of the instructions that use it, in order, by rank."""
     collectives: dict[str, list[list[int]]] = {}
     for rank, schedule in enumerate(schedules):
@@ -116,11 +115,11 @@ def _find_collectives(schedules: Sequence[Schedule]) -> dict[str, list[list[int]
     return collectives
 
 
-def _find_earlier(schedule: Schedule) -> Iterator[set[int]]:
+def _list_earlier(schedule: Schedule) -> Iterator[set[int]]:
     """Yield, for each instruction, the instructions of the same rank that must end before it can begin.
 
-    Those are the instruction before it on its lane, what it waits for, and the last instruction that kept the host from
-    issuing. On the strictest device, the CPU, every instruction on `compute` does, for it runs on the issuing thread.
+    These are the instruction before it on its lane, those it waits for, and the last one that blocked the host. On the
+    strictest device, the CPU, every instruction on `compute` does, because it runs on the issuing thread.
     """
     number_of = {instruction.issue: number for number, instruction in enumerate(schedule.instructions)}
     lane_end: dict[str, int] = {}
@@ -134,10 +133,10 @@ def _find_earlier(schedule: Schedule) -> Iterator[set[int]]:
             blocking = {number}
 
 
-def _find_ended(graph: dict[_Node, set[_Node]]) -> set[_Node]:
-    """Return the nodes that neither lie on a cycle nor behind one."""
+def _compute_ended(graph: dict[_Node, set[_Node]]) -> set[_Node]:
+    """Return the nodes that are neither on a cycle nor behind one."""
     sorter = TopologicalSorter(graph)
-    with suppress(CycleError):  # all that lies before the cycle is handed out all the same
+    with suppress(CycleError):  # the nodes before the cycle are still returned
         sorter.prepare()
     ended: set[_Node] = set()
     while ready := sorter.get_ready():
@@ -152,20 +151,21 @@ class _Comparison:
     groups: Groups
 
     def check_lane(self) -> None:
-        places = [
+        collectives = [
             (rank, number)
             for rank, plan in enumerate(self.plans)
             for number, instruction in enumerate(plan.schedule.instructions)
             if instruction.op.communicator is not None
         ]
-        for place in places:
-            lane, first = self._find_instruction(*place).op.lane, self._find_instruction(*places[0]).op.lane
+        for collective in collectives:
+            lane = self._get_instruction(*collective).op.lane
+            first = self._get_instruction(*collectives[0]).op.lane
             if lane != first:
-                what = f"is a collective on lane {lane!r}, but {self._name(*places[0])} is one on lane {first!r}"
-                self._fail(9, *place, f"{what}; ranks could then disagree on the order of collectives")
+                what = f"is a collective on lane {lane!r}, but {self._name(*collectives[0])} is one on lane {first!r}"
+                self._fail(9, *collective, f"{what}; ranks could then disagree on the order of collectives")
 
     def check_order(self) -> None:
-        for communicator, numbers in _find_collectives([plan.schedule for plan in self.plans]).items():
+        for communicator, numbers in _list_collectives([plan.schedule for plan in self.plans]).items():
             groups = get_groups(self.groups, communicator, len(self.plans))
             members = set(chain.from_iterable(groups))
             for rank, own in enumerate(numbers):
@@ -178,27 +178,27 @@ class _Comparison:
     def check_sizes(self) -> None:
         known = [rank for rank, plan in enumerate(self.plans) if plan.sizes]
         for rank in known:
-            sizes, said = self.plans[rank].sizes, self.plans[known[0]].sizes
+            sizes, reference = self.plans[rank].sizes, self.plans[known[0]].sizes
             micro_batches = len(self.plans[rank].schedule.programs)
             if len(sizes) != micro_batches:
                 what = f"belongs to a schedule of {micro_batches} micro-batches, but sizes are given of {len(sizes)}"
                 self._fail(11, rank, 0, what)
-            if len(sizes) != len(said):
-                what = f"belongs to a schedule of {len(sizes)} micro-batches, but rank {known[0]} has {len(said)}"
+            if len(sizes) != len(reference):
+                what = f"belongs to a schedule of {len(sizes)} micro-batches, but rank {known[0]} has {len(reference)}"
                 self._fail(11, rank, 0, what)
-            for mb, (tokens, others) in enumerate(zip(sizes, said, strict=True)):
+            for mb, (tokens, others) in enumerate(zip(sizes, reference, strict=True)):
                 what = f"belongs to micro-batch {mb}, whose sizes are {tokens} here, but "
                 if len(tokens) != len(self.plans):
-                    self._fail(11, rank, self._find_first(rank, mb), f"{what}there are {len(self.plans)} ranks")
+                    self._fail(11, rank, self._get_first(rank, mb), f"{what}there are {len(self.plans)} ranks")
                 if tokens != others:
-                    there = f"{others} for {self._name(known[0], self._find_first(known[0], mb))}"
-                    self._fail(11, rank, self._find_first(rank, mb), what + there)
+                    there = f"{others} for {self._name(known[0], self._get_first(known[0], mb))}"
+                    self._fail(11, rank, self._get_first(rank, mb), what + there)
 
     def check_deadlock(self) -> None:
         stops = find_deadlock([plan.schedule for plan in self.plans], self.groups)
-        for place in stops.items():
+        for stop in stops.items():
             stuck = ", ".join(self._name(*other) for other in stops.items())
-            self._fail(12, *place, f"never begins: the ranks wait for each other, stopped at {stuck}")
+            self._fail(12, *stop, f"never begins: the ranks wait for each other, stopped at {stuck}")
 
     def _compare_order(self, communicator: str, rank: int, own: list[int], first: int, others: list[int]) -> None:
         for count, (number, other) in enumerate(zip_longest(own, others), start=1):
@@ -209,10 +209,10 @@ class _Comparison:
             what = f"is collective number {count} of communicator {communicator!r}, but "
             if other is None:
                 self._fail(10, rank, number, f"{what}rank {first} has only {len(others)}")
-            if self._find_instruction(rank, number).label != self._find_instruction(first, other).label:
+            if self._get_instruction(rank, number).label != self._get_instruction(first, other).label:
                 self._fail(10, rank, number, f"{what}{self._name(first, other)} is that there")
 
-    def _find_first(self, rank: int, micro_batch: int) -> int:
+    def _get_first(self, rank: int, micro_batch: int) -> int:
         """Return a micro-batch's first collective, or else its first instruction."""
         instructions = self.plans[rank].schedule.instructions
         own = [
@@ -220,14 +220,14 @@ class _Comparison:
         ]
         return next((number for number in own if instructions[number].op.communicator is not None), own[0])
 
-    def _find_instruction(self, rank: int, number: int) -> Instruction:
+    def _get_instruction(self, rank: int, number: int) -> Instruction:
         return self.plans[rank].schedule.instructions[number]
 
     def _name(self, rank: int, number: int) -> str:
-        return f"{self._find_instruction(rank, number).label} of rank {rank} (instruction {number})"
+        return f"{self._get_instruction(rank, number).label} of rank {rank} (instruction {number})"
 
     def _fail(self, rule: int, rank: int, number: int, what: str) -> NoReturn:
-        instruction = self._find_instruction(rank, number)
-        table = render(self.plans[rank].schedule, mark=number, around=_SHOWN)
+        instruction = self._get_instruction(rank, number)
+        table = render(self.plans[rank].schedule, mark=number, around=_SHOWN_INSTRUCTIONS)
         where = f"rank {rank}, rule {rule}, instruction {number}"
         raise ScheduleError(f"{where}: {instruction.label} {what}. ({instruction.op.declared_at})\n\n{table}")

@@ -1,7 +1,7 @@
-"""A schedule as text, and back: for errors, golden files and people.
+"""Render a schedule as text, and parse it: for errors, golden files and readers.
 
-One row an instruction, one column a lane. `wait` names the ops waited for, `*` marks a record, `free` the values
-dropped:
+One row per instruction, one column per lane. `wait` names the ops waited for, `*` marks a record, `free` names the
+values freed:
 
        #  compute           comm
        0  L0.attention/0 *
@@ -19,7 +19,8 @@ from dbo_runtime.program import Program, Value
 from dbo_runtime.schedule import Instruction, Issue, Schedule, Slot, list_lanes
 
 _MARK = "   <-- here"
-_HEAD, _HASHED_HEAD = "   #", "step"  # of the column of numbers; digests keep the one that they have always had
+_HEAD = "   #"  # of the column of numbers
+_HASHED_HEAD = "step"  # the same in digests, which must not change from release to release
 
 
 def render(schedule: Schedule, mark: int | None = None, around: int | None = None) -> str:
@@ -52,7 +53,7 @@ def render(schedule: Schedule, mark: int | None = None, around: int | None = Non
 
 
 def parse(text: str, programs: Sequence[Program]) -> Schedule:
-    """Read a rendered table of these programs.
+    """Parse a rendered table of these programs.
 
     Raises:
         ScheduleError: naming the line that cannot be read.

@@ -1,8 +1,8 @@
-"""From an issue order to a schedule: waits, records and frees are derived, never declared.
+"""Lower an issue order to a schedule: derive its waits, records and frees.
 
-Orders are tracked with vector clocks (Mattern 1989): a lane's clock says, for every lane, how many of its ops are
-certain to have finished before whatever the lane runs next. Clocks, dependencies and frees stand in one module, because
-lowering is all three in one pass.
+Orders are tracked with vector clocks (Mattern 1989): a lane's clock holds, for every lane, how many of its ops have
+certainly finished before the next op of this lane. Clocks, dependencies and frees are in one module, because lowering
+derives all three in one pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What the host does for one op: wait, drop values, launch, record."""
+    """What the host does for one op: wait, free values, launch, record."""
 
     issue: Issue
     op: Op
@@ -44,7 +44,7 @@ class Instruction:
 
     @property
     def label(self) -> str:
-        """Such as `L3.attention/1` for micro-batch 1."""
+        """The op's label and the micro-batch, such as `L3.attention/1`."""
         return f"{self.op.label}/{self.issue.micro_batch}"
 
 
@@ -55,8 +55,8 @@ class Schedule:
     Attributes:
         programs: one per micro-batch.
         instructions: in issue order.
-        forks: lanes that must wait, before their first op, for what `compute` had to do before the schedule.
-        joins: ops that `compute` waits for at the end, so that every lane has returned to it.
+        forks: lanes that must wait, before their first op, for what was launched on `compute` before the schedule.
+        joins: ops that `compute` waits for at the end, so that it is ordered after every lane.
     """
 
     programs: tuple[Program, ...]
@@ -66,30 +66,30 @@ class Schedule:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Lanes of all programs, `compute` first."""
+        """The lanes of all programs, `compute` first."""
         return list_lanes(self.programs)
 
 
 def list_lanes(programs: Sequence[Program]) -> tuple[str, ...]:
-    """Return the lanes of all programs, `compute` first, each once."""
+    """Return the lanes of all programs without duplicates, `compute` first."""
     return tuple(dict.fromkeys(lane for program in programs for lane in (COMPUTE, *program.lanes)))
 
 
 def lower(programs: Sequence[Program], order: Iterable[Issue]) -> Schedule:
-    """Derive the schedule of an issue order, with as few waits and as early frees as are safe.
+    """Derive the schedule of an issue order, with as few waits and as early frees as is safe.
 
     An op waits for an earlier one on another lane if it reads what that op writes; overwrites what that op reads;
-    holds the same `exclusive` buffer; or is the `ordered` op of the next micro-batch. A wait that follows from others
-    is left out. Time is linear in the number of ops (times lanes, and log for the frees).
+    holds the same `exclusive` buffer; or is the `ordered` op of the next micro-batch. A wait implied by
+    others is left out. Time is linear in the number of ops (times lanes, and log for the frees).
 
     Raises:
-        ScheduleError: if *order* is not an order of these programs' ops.
+        ScheduleError: if *order* is no order of these programs' ops.
     """
     programs = tuple(programs)
     order = tuple(order)
     _check_order(programs, order)
     waits, forks, clocks, frees = _derive(programs, order)
-    joins = tuple(clocks.find_joins())
+    joins = tuple(clocks.list_joins())
     recorded = {issue for instruction_waits in waits for issue in instruction_waits}.union(joins)
     instructions = tuple(
         Instruction(
@@ -110,14 +110,14 @@ def _derive(
     forks: list[str] = []
     for number, issue in enumerate(order):
         op = programs[issue.micro_batch].ops[issue.position]
-        waits.append(clocks.wait_for(op.lane, needs.find(issue, op)))
+        waits.append(clocks.wait_for(op.lane, needs.get(issue, op)))
         if clocks.fork(op.lane):
             forks.append(op.lane)
         frees.collect(number, op.lane)
         clocks.issue(op.lane, issue)
-        needs.note(issue, op)
-        frees.note(issue, op)
-    return waits, tuple(forks), clocks, frees.at(len(order))
+        needs.add(issue, op)
+        frees.add(issue, op)
+    return waits, tuple(forks), clocks, frees.list_by_instruction(len(order))
 
 
 def _check_order(programs: tuple[Program, ...], order: tuple[Issue, ...]) -> None:
@@ -139,7 +139,7 @@ def _check_order(programs: tuple[Program, ...], order: tuple[Issue, ...]) -> Non
 
 
 class _Clocks:
-    """What each lane is ordered after. The start of the schedule counts as the first op of `compute`."""
+    """The ops that each lane is ordered after. The start of the schedule counts as the first op of `compute`."""
 
     def __init__(self, lanes: tuple[str, ...]) -> None:
         self.index = {lane: n for n, lane in enumerate(lanes)}
@@ -150,7 +150,7 @@ class _Clocks:
         self._numbers: dict[Issue, int] = {}
 
     def wait_for(self, lane: str, needed: set[Issue]) -> tuple[Issue, ...]:
-        """Order *lane* after *needed*; return the few that it has to wait for.
+        """Order *lane* after *needed*; return those that it has to wait for.
 
         Latest issued first: an op can be ordered after one issued before it, never the reverse.
         """
@@ -164,7 +164,7 @@ class _Clocks:
         return tuple(waits)
 
     def fork(self, lane: str) -> bool:
-        """Order *lane* after the start; say whether its waits had not done so already."""
+        """Order *lane* after the start; return whether that takes a fork, because no wait implies it."""
         clock = self.clock[self.index[lane]]
         if clock[0]:
             return False
@@ -183,13 +183,13 @@ class _Clocks:
         index, stamp = self._stamps[issue]
         return index, stamp[index]
 
-    def find_joins(self) -> Iterator[Issue]:
-        """Yield the ops that `compute` still has to wait for when all is issued."""
+    def list_joins(self) -> Iterator[Issue]:
+        """Yield the ops that `compute` still has to wait for when all ops are issued."""
         yield from self.wait_for(COMPUTE, {issue for index, issue in self.last.items() if index})
 
 
 class Dependencies:
-    """Finds the earlier ops, on any lane, that an op must come after."""
+    """The earlier ops, on any lane, that each op must come after."""
 
     def __init__(self, programs: tuple[Program, ...]) -> None:
         self._producer: dict[Slot, Issue] = {}
@@ -198,8 +198,12 @@ class Dependencies:
         self._ordered: dict[tuple[int, str], Issue] = {}
         self._ordered_before = get_ordered_before(programs)
 
-    def find(self, issue: Issue, op: Op) -> set[Issue]:
-        """Return the ops noted so far that *op* must come after."""
+    def get(self, issue: Issue, op: Op) -> set[Issue]:
+        """Return the ops added so far that *op* must come after.
+
+        Raises:
+            ScheduleError: if *op* is ordered and issued before that of an earlier micro-batch.
+        """
         mb = issue.micro_batch
         needed = {self._producer[slot] for value in op.reads if (slot := Slot(mb, value)) in self._producer}
         for value in op.overwrites:
@@ -217,8 +221,8 @@ class Dependencies:
             needed.add(before)
         return needed
 
-    def note(self, issue: Issue, op: Op) -> None:
-        """Take in that *op* is issued."""
+    def add(self, issue: Issue, op: Op) -> None:
+        """Add an op that is issued."""
         mb = issue.micro_batch
         for value in op.reads:
             self._readers[Slot(mb, value)].append(issue)
@@ -231,25 +235,26 @@ class Dependencies:
 
 
 class _Frees:
-    """Finds the first instruction at which each value can be dropped.
+    """The first instruction at which each value can be freed.
 
-    Dropping hands the memory to whatever its home lanes allocate next, so each home lane must be ordered after every
-    use. A value whose last use is issued watches one unmet condition (home lane, lane used, count) at a time and is
-    looked at again only when that one is met, which keeps the whole near linear.
+    The owning lanes reuse freed memory for their next allocation, so each of them must be ordered after every use.
+    After its last use, a value waits for one unmet condition (owning lane, lane used, count) at a time and is checked
+    again only when that one is met, which keeps the time near linear.
     """
 
     def __init__(self, programs: tuple[Program, ...], clocks: _Clocks) -> None:
         self._clocks = clocks
-        self._homes = [program.get_owning_lanes() for program in programs]
+        self._owning_lanes = [program.get_owning_lanes() for program in programs]
         self._kept = [{*program.inputs, *program.outputs} for program in programs]
         self._uses_left = [_count_uses(program) for program in programs]
         self._uses: dict[Slot, dict[int, int]] = defaultdict(dict)
         lanes = range(len(clocks.index))
-        self._watched: list[list[list[tuple[int, int, Slot]]]] = [[[] for _ in lanes] for _ in lanes]
-        self._found: dict[int, list[Slot]] = defaultdict(list)
+        self._waiting: list[list[list[tuple[int, int, Slot]]]] = [[[] for _ in lanes] for _ in lanes]
+        self._frees: dict[int, list[Slot]] = defaultdict(list)
         self._tickets = itertools.count()  # keeps slots out of the heap's comparisons
 
-    def note(self, issue: Issue, op: Op) -> None:
+    def add(self, issue: Issue, op: Op) -> None:
+        """Add the uses of an op that is issued."""
         lane, count = self._clocks.stamp(issue)
         mb = issue.micro_batch
         for value in dict.fromkeys((*op.writes, *op.reads)):
@@ -259,46 +264,46 @@ class _Frees:
             self._uses[slot][lane] = count
             self._uses_left[mb][value] -= 1
             if not self._uses_left[mb][value]:
-                self._watch(slot, self._find_unmet(slot) or self._next_instruction(slot))
+                self._defer(slot, self._find_unmet(slot) or self._next_instruction(slot))
 
     def collect(self, number: int, lane: str) -> None:
         """Free at instruction *number*, on *lane*, what the lane's clock now allows."""
-        home = self._clocks.index[lane]
-        for reached, watchers in zip(self._clocks.clock[home], self._watched[home], strict=True):
-            while watchers and watchers[0][0] <= reached:
-                slot = heapq.heappop(watchers)[2]
+        own = self._clocks.index[lane]
+        for reached, waiting in zip(self._clocks.clock[own], self._waiting[own], strict=True):
+            while waiting and waiting[0][0] <= reached:
+                slot = heapq.heappop(waiting)[2]
                 if unmet := self._find_unmet(slot):
-                    self._watch(slot, unmet)
+                    self._defer(slot, unmet)
                 else:
-                    self._found[number].append(slot)
+                    self._frees[number].append(slot)
 
-    def at(self, instructions: int) -> list[list[Slot]]:
-        return [self._found[number] for number in range(instructions)]
+    def list_by_instruction(self, instructions: int) -> list[list[Slot]]:
+        return [self._frees[number] for number in range(instructions)]
 
-    def _watch(self, slot: Slot, condition: tuple[int, int, int]) -> None:
-        home, other, count = condition
-        heapq.heappush(self._watched[home][other], (count, next(self._tickets), slot))
+    def _defer(self, slot: Slot, condition: tuple[int, int, int]) -> None:
+        owner, other, count = condition
+        heapq.heappush(self._waiting[owner][other], (count, next(self._tickets), slot))
 
     def _find_unmet(self, slot: Slot) -> tuple[int, int, int] | None:
-        """Return a (home lane, lane used, count) that the home lane's clock has not reached."""
-        for home in self._home_indices(slot):
-            clock = self._clocks.clock[home]
+        """Return an (owning lane, lane used, count) that the owning lane's clock has not reached."""
+        for owner in self._list_owners(slot):
+            clock = self._clocks.clock[owner]
             for other, count in self._uses[slot].items():
                 if clock[other] < count:
-                    return home, other, count
+                    return owner, other, count
         return None
 
     def _next_instruction(self, slot: Slot) -> tuple[int, int, int]:
-        """Return a condition that holds at the next instruction on a home lane: no op can drop what it still reads."""
-        home = self._home_indices(slot)[0]
-        return home, home, 0
+        """Return a condition met at the next instruction on an owning lane: no op frees what it still reads."""
+        owner = self._list_owners(slot)[0]
+        return owner, owner, 0
 
-    def _home_indices(self, slot: Slot) -> list[int]:
-        return sorted(self._clocks.index[lane] for lane in self._homes[slot.micro_batch][slot.value])
+    def _list_owners(self, slot: Slot) -> list[int]:
+        return sorted(self._clocks.index[lane] for lane in self._owning_lanes[slot.micro_batch][slot.value])
 
 
 def get_ordered_before(programs: Sequence[Program]) -> list[dict[str, int]]:
-    """Return, for each micro-batch and ordered op, the nearest earlier micro-batch that has the op, too."""
+    """Return, for each micro-batch and ordered op, the nearest earlier micro-batch that also has the op."""
     latest: dict[str, int] = {}
     before = []
     for mb, program in enumerate(programs):

@@ -1,4 +1,7 @@
-"""For authors of adapters: does the program do what the model does? See docs/write-an-adapter.md."""
+"""For tests of adapters: verify that a program computes what the model does. See docs/write-an-adapter.md.
+
+Importing this module imports vLLM.
+"""
 
 from dbo_runtime.vllm_plugin.verify.verification import Mismatch, Verification, verify_adapter
 

@@ -1,7 +1,7 @@
-"""Proves that a schedule cannot race or hang, whoever made it.
+"""Prove that a schedule cannot race or hang, however it was made.
 
-Shares nothing with lowering but the data types: lowering decides where waits and frees go, this replays the finished
-instructions and checks what they guarantee. The rules are numbered as in docs/architecture.md.
+This shares only data types with lowering: lowering places waits and frees, this replays the finished instructions and
+checks what they guarantee. The rules are numbered as in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dbo_runtime.program import COMPUTE, Value
 from dbo_runtime.render import name_issue, render
 from dbo_runtime.schedule import Instruction, Issue, Schedule, Slot
 
-_SHOWN = 12  # instructions shown on either side of a fault
+_SHOWN_INSTRUCTIONS = 12  # on either side of an error
 
 
 def validate(schedule: Schedule, capture: bool = False) -> None:
@@ -28,7 +28,7 @@ def validate(schedule: Schedule, capture: bool = False) -> None:
 
 @dataclass(slots=True)
 class _Use:
-    """Where on which lane an op ran, and what it had to come after."""
+    """An op's place on its lane, and the clock of what it comes after."""
 
     instruction: int
     lane: str
@@ -38,6 +38,8 @@ class _Use:
 
 @dataclass(slots=True)
 class _Replay:
+    """The state of a schedule that is replayed instruction by instruction."""
+
     schedule: Schedule
     capture: bool
     number: int = 0
@@ -52,7 +54,7 @@ class _Replay:
     communicators: dict[str, Instruction] = field(default_factory=dict)
     ordered: dict[tuple[int, str], _Use] = field(default_factory=dict)
     ordered_labels: list[set[str]] = field(default_factory=list)
-    homes: list[dict[Value, frozenset[str]]] = field(default_factory=list)
+    owning_lanes: list[dict[Value, frozenset[str]]] = field(default_factory=list)
 
     def run(self) -> None:
         self.clocks = {lane: {} for lane in self.schedule.lanes}
@@ -60,7 +62,7 @@ class _Replay:
             if lane not in self.clocks:
                 self._fail(7, f"lane {lane!r} is forked, but no program has a lane {lane!r}")
             self.clocks[lane] = {COMPUTE: 1}
-        self.homes = [program.get_owning_lanes() for program in self.schedule.programs]
+        self.owning_lanes = [program.get_owning_lanes() for program in self.schedule.programs]
         self.ordered_labels = [{op.label for op in program.ops if op.ordered} for program in self.schedule.programs]
         for number, instruction in enumerate(self.schedule.instructions):
             self.number = number
@@ -148,17 +150,17 @@ class _Replay:
             if slot in self.freed:
                 self._fail(4, f"{name} is freed twice, first at instruction {self.freed[slot]}")
             if value in program.outputs or value in program.inputs:
-                self._fail(4, f"{name} is freed, but it belongs to whoever runs the schedule")
+                self._fail(4, f"{name} is freed, but it belongs to the caller")
             if slot not in self.written:
                 self._fail(4, f"{name} is freed before it is written")
-            for lane in {instruction.op.lane, *self.homes[mb][value]}:
+            for lane in {instruction.op.lane, *self.owning_lanes[mb][value]}:
                 for use in (self.written[slot], *self.read.get(slot, ())):
                     if self.clocks[lane].get(use.lane, 0) < use.count:
                         user = f"instruction {use.instruction}, on lane {use.lane!r}"
                         self._fail(
                             4,
                             f"{name} is freed while {user}, may still use it: lane {lane!r} is not ordered after that "
-                            "instruction and could be handed the memory",
+                            "instruction and could reuse the memory",
                         )
             self.freed[slot] = self.number
 
@@ -202,10 +204,10 @@ class _Replay:
     def _fail(self, rule: int, what: str) -> NoReturn:
         instructions = self.schedule.instructions
         where = f" ({instructions[self.number].op.declared_at})" if instructions else ""
-        table = render(self.schedule, mark=self.number, around=_SHOWN)
+        table = render(self.schedule, mark=self.number, around=_SHOWN_INSTRUCTIONS)
         raise ScheduleError(f"rule {rule}, instruction {self.number}: {what}.{where}\n\n{table}")
 
 
 def _is_ordered(earlier: _Use | None, later: _Use) -> bool:
-    """Whether *earlier* has happened and *later* comes after it, by its lane or a chain of record and wait."""
+    """Return whether *earlier* was issued and *later* comes after it, by its lane or a chain of records and waits."""
     return earlier is not None and later.clock.get(earlier.lane, 0) >= earlier.count

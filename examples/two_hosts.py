@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compare_ways import compare_ways, draw_timeline, gather
+from compare_modes import compare_modes, draw_timeline, gather
 from network_hosts import Host, NetworkError, TwoHosts
 from process_group import Program, start_together, wait_for_first
 from two_nodes import PARALLEL, join_data_parallel, join_tensor_parallel, let_workers_go_first
@@ -120,7 +120,7 @@ def run_node(arguments: argparse.Namespace) -> int:
     leads = arguments.node == 0
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
     let_workers_go_first()
-    table, same = compare_ways(llm, arguments.prefills, arguments.repeat, format_ranks=leads)
+    table, same = compare_modes(llm, arguments.prefills, arguments.repeat, format_ranks=leads)
     steps = gather(llm, llm.collective_rpc("dbo_statistics"))
     timeline = draw_timeline(llm, *DRAWN[arguments.parallel])
     if leads:

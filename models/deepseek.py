@@ -2,11 +2,11 @@
 
 What overlaps what:
 
-- Tensor parallel, with or without expert parallel: tokens stay where they are and each layer ends in one all-reduce.
-  `comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next one's attention (or MLP).
-- Data parallel: tokens travel to their experts. While the first micro-batch's are on their way, `compute` has the
-  second one's attention; while the second one's are, the first one's shared experts and experts; while the first
-  one's return, the second one's experts; and while those return, the first one's next attention.
+- Tensor parallel, with or without expert parallel: tokens stay on their rank and each layer ends in one all-reduce.
+  `comm` reduces one micro-batch's attention (or MLP) while `compute` runs the next one's attention (or MLP).
+- Data parallel: tokens are dispatched to their experts. During the first micro-batch's dispatch `compute` runs the
+  second one's attention; during the second one's, the first one's shared experts and experts; during the first one's
+  combine, the second one's experts; and during the second one's, the first one's next attention.
 
 Dense first layers overlap like the others under tensor parallel, and communicate nothing under data parallel.
 """
@@ -17,28 +17,29 @@ from typing import Any
 
 from dbo_models.layers import get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 
 class DeepseekAdapter:
-    """Takes vLLM's decoder layer apart at its communication."""
+    """Splits vLLM's decoder layers at their communication."""
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
         config, layers = model.config, list(get_layers(model.model).values())
         if not hasattr(layers[0].self_attn, "mla_attn"):
-            return "DeepSeek with plain attention instead of MLA is not supported"
+            return Decline("DeepSeek with plain attention instead of MLA is not supported")
         if hasattr(config, "index_topk"):
-            return "sparse attention (DeepSeek V3.2) shares index buffers between micro-batches"
+            return Decline("sparse attention (DeepSeek V3.2) shares index buffers between micro-batches")
         if getattr(config, "llama_4_scaling", None) is not None:
-            return "attention scaling by position is not supported"
+            return Decline("attention scaling by position is not supported")
         if str(layers[0].input_layernorm.weight.dtype) == "torch.float16":
-            return "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"
+            return Decline("fp16 needs the decoder layer's own scaling; serve in bf16 or fp32")
         unknown = {type(layer.mlp).__name__ for layer in layers} - {"DeepseekV2MLP", "DeepseekV2MoE"}
         if unknown:
-            return f"the MLP class {', '.join(sorted(unknown))} is not known"
+            return Decline("its MLP is not known", ", ".join(sorted(unknown)))
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
@@ -48,5 +49,5 @@ class DeepseekAdapter:
 
 
 def attend(attention: Any, positions: Any, x: Any) -> Any:
-    """Call MLA, which takes a scaling of positions that no model here has."""
+    """Call MLA, which also takes a scaling by position that no supported model has."""
     return attention(positions, x, None)

@@ -1,14 +1,15 @@
 """Dense decoders that share one shape: Llama, Mistral, Qwen2, Qwen3.
 
-`comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next one's attention (or MLP).
+`comm` reduces one micro-batch's attention (or MLP) while `compute` runs the next one's attention (or MLP).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
+from dbo_models.layers import check_parts, get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 KNOWN = frozenset(
@@ -19,20 +20,20 @@ KNOWN = frozenset(
 
 
 class DenseAdapter:
-    """Takes vLLM's decoder layers apart at their two all-reduces."""
+    """Splits vLLM's decoder layers at their two all-reduces."""
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        unknown: str | None = find_unknown_parts(model.model, KNOWN)
+        unknown: Decline | None = check_parts(model.model, KNOWN)
         if unknown is not None:
             return unknown
         for layer in get_layers(model.model).values():
             if getattr(layer, "ada_rms_norm_t_cond", None) is not None:
-                return "norms that depend on time (Voxtral) are not supported"
+                return Decline("norms that depend on time (Voxtral) are not supported")
             if getattr(layer.self_attn, "dual_chunk_attention_config", None):
-                return "dual chunk attention is not supported"
+                return Decline("dual chunk attention is not supported")
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

@@ -1,15 +1,16 @@
 """Qwen3-MoE: grouped-query attention, then experts without shared ones (or, in some layers, a dense MLP).
 
-Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens travel to their
-experts: while the first micro-batch's are on their way, `compute` has the second one's attention.
+Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens are dispatched
+to their experts: during the first micro-batch's dispatch, `compute` runs the second one's attention.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
+from dbo_models.layers import check_parts, get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 KNOWN = frozenset(
@@ -18,18 +19,18 @@ KNOWN = frozenset(
 
 
 class Qwen3MoeAdapter:
-    """Takes vLLM's decoder layers apart at their communication."""
+    """Splits vLLM's decoder layers at their communication."""
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
         layers = get_layers(model.model).values()
-        unknown: str | None = find_unknown_parts(model.model, KNOWN)
+        unknown: Decline | None = check_parts(model.model, KNOWN)
         if unknown is not None:
             return unknown
         if any(layer.self_attn.dual_chunk_attention_config for layer in layers):
-            return "dual chunk attention is not supported"
+            return Decline("dual chunk attention is not supported")
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

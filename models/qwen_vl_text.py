@@ -6,19 +6,20 @@ from functools import partial
 from typing import Any
 
 from dbo_models.dense import KNOWN
-from dbo_models.layers import find_unknown_parts, get_layers, record_decoder
+from dbo_models.layers import check_parts, get_layers, record_decoder
 from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 
 class Qwen25VLAdapter:
-    """Takes images as tokens like any other."""
+    """A dense decoder: tokens of images are tokens like any other."""
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        unknown: str | None = find_unknown_parts(model.language_model.model, KNOWN)
+        unknown: Decline | None = check_parts(model.language_model.model, KNOWN)
         return unknown
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
@@ -28,17 +29,17 @@ class Qwen25VLAdapter:
 
 
 class Qwen3VLAdapter:
-    """Adds features of images to what its first layers give (deepstack), which vLLM keeps in buffers by token."""
+    """A dense decoder whose first layers add features of images (deepstack), which vLLM keeps in buffers by token."""
 
     takes_stages = True
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        unknown: str | None = find_unknown_parts(model.language_model.model, KNOWN | {"Qwen3LLMModel"})
+        unknown: Decline | None = check_parts(model.language_model.model, KNOWN | {"Qwen3LLMModel"})
         return unknown
 
     def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:
-        """Return embedded tokens [tokens, hidden] with their features beside them [tokens, (1 + levels) * hidden]."""
+        """Return embedded tokens [tokens, hidden] with their features appended [tokens, (1 + levels) * hidden]."""
         from torch import cat
 
         tokens = x.shape[0]
@@ -56,10 +57,10 @@ class Qwen3VLAdapter:
         levels = model.deepstack_num_level if 0 in get_layers(decoder) else 0  # vLLM adds all on the first stage
         features: list[Value] = []
         if levels:
-            x, *features = p.compute("take_features", partial(_take_apart, levels + 1), x, outputs=levels + 1)
+            x, *features = p.compute("take_features", partial(_split_features, levels + 1), x, outputs=levels + 1)
         hidden: Value = record_decoder(p, decoder, collectives, x, positions, added=features)
         return hidden
 
 
-def _take_apart(parts: int, x: Any) -> tuple[Any, ...]:
-    return tuple(part.clone() for part in x.chunk(parts, dim=1))  # norms may change them in place
+def _split_features(parts: int, x: Any) -> tuple[Any, ...]:
+    return tuple(part.clone() for part in x.chunk(parts, dim=1))  # norms may overwrite them

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+
+from tests import profiles, session_report, suites
 
 # torch loads torch_npu by itself, where that is installed; the tests have CANN, or a stand-in, to load before.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -16,9 +16,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
-# CI draws the same examples each time, so that what it says is about the change; runs by hand go on searching.
-settings.register_profile("dbo", deadline=None, print_blob=True, derandomize="CI" in os.environ)
-settings.load_profile("dbo")
+profiles.load()
 
 from tests.devices import rigs  # noqa: E402 - torch must find the variable
 
@@ -50,30 +48,14 @@ def device(rig: Any) -> Any:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail where the NPU's tests are required (`make test-npu NPU=required`) and all of them were skipped."""
+    """Fail where the NPU's tests are required (`make test-npu NPU=required`) and none of them has passed."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if os.environ.get("NPU_TESTS") == "required" and not count_devices(reporter)["npu", "passed"]:
+    if suites.is_required() and not session_report.count_devices(reporter)["npu", "passed"]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def count_devices(terminalreporter: Any) -> Counter[tuple[str, str]]:
-    """Count tests by device and outcome."""
-    return Counter(
-        (value, outcome)
-        for outcome in ("passed", "failed", "skipped")
-        for report in terminalreporter.stats.get(outcome, ())
-        for name, value in getattr(report, "user_properties", ())
-        if name == "device"
-    )
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Count the tests of each device, and print what else tests have noted."""
-    for report in terminalreporter.stats.get("passed", ()):
-        for name, value in getattr(report, "user_properties", ()):
-            if name != "device":
-                terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {name}: {value}")
-    counts = count_devices(terminalreporter)
-    for device in dict.fromkeys(device for device, _ in counts):
-        words = [f"{counts[device, outcome]} {outcome}" for outcome in ("passed", "failed", "skipped")]
-        terminalreporter.write_line(f"device {device}: {', '.join(words)}")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write what tests have noted, the count of tests of each device, and the slowest files."""
+    session_report.write_notes(terminalreporter)
+    session_report.write_devices(terminalreporter)
+    session_report.write_slowest_files(terminalreporter)

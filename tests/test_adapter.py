@@ -17,13 +17,14 @@ from dbo_runtime.adapter import (
     name_adapter,
     record_program,
 )
+from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.program import ProgramBuilder, Value
 
 
 class NoRecord:
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         return None
 
 
@@ -42,7 +43,7 @@ class RecordLacksPositions(NoRecord):
 
 
 class DeclineTakesMore(NoDecline):
-    def decline(self, model: Any, config: Any) -> str | None:
+    def decline(self, model: Any, config: Any) -> Decline | None:
         return None
 
 
@@ -50,7 +51,7 @@ class NeedsArguments(NoDecline):
     def __init__(self, layers: int) -> None:
         self.layers = layers
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         return None
 
 
@@ -108,13 +109,41 @@ def test_the_recorded_program_takes_hidden_states_and_positions() -> None:
 
 
 def test_the_toy_declines_a_model_without_layers() -> None:
-    assert ToyAdapter().decline(ToyModel(layers=0)) == "the model has no layers"
+    assert ToyAdapter().decline(ToyModel(layers=0)) == Decline("the model has no layers")
     assert ToyAdapter().decline(ToyModel(layers=1)) is None
 
 
 def test_a_recorded_result_that_is_not_one_value_is_refused() -> None:
     with pytest.raises(ProgramError, match=rf"record\(\) of {__name__}.ReturnsPair must return one Value"):
         record_program(ReturnsPair(), None, ToyCollectives())
+
+
+class NoExperts(ToyCollectives):
+    """Finds out while a program is recorded that the experts cannot be decomposed."""
+
+    def decompose(self, experts: Any) -> None:
+        raise DeclineError("the experts are not known", type(experts).__name__)
+
+
+class Decomposing(NoRecord):
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        collectives.decompose(model)
+        return x
+
+
+def test_a_model_that_is_declined_while_it_is_recorded_gives_the_decline() -> None:
+    program = record_program(Decomposing(), 1.5, NoExperts())
+    assert program == Decline("the experts are not known", "float")
+
+
+class OtherNames(NoRecord):
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, places: Value) -> Value:
+        return x
+
+
+def test_an_input_of_a_name_that_no_adapter_has_is_refused() -> None:
+    with pytest.raises(ProgramError, match=r"record\(\) of .*OtherNames takes the input 'places'; .* are x, positions"):
+        record_program(OtherNames(), None, ToyCollectives())
 
 
 class Misplacing(NoRecord):
@@ -134,7 +163,7 @@ class Misplacing(NoRecord):
     ("adapter", "message"),
     [
         (Misplacing("aux"), r"op 'L0.op0' is on lane 'aux'; a model's lanes are compute, comm, side\."),
-        (Misplacing(layers=(0, None, 1)), r"op 'op1' is in no layer, but stands between layers; declare it inside"),
+        (Misplacing(layers=(0, None, 1)), r"op 'op1' is in no layer, but lies between layers; declare it inside"),
         (Misplacing("comm", layers=(None,)), r"op 'op0' communicates, but no op of the program is in a layer"),
     ],
 )
@@ -160,7 +189,7 @@ class WrongInputs(ToyAdapter):
         return x
 
 
-def test_what_an_adapter_offers_beside_the_contract_is_checked_too() -> None:
+def test_what_an_adapter_offers_in_addition_to_the_contract_is_checked_too() -> None:
     with pytest.raises(ProgramError, match=r"take_inputs\(self, model, x\) must take \(self, model, x, keep\)"):
         check_adapter(WrongInputs, "acme:WrongInputs")
 

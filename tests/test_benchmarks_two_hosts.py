@@ -17,7 +17,7 @@ from examples.network_hosts import Host, NetworkError, TwoHosts
 from examples.process_group import Program, start_together, wait_for_first
 from tests.benchmarks import bench_serving, bench_two_hosts, served_hosts, serving_report, two_hosts_report
 from tests.benchmarks.measured_hosts import BenchError
-from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, BatchFeatures, Run, read_figures
+from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, OfferedLoad, Run, read_figures
 from tests.benchmarks.targets import Target, find_missed
 from tests.benchmarks.two_hosts_cells import OFF, PLANNED, SYNCHRONOUS, UNPLANNED, WAYS, Cell, StepFigures
 from tests.benchmarks.workloads import WorkloadError, read_workload
@@ -102,7 +102,7 @@ def test_what_is_no_workload_is_refused(name: str) -> None:
 def make_run(way: str, throughput: float, first_token: float) -> Run:
     figures = dict.fromkeys(METRICS.values(), 1.0)
     figures.update(request_throughput=throughput, mean_ttft_ms=first_token)
-    return Run(BatchFeatures(LONG_PROMPTS, "inf"), way, figures, split=3, whole=1)
+    return Run(OfferedLoad(LONG_PROMPTS, "inf"), way, figures, split=3, whole=1)
 
 
 def test_servers_are_compared_by_medians() -> None:

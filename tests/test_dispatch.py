@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_models.reference import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import record_program
 from dbo_runtime.batch import Batch, decide_data_parallel
@@ -48,6 +47,7 @@ from dbo_runtime.program import Program
 from dbo_runtime.runtime import DataParallelSplit, MicroBatchRuntime
 from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
+from tests.reference_model import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 
 PATIENCE = 60.0  # seconds for one case; far more than any takes
 EXPERTS = 12  # of all ranks together

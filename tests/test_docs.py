@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 import sys
+from argparse import ArgumentParser
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+import dbo_runtime
 from dbo_runtime import __main__ as program
+from dbo_runtime import errors
 from dbo_runtime.adapter import GROUP
 from tools.write_docs import fill_tables, list_documents, make_models_table, make_settings_table
 
@@ -57,6 +63,42 @@ def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     assert {reason for reason in reasons if reason not in page} == set()
 
 
+def read_public_names() -> dict[str, set[str]]:
+    """Return the public names of each module, as the page on the public API lists them."""
+    page = (ROOT / "docs" / "public-api.md").read_text()
+    rows = re.findall(r"^\| `(dbo_runtime[.\w]*)` \| ([^|]+) \|", page, re.MULTILINE)
+    return {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
+
+
+def test_every_name_of_the_public_api_is_in_its_module() -> None:
+    public = read_public_names()
+    assert len(public) == 7
+    for module, names in public.items():
+        source = ROOT.joinpath(*module.split("."))
+        tree = ast.parse((source / "__init__.py" if source.is_dir() else source.with_suffix(".py")).read_text())
+        assert names <= list_defined(tree), module
+
+
+def test_what_modules_declare_as_public_is_on_the_page() -> None:
+    public = read_public_names()
+    assert set(dbo_runtime.__all__) == public["dbo_runtime"] | public["dbo_runtime.errors"]
+    (declared,) = re.findall(r"__all__ = (\[.*\])", (ROOT / "dbo_runtime" / "testing.py").read_text())
+    assert set(ast.literal_eval(declared)) == public["dbo_runtime.testing"]
+    assert public["dbo_runtime.errors"] == {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+
+
+def list_defined(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines or imports."""
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    names |= {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return names | {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_to_files_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
@@ -71,6 +113,35 @@ def test_the_errors_of_devices_are_those_in_the_code() -> None:
     parts = [part.strip() for error in errors for part in variable.split(error) if part]
     assert len(errors) >= 10
     assert not [part for part in parts if part not in code]
+
+
+def list_commands(document: Path) -> list[list[str]]:
+    """Return the words after `dbo` of each call in the document's blocks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    call = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:dbo|python -m dbo_runtime) (\w.*)")
+    found = [match[1] for block in blocks for line in block.splitlines() if (match := call.fullmatch(line.strip()))]
+    return [shlex.split(words, comments=True) for words in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_blocks_are_taken_by_the_command_line(document: Path) -> None:
+    for name, *words in list_commands(document):
+        command = program.COMMANDS[name]
+        parser = ArgumentParser(exit_on_error=False)
+        import_module(command.module).add_arguments(parser)
+        _, unknown = parser.parse_known_args([word for word in words if word != "..."])
+        assert command.passes_on or not unknown, (name, words)
+
+
+def test_commands_are_found_in_blocks() -> None:
+    assert ["doctor", "examples/tiny-deepseek"] in list_commands(ROOT / "docs" / "settings.md")
+    assert ["trace", "traces/step-000003.json", "--figure", "step.png"] in list_commands(ROOT / "docs" / "observing.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_of_make_are_in_the_makefile(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE)) <= targets
 
 
 SWEEPS = [

@@ -170,9 +170,9 @@ def test_the_event_table_has_one_event_for_each_layer_micro_batch_and_op(device:
     programs = [record_toy(layers=2)] * 2
     events = EventTable(device)
     instructions = lower(programs, alternate(programs)).instructions
-    found = [events.find(instruction) for instruction in instructions]
+    found = [events.get(instruction) for instruction in instructions]
     assert len({id(event) for event in found}) == len(events) == len(instructions)
-    assert all(events.find(instruction) is event for instruction, event in zip(instructions, found, strict=True))
+    assert all(events.get(instruction) is event for instruction, event in zip(instructions, found, strict=True))
 
 
 @pytest.mark.parametrize("declare", [ProgramBuilder.compute, ProgramBuilder.comm])

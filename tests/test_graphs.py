@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import open_device
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.serial import SerialDevice
@@ -20,8 +22,10 @@ from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.schedule import lower
 from tests.graph_logs import Log
+from tests.programs import record_toy
 
 torch = pytest.importorskip("torch")
 
@@ -56,14 +60,14 @@ class RepeatingDevice(CpuDevice):
     def __init__(self) -> None:
         super().__init__()
         self.graphs: list[Repetition] = []
-        self.beside: list[Any] = []
+        self.shared_with: list[Any] = []
         self.is_capturing = False
         self.replays = 0
         self.off = 0.0
         self.before_replay: Callable[[], Any] = lambda: None
 
-    def capture(self, run: Any, beside: Any = None) -> Any:
-        self.beside.append(beside)
+    def capture(self, run: Any, shared_with: Any = None) -> Any:
+        self.shared_with.append(shared_with)
         run()
         self.is_capturing = True
         try:
@@ -154,11 +158,11 @@ def test_all_token_counts_of_a_bucket_share_a_graph(device: RepeatingDevice, log
     assert [line["buckets"] for line in log.lines] == [[4, 4], [4, 8], [8, 4], [8, 8]]
 
 
-def test_graphs_are_captured_beside_the_newest(device: RepeatingDevice, log: Log) -> None:
+def test_graphs_are_captured_in_the_memory_of_the_newest(device: RepeatingDevice, log: Log) -> None:
     graphs, executor = Graphs(device, log, BUCKETS), prepare(device, record(), 1)
     for count in (2, 6):
         check_step(graphs, executor, make_inputs(count))
-    assert device.beside == [None, device.graphs[0]]
+    assert device.shared_with == [None, device.graphs[0]]
 
 
 def test_shapes_outside_every_bucket_run_eagerly_and_it_is_logged_once(device: RepeatingDevice, log: Log) -> None:
@@ -260,7 +264,7 @@ def test_an_unjoined_lane_is_refused_by_name_before_it_is_captured(device: Repea
         device.synchronize()
     detail = check_declines(graphs, log, "the schedule cannot be captured", 3)
     assert "lane 'side' never returns to 'compute'" in detail
-    assert device.graphs == device.beside == []
+    assert device.graphs == device.shared_with == []
 
 
 def test_an_op_that_blocks_the_host_is_refused_by_name_before_it_is_captured(device: RepeatingDevice, log: Log) -> None:
@@ -269,7 +273,7 @@ def test_an_op_that_blocks_the_host_is_refused_by_name_before_it_is_captured(dev
         check_step(graphs, executor, make_inputs(2, 2))
     detail = check_declines(graphs, log, "the schedule cannot be captured", 3)
     assert re.search(r"rule 8, instruction \d+: work/0 blocks the host.*test_graphs.py:\d+", detail)
-    assert device.graphs == device.beside == []
+    assert device.graphs == device.shared_with == []
 
 
 def test_a_recorded_step_runs_eagerly(device: RepeatingDevice, log: Log) -> None:
@@ -317,7 +321,7 @@ def test_a_capture_that_fails_is_told_with_the_op_and_not_tried_again(device: Re
     assert detail.startswith("FloatingPointError: not, while running op 'work'")
     assert calls.count(True) == 1
     check_step(graphs, good, make_inputs(2, 6))
-    assert device.beside[-1] is None  # nothing is shared with what the failure may have spoiled
+    assert device.shared_with[-1] is None  # nothing is shared with what the failure may have spoiled
     assert (graphs.captured, graphs.replayed) == (2, 0)
 
 
@@ -366,11 +370,11 @@ def test_a_replay_that_fails_becomes_an_eager_step(device: RepeatingDevice, log:
     assert device.graphs[0].is_reset
     device.before_replay = lambda: None
     check_step(graphs, executor, make_inputs(2, 5))
-    assert device.beside[-1] is None
+    assert device.shared_with[-1] is None
 
 
 def test_shapes_without_end_are_not_all_captured(device: RepeatingDevice, log: Log) -> None:
-    graphs, executor = Graphs(device, log, BUCKETS, most=3), prepare(device, record(), 1)
+    graphs, executor = Graphs(device, log, BUCKETS, max_shapes=3), prepare(device, record(), 1)
     for _ in range(2):
         for width in range(1, 6):
             graphs.run(executor, [(torch.ones(2, width),)])
@@ -397,6 +401,22 @@ def test_closing_ends_the_graphs_and_steps_that_come_are_captured_anew(device: R
         graphs.close()
     assert [graph.is_reset for graph in device.graphs] == [True, True]
     assert (graphs.captured, graphs.replayed) == (2, 2)
+
+
+def test_a_runtimes_plan_is_run_by_graphs_and_eagerly_where_there_are_none(log: Log) -> None:
+    """The CPU captures no graphs: one line says so, and results are those of eager steps."""
+    device, config = CpuDevice(), RuntimeConfig(enabled=True, mode="always")
+    graphs = Graphs(device, log, BUCKETS)
+    for _ in range(2):
+        runtime = MicroBatchRuntime(record_toy(), device, config, log)
+        plan = runtime.plan(Batch((600, 424), 1024))
+        assert isinstance(plan, ExecutionPlan)
+        expected = run_sequential([record_toy()] * 2, [(1, 2), (3, 4)])
+        assert graphs.run(plan.executor, [(1, 2), (3, 4)]) == expected
+    assert graphs.declined == {"the device captures no graphs": 2}
+    assert [line["reason"] for line in log.lines if line["event"] == "step not replayed, runs eagerly"] == [
+        "the device captures no graphs"
+    ]
 
 
 def test_the_page_on_devices_has_every_reason() -> None:

@@ -230,7 +230,7 @@ def test_a_corrupt_file_is_named(text: str, tmp_path: Path, capsys: pytest.Captu
     assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [[], ["bogus"], ["plan", "--bogus"], ["--bogus", "plan"]])
+@pytest.mark.parametrize("words", [[], ["bogus"], ["plan", "--bogus"], ["--bogus", "plan"], ["--", "plan"]])
 def test_unknown_commands_and_arguments_show_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         program.main(words)
@@ -244,6 +244,22 @@ def test_help_and_version_are_printed(words: list[str], capsys: pytest.CaptureFi
         program.main(words)
     assert stopped.value.code == 0
     assert ("plan" in capsys.readouterr().out) == ("--help" in words)
+
+
+def test_help_imports_no_command_and_nothing_heavy() -> None:
+    code = """
+import sys
+from dbo_runtime.__main__ import COMMANDS, main
+try:
+    main(["--help"])
+except SystemExit:
+    heavy = {"torch", "vllm", "numpy", *(command.module for command in COMMANDS.values())}
+    sys.stderr.write(str(sorted(heavy & set(sys.modules))))
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "[]")
+    assert all(name in done.stdout for name in program.COMMANDS)
 
 
 @pytest.mark.parametrize("script", ["dbo", "python -m dbo_runtime"])
@@ -360,7 +376,7 @@ def test_what_a_command_does_not_know_is_passed_on_if_it_wants_that(monkeypatch:
     seen = []
     module = types.ModuleType("a_command")
     module.add_arguments = lambda parser: parser.add_argument("model")  # type: ignore[attr-defined]
-    module.run = lambda arguments, words: seen.append((arguments.model, words)) or 3  # type: ignore[attr-defined]
+    module.run = lambda arguments: seen.append((arguments.model, arguments.passed_on)) or 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_command", module)
     commands = {"measure": program.Command("a_command", "measure", passes_on=True)}
     monkeypatch.setattr(program, "COMMANDS", commands)

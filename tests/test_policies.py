@@ -11,6 +11,7 @@ from dbo_runtime.policies import Order, Policy, alternate, get_policy, sequentia
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Issue, lower
 from dbo_runtime.validate import validate
+from tests.profiles import scale
 from tests.programs import record_toy
 from tests.strategies import programs
 
@@ -41,10 +42,10 @@ def test_alternate_takes_turns_after_each_overlap_point() -> None:
 @pytest.mark.parametrize("shape", ["cscm", "csmc", "cmsmc", "mscsm", "sms", "cmscmsc"])
 def test_the_side_lane_makes_no_overlap_point(shape: str) -> None:
     """Its ops compute, too: turns are taken as if they were on the compute lane."""
-    beside, folded = [record(shape)] * 2, [record(shape.replace("s", "c"))] * 2
-    assert [program.fold_side().lanes for program in beside] == [program.lanes for program in folded]
+    two_lanes, folded = [record(shape)] * 2, [record(shape.replace("s", "c"))] * 2
+    assert [program.fold_side().lanes for program in two_lanes] == [program.lanes for program in folded]
     for policy in (sequential, alternate, get_policy("staggered", 1)):
-        assert policy(beside) == policy(folded)
+        assert policy(two_lanes) == policy(folded)
 
 
 def test_any_lane_that_does_not_compute_makes_an_overlap_point() -> None:
@@ -99,7 +100,7 @@ def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
         get_policy("best", lead=0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale(100))
 @given(st.lists(programs(), min_size=1, max_size=4), st.integers(0, 4))
 def test_every_order_issues_each_op_once_and_in_program_order(chosen: Sequence[Program], lead: int) -> None:
     for order in (sequential(chosen), alternate(chosen), staggered(chosen, lead)):
@@ -109,7 +110,7 @@ def test_every_order_issues_each_op_once_and_in_program_order(chosen: Sequence[P
         assert len(order) == sum(len(program.ops) for program in chosen)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale(100))
 @given(programs(), st.integers(1, 4), st.integers(0, 4))
 def test_every_policy_may_order_micro_batches_that_run_the_same_program(program: Program, n: int, lead: int) -> None:
     for name in ("sequential", "alternate", "staggered"):

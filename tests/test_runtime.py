@@ -13,7 +13,6 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
-from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Origin
 from dbo_runtime.planner.costs.program_spec import describe_program
@@ -106,16 +105,16 @@ def test_the_first_decline_of_each_reason_is_logged_and_all_are_counted(runtime:
         runtime.decline(decline)
     runtime.decline(Decline("nowhere to cut"))
     assert log.lines == [
-        {"event": "step not split, runs whole", "reason": "fewer tokens than DBO_MIN_TOKENS", "detail": "10 < 256"},
-        {"event": "step not split, runs whole", "reason": "nowhere to cut", "detail": None},
+        {"event": "step not split", "reason": "fewer tokens than DBO_MIN_TOKENS", "detail": "10 < 256"},
+        {"event": "step not split", "reason": "nowhere to cut", "detail": None},
     ]
     declined = {"fewer tokens than DBO_MIN_TOKENS": 3, "nowhere to cut": 1}
-    assert runtime.statistics.as_dict() == {"split": 0, "beside": 0, "micro_batches": 0, "declined": declined}
+    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 0, "micro_batches": 0, "declined": declined}
 
 
 def test_planning_a_decline_counts_nothing(runtime: MicroBatchRuntime, log: Log) -> None:
     runtime.plan(Batch((1,), prefill_tokens=0))
-    assert runtime.statistics.as_dict() == {"split": 0, "beside": 0, "micro_batches": 0, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 0, "micro_batches": 0, "declined": {}}
     assert log.lines == []
 
 
@@ -123,7 +122,7 @@ def test_running_computes_what_the_sequential_loop_does_and_counts(runtime: Micr
     inputs = [(1, 0), (2, 1)]
     assert runtime.run(plan(runtime), inputs) == run_sequential([record_toy()] * 2, inputs)
     runtime.run(plan(runtime, cuts=[100, 200]), [(1, 0), (2, 1), (3, 2)])
-    assert runtime.statistics.as_dict() == {"split": 2, "beside": 0, "micro_batches": 5, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 2, "concurrent": 0, "micro_batches": 5, "declined": {}}
 
 
 def test_a_run_that_fails_is_not_counted_and_the_log_says_where(runtime: MicroBatchRuntime, log: Log) -> None:
@@ -301,7 +300,7 @@ def test_a_step_that_is_not_cut_runs_with_ops_beside_each_other(log: Log) -> Non
     whole = plan(runtime, cuts=[])
     assert whole.slices == (BatchSlice(0, 2, 0, 1024),)
     assert runtime.run(whole, [(5,)]) == [(36,)]
-    assert runtime.statistics.as_dict() == {"split": 0, "beside": 1, "micro_batches": 0, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 1, "micro_batches": 0, "declined": {}}
     runtime.config = replace(runtime.config, side="off")
     assert runtime.plan(BATCH, cuts=[]) == Decline("nowhere to cut", "no cuts were given")
     runtime.close()
@@ -312,17 +311,3 @@ def test_a_program_without_such_ops_has_nothing_to_put_beside(log: Log) -> None:
     assert not runtime.forces_side
     assert isinstance(runtime.plan(BATCH, cuts=[]), Decline)
     runtime.close()
-
-
-def test_with_graphs_steps_that_cannot_be_replayed_run_all_the_same(runtime: MicroBatchRuntime, log: Log) -> None:
-    """The CPU captures none: one line says so, and results are those of eager steps."""
-    runtime.graphs = Graphs(runtime.device, log, buckets=(512,))
-    expected = run_sequential([record_toy()] * 2, [(1, 2), (3, 4)])
-    for _ in range(2):
-        own = MicroBatchRuntime(record_toy(), runtime.device, runtime.config, log)
-        own.graphs = runtime.graphs
-        assert own.run(plan(own), [(1, 2), (3, 4)]) == expected
-    assert runtime.graphs.declined == {"the device captures no graphs": 2}
-    assert [line["reason"] for line in log.lines if line["event"] == "step not replayed, runs eagerly"] == [
-        "the device captures no graphs"
-    ]

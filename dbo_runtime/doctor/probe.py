@@ -1,4 +1,4 @@
-"""Facts that only an import of torch, torch_npu or vLLM tells. A process of its own: an import may end it.
+"""Print facts that only an import of torch, torch_npu or vLLM gives, from a process that an import may end.
 
     python -m dbo_runtime.doctor.probe torch
 
@@ -40,10 +40,12 @@ def probe_torch_npu() -> dict[str, Any]:
 
 
 def probe_vllm() -> dict[str, Any]:
-    """Return the platform that vLLM serves on, and why its version cannot be served."""
-    from dbo_runtime.vllm_plugin.api import compat
+    """Return the platform that vLLM serves on, and why its version is not served split."""
+    from dbo_runtime.vllm_plugin.api.identity import get_device_type
+    from dbo_runtime.vllm_plugin.api.versions import check_version
 
-    return {"platform": compat.get_device_type(), "unknown": compat.check_version()}
+    decline = check_version()
+    return {"platform": get_device_type(), "unknown": None if decline is None else str(decline)}
 
 
 _PROBES: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
@@ -52,10 +54,10 @@ _PROBES: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
 
 
 def main(subject: str) -> None:
-    """Print the facts about a subject, or the error that asking for them raised."""
+    """Print the facts about a subject, or the error that was raised instead."""
     try:
         facts = _PROBES[subject]()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer
+    except BaseException as error:  # noqa: BLE001 - any error is a fact, too
         facts = {"error": f"{type(error).__name__}: {error}"}
     sys.stdout.write(f"\n{MARK}{json.dumps(facts)}\n")
 

@@ -1,4 +1,4 @@
-"""Findings as text, and as data."""
+"""Findings as text and as data."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from dbo_runtime.doctor.finding import Finding, is_well
+from dbo_runtime.doctor.finding import Finding, is_ok
 
-WIDTH = 120
-SIGNS = {"ok": "ok", "info": "-", "warn": "WARN", "fail": "FAIL"}
+MAX_COLUMNS = 120
+LABELS = {"ok": "ok", "info": "-", "warn": "WARN", "fail": "FAIL"}
 
 
 def describe_findings(findings: Sequence[Finding]) -> str:
-    """Return a line or more for each finding, what to do about it below, and the sum at the end."""
+    """Return one or more lines per finding, its remedy below it, and a summary at the end."""
     width = max(len(finding.name) for finding in findings)
     lines = [line for finding in findings for line in _describe(finding, width)]
     return "\n".join([*lines, "", _sum_up(findings)])
 
 
 def list_findings(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the findings for a program."""
+    """Return the findings for programs."""
     return {
-        "ok": is_well(findings),
+        "ok": is_ok(findings),
         "findings": [{**finding._asdict(), "details": dict(finding.details)} for finding in findings],
     }
 
 
 def _describe(finding: Finding, width: int) -> list[str]:
     blank = " " * (width + 8)
-    head = f"{SIGNS[finding.state]:<4}  {finding.name:<{width}}  "
+    head = f"{LABELS[finding.state]:<4}  {finding.name:<{width}}  "
     lines = _wrap(finding.found, head, blank)
     if finding.remedy:
         lines += _wrap(finding.remedy, f"{blank}-> ", f"{blank}   ")
@@ -39,12 +39,12 @@ def _describe(finding: Finding, width: int) -> list[str]:
 
 def _wrap(text: str, first: str, later: str) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+        text, MAX_COLUMNS, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
 
 
 def _sum_up(findings: Sequence[Finding]) -> str:
     failed = sum(finding.state == "fail" for finding in findings)
     warned = sum(finding.state == "warn" for finding in findings)
-    what = "nothing is in the way of overlap here" if is_well(findings) else f"{failed} to mend before steps are split"
+    what = "nothing prevents overlap here" if is_ok(findings) else f"{failed} to fix before steps are split"
     return f"{what}{f'; {warned} to look at' if warned else ''}"

@@ -1,4 +1,4 @@
-"""The settings: what they are, where they come from, and whether the files that they name can be used."""
+"""Check the settings: their values, where these come from, and whether the files that they name can be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALIBRATE = "`dbo calibrate MODEL --output FILE` writes one"
 
 
 def split_settings(environ: Mapping[str, str]) -> tuple[RuntimeConfig, list[str]]:
-    """Return the settings without those that are wrong, and what is wrong with each of these."""
+    """Return the settings without those that are not allowed, and the error of each of these."""
     good, problems = {}, []
     for variable in sorted(environ):
         if variable == ENABLE or variable.startswith(PREFIX):
@@ -28,7 +28,7 @@ def split_settings(environ: Mapping[str, str]) -> tuple[RuntimeConfig, list[str]
 
 
 def check_settings(environ: Mapping[str, str], problems: list[str]) -> list[Finding]:
-    """Tell each setting with its source; each that is wrong is a finding of its own, and stops vLLM's start."""
+    """List each setting with its source; each that is not allowed is a finding of its own, and stops vLLM's start."""
     remedy = "correct or unset it: vLLM does not start with it"
     found = [Finding("settings", "fail", problem.removesuffix(" Correct or unset it."), remedy) for problem in problems]
     rows = tuple((setting.variable, _describe_value(setting, environ)) for setting in list_settings())
@@ -43,44 +43,44 @@ def _describe_value(setting: Setting, environ: Mapping[str, str]) -> str:
 
 
 def check_switch(config: RuntimeConfig) -> Finding:
-    """Tell whether overlap is turned on."""
+    """Check that overlap is turned on."""
     if not config.enabled:
         return Finding("switch", "fail", "overlap is turned off", f"export {ENABLE}=1, on every host")
     if config.mode == "off":
-        return Finding("switch", "fail", "DBO_MODE=off: every step runs whole", "export DBO_MODE=auto")
+        return Finding("switch", "fail", "DBO_MODE=off: every step runs unsplit", "export DBO_MODE=auto")
     return Finding("switch", "ok", f"overlap is turned on, mode {config.mode}")
 
 
 def check_costs(config: RuntimeConfig) -> Finding:
-    """Tell whether there are costs to plan with. Without, `auto` goes by thresholds, so nothing here is a failure."""
+    """Check the costs to plan with. Without them `auto` uses thresholds, so nothing here is a failure."""
     if not config.costs:
-        found = "calibration at each start" if config.calibrate else "no cost file: `auto` goes by the two thresholds"
+        found = "calibration at each start" if config.calibrate else "no cost file: `auto` uses the two thresholds"
         return Finding("costs", "info", found, "" if config.calibrate else f"{CALIBRATE}, for DBO_COSTS")
     path = Path(config.costs)
     if config.calibrate:
         if os.access(path.absolute().parent, os.W_OK) and not path.is_dir():
             return Finding("costs", "ok", f"calibration writes {path} at the start")
-        found = f"{path} cannot be written: calibration would be done and not kept"
+        found = f"{path} cannot be written: calibration would run, and its result be lost"
         return Finding("costs", "warn", found, "name a file in a writable folder")
     files = [] if path.exists() else list_stage_files(config.costs)
     try:
         tables = {file: load_costs(file) for file in files or [config.costs]}
     except ConfigError as error:
-        return Finding("costs", "warn", f"{error} Until then `auto` goes by thresholds.", CALIBRATE)
+        return Finding("costs", "warn", f"{error} Until then `auto` uses thresholds.", CALIBRATE)
     found = "; ".join(
         f"{file}: {table.origin.kind}, {table.origin.date}, digest {table.digest}" for file, table in tables.items()
     )
     if any(table.origin.kind != "measured" for table in tables.values()):
-        return Finding("costs", "warn", f"{found}; such costs are of no machine that serves", CALIBRATE)
-    return Finding("costs", "ok", f"{found}; whether they are of this machine and model is compared at the start")
+        return Finding("costs", "warn", f"{found}; such costs are not of a machine that serves", CALIBRATE)
+    return Finding("costs", "ok", f"{found}; whether they are of this machine and model is checked at start")
 
 
 def check_trace(config: RuntimeConfig) -> list[Finding]:
-    """Tell whether traces can be written, where they are asked for: otherwise vLLM does not start."""
+    """Check that traces can be written, if they are asked for: otherwise vLLM does not start."""
     if not config.trace:
         return []
     folder = Path(config.trace).absolute()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return [Finding("trace", "fail", f"{folder} cannot be written", "let DBO_TRACE name a writable folder")]
-    return [Finding("trace", "ok", f"{folder} {'is writable' if parent == folder else 'can be made'}")]
+    return [Finding("trace", "ok", f"{folder} {'is writable' if parent == folder else 'can be created'}")]

@@ -6,15 +6,16 @@ from functools import partial
 from typing import Any
 
 from dbo_runtime import ProgramBuilder, Value
+from dbo_runtime.decline import Decline
 
 
 class GraniteAdapter:
     """Takes the layers of vLLM's GraniteForCausalLM apart at their two all-reduces."""
 
-    def decline(self, model: Any) -> str | None:
-        """Return why this very model cannot be split, or None."""
-        kinds = {type(layer).__name__ for layer in model.model.layers}
-        return None if kinds == {"GraniteDecoderLayer"} else f"its layers are {', '.join(sorted(kinds))}"
+    def decline(self, model: Any) -> Decline | None:
+        """Return why this model, as configured and loaded, cannot be split, or None if it can."""
+        unknown = {type(layer).__name__ for layer in model.model.layers} - {"GraniteDecoderLayer"}
+        return Decline("its layers are not known", ", ".join(sorted(unknown))) if unknown else None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Any, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out. Reads like the model's forward."""

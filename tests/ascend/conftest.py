@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import suites
 from tests.standin_cann import cann
-from tests.standin_cann.build import StandInError, build
+from tests.standin_cann.build import build
 from tests.vllm_plugin.ranks import Ranks
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
@@ -63,24 +64,31 @@ OBSTACLE = check_inputs()
 collect_ignore_glob = [] if OBSTACLE is None else ["test_*.py"]
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if these tests are required and were left out."""
+    suites.fail_if_required(session, OBSTACLE)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say once why these tests were left out."""
-    if OBSTACLE is not None:
-        terminalreporter.write_line(f"tests/ascend: left out, because {OBSTACLE}")
+    """Report why these tests were left out."""
+    suites.report_left_out(terminalreporter, "tests/ascend", OBSTACLE)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _environment() -> Iterator[None]:
-    """Set what every process has to find when it starts, its libraries above all."""
-    try:
-        libraries = build()
-        cann.load()  # for this process, where transformers imports torch_npu if that is there
-    except StandInError as error:
-        pytest.skip(str(error))
+    """Set what every process has to find when it starts, its libraries above all; a failing build fails all tests."""
+    libraries = build()
+    cann.load()  # for this process, where transformers imports torch_npu if that is there
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, "LD_LIBRARY_PATH": str(libraries)}.items():
             patch.setenv(name, value)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _device(record_property: Callable[[str, object], None]) -> None:
+    """Count these tests with those on the NPU."""
+    record_property("device", "npu")
 
 
 @pytest.fixture(scope="module")

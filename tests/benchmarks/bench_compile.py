@@ -40,8 +40,9 @@ from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
-from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.benchmarks.page import Publish, find_command, make_table
 from tests.vllm_plugin.families import FAMILIES, SIZES, TINY, find_backend
 
@@ -118,8 +119,8 @@ class Served:
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
         config = self._runner.vllm_config
-        groups = compat.get_groups(config)
-        collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
+        groups = get_groups(config)
+        collectives = ModelCollectives(get_platform(), groups.tensor_parallel, groups.data_parallel)
         adapter = get_adapter(subject.architecture)
         assert adapter is not None
         self.program = record_program(adapter, self._model, collectives)

@@ -33,7 +33,7 @@ from tests.benchmarks.measured_hosts import (
 )
 from tests.benchmarks.page import write_section
 from tests.benchmarks.served_hosts import Server, serve
-from tests.benchmarks.served_workloads import METRICS, TRAFFIC, BatchFeatures, Run, send
+from tests.benchmarks.served_workloads import METRICS, TRAFFIC, OfferedLoad, Run, send
 from tests.benchmarks.serving_report import (
     ENOUGH,
     OFF,
@@ -106,17 +106,17 @@ def check_request_rate(words: str) -> str:
     return words
 
 
-def choose_loads(arguments: argparse.Namespace) -> list[BatchFeatures]:
+def choose_loads(arguments: argparse.Namespace) -> list[OfferedLoad]:
     """Return what to send."""
     loads = []
     for name in arguments.workloads:
         traffic = replace(TRAFFIC[name], requests=arguments.requests or TRAFFIC[name].requests)
-        loads += [BatchFeatures(traffic, rate) for rate in arguments.request_rates or traffic.rates]
+        loads += [OfferedLoad(traffic, rate) for rate in arguments.request_rates or traffic.rates]
     return loads
 
 
 def measure_all(
-    setting: Setting, link: str, loads: Sequence[BatchFeatures], ways: Sequence[str], repeat: int
+    setting: Setting, link: str, loads: Sequence[OfferedLoad], ways: Sequence[str], repeat: int
 ) -> list[Run]:
     """Measure every load: with a server without the plugin, if that is asked for, and in each way of one that has it.
 
@@ -137,7 +137,7 @@ def measure_all(
 
 
 def measure(
-    setting: Setting, server: Server, loads: Sequence[BatchFeatures], ways: Sequence[str], repeat: int
+    setting: Setting, server: Server, loads: Sequence[OfferedLoad], ways: Sequence[str], repeat: int
 ) -> Iterator[Run]:
     """Yield the runs of a server, ways in turn, after one of each way to warm up with each traffic."""
     orders = list(permutations(ways))  # what ran before leaves its mark
@@ -155,7 +155,7 @@ def measure(
                 yield run
 
 
-def run_once(setting: Setting, server: Server, load: BatchFeatures, way: str) -> Run:
+def run_once(setting: Setting, server: Server, load: OfferedLoad, way: str) -> Run:
     """Have the server go a way, and send it the requests."""
     if way == WITHOUT:
         return Run(load, way, send(setting, server, load))

@@ -65,7 +65,7 @@ TRAFFIC = {traffic.name: traffic for traffic in (LONG_PROMPTS, LONG_ANSWERS)}
 
 
 @dataclass(frozen=True)
-class BatchFeatures:
+class OfferedLoad:
     """A traffic at one rate."""
 
     traffic: Traffic
@@ -82,14 +82,14 @@ class Run:
         split, whole: steps of the server meanwhile; None where it does not count.
     """
 
-    load: BatchFeatures
+    load: OfferedLoad
     way: str
     figures: dict[str, float]
     split: int | None = None
     whole: int | None = None
 
 
-def send(setting: Setting, server: Server, load: BatchFeatures) -> dict[str, float]:
+def send(setting: Setting, server: Server, load: OfferedLoad) -> dict[str, float]:
     """Send the requests from the server's host with `vllm bench serve`, and return what it measured.
 
     Raises:
@@ -129,7 +129,7 @@ def read_figures(found: dict[str, Any], traffic: Traffic) -> dict[str, float]:
     return {name: float(found[name]) for name in METRICS.values()}
 
 
-def find_median(runs: Sequence[Run], load: BatchFeatures, way: str, metric: str) -> float | None:
+def find_median(runs: Sequence[Run], load: OfferedLoad, way: str, metric: str) -> float | None:
     """Return the median of a metric over all runs of a way; None without any."""
     values = [run.figures[metric] for run in runs if (run.load, run.way) == (load, way)]
     return median(values) if values else None

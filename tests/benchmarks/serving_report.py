@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.benchmarks.measured_hosts import describe_model
 from tests.benchmarks.page import make_table
-from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, BatchFeatures, Run, Traffic, find_median
+from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, OfferedLoad, Run, Traffic, find_median
 from tests.benchmarks.targets import Target
 
 OFF, ON, ALWAYS, WITHOUT = "off", "on", "always", "without"
@@ -16,7 +16,7 @@ WAYS = {  # of a server with the plugin: settings
     ALWAYS: {"DBO_MODE": "always", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
 }
 TARGET_RATE, ENOUGH = "200mbit", 3  # of the link; runs for a verdict
-TARGET_LOAD = BatchFeatures(LONG_PROMPTS, "inf")
+TARGET_LOAD = OfferedLoad(LONG_PROMPTS, "inf")
 THROUGHPUT, FIRST_TOKEN = "request_throughput", "mean_ttft_ms"
 REMARKS = """\
 One server with `VLLM_ASCEND_ENABLE_DBO=1` and `DBO_CALIBRATE=1`, which is told over RPC before each run what to do,
@@ -67,13 +67,13 @@ def make_rows(runs: Sequence[Run]) -> list[str]:
     return make_table(header, rows)
 
 
-def describe_steps(runs: Sequence[Run], load: BatchFeatures, way: str) -> str:
+def describe_steps(runs: Sequence[Run], load: OfferedLoad, way: str) -> str:
     """Return how many of how many steps were split in the last run of a way."""
     run = [run for run in runs if (run.load, run.way) == (load, way)][-1]
     return "" if run.split is None or run.whole is None else f"{run.split} of {run.split + run.whole}"
 
 
-def compare(runs: Sequence[Run], load: BatchFeatures, way: str, metric: str) -> float | None:
+def compare(runs: Sequence[Run], load: OfferedLoad, way: str, metric: str) -> float | None:
     """Return the ratio of a way's median to that of `off`; None if one of them was not measured."""
     own, off = (find_median(runs, load, each, metric) for each in (way, OFF))
     return own / off if own is not None and off else None

@@ -16,7 +16,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from examples.compare_ways import gather
+from examples.compare_modes import gather
 from examples.network_hosts import Host
 from examples.two_nodes import OPTIONS, join_data_parallel, join_tensor_parallel, let_workers_go_first
 from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, PLANNED, WAYS, Cell, StepFigures

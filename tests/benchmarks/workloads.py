@@ -66,7 +66,7 @@ def run(llm: Any, workload: Workload, ask: bool = False) -> list[tuple[int, ...]
     """
     from vllm import SamplingParams
 
-    from examples.compare_ways import make_prompts
+    from examples.compare_modes import make_prompts
 
     *prompts, late = make_prompts(llm, [*workload.prompts, workload.late or 1])
     sampling = [

@@ -7,6 +7,7 @@ tensor there, a latch is a value in its memory that a stream waits for.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
@@ -169,18 +170,27 @@ def open_rig(name: str) -> HostRig | StreamRig:
 
 
 def prepare(name: str) -> None:
-    """Put the stand-in CANN in place where the NPU is wanted; skip where it cannot be had."""
+    """Load the stand-in for CANN where *name* is the NPU; skip without torch_npu, fail if the build fails."""
     if name != "npu":
         return
     if importlib.util.find_spec("torch_npu") is None:
         pytest.skip("torch_npu is not installed here: `make test-npu` makes an environment that has it")
+    error = load_standin()
+    if error is not None:
+        pytest.fail(error, pytrace=False)
+
+
+@functools.cache  # a build that fails takes minutes, and every test would repeat it
+def load_standin() -> str | None:
+    """Build and load the stand-in for CANN, unless CANN itself is here; return why that failed, if it did."""
     from tests.standin_cann import cann
     from tests.standin_cann.build import StandInError
 
     try:
         cann.load()
     except StandInError as error:
-        pytest.skip(str(error))
+        return str(error)
+    return None
 
 
 def _find_functions(name: str) -> Sequence[Callable[[Any, int], None]]:

@@ -90,7 +90,7 @@ def make_inputs(*bounds: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def compare_split_and_unsplit(rank: Any) -> dict[str, Any]:
-    """Return how far split and unsplit results are apart at each cut, and what ran beside the all-reduces."""
+    """Return the relative error of split results at each cut, and what was concurrent to the all-reduces."""
     from tests.standin_cann import cann
 
     standin = cann.load()
@@ -102,7 +102,7 @@ def compare_split_and_unsplit(rank: Any) -> dict[str, Any]:
     schedule = lower([program] * 2, alternate([program] * 2))
     validate(schedule)
     executor = Executor(schedule, device, EventTable(device))
-    apart = {cut: measure_distance(run_split(executor, layers, cut), whole) for cut in range(1, TOKENS)}
+    apart = {cut: compute_relative_error(run_split(executor, layers, cut), whole) for cut in range(1, TOKENS)}
     standin.delay("HcclAllReduce", SLOW)
     with standin.trace() as unsplit:
         run_whole(program, layers)
@@ -112,9 +112,9 @@ def compare_split_and_unsplit(rank: Any) -> dict[str, Any]:
     lanes = [lane.stream.stream_id for lane in device.open_lanes(schedule.lanes)]
     return {
         "apart": apart,
-        "beside": {"unsplit": find_beside(unsplit), "split": find_beside(split)},
+        "concurrent": {"unsplit": list_concurrent(unsplit), "split": list_concurrent(split)},
         "lanes": lanes,
-        "collectives": sorted(device.find_taken()),
+        "collectives": sorted(device.list_reserved()),
     }
 
 
@@ -122,11 +122,11 @@ def find_streams_of_collectives(rank: Any) -> list[int]:
     """Return on which stream a new group's collectives run: before the first, after others drew some, and after it."""
     group = dist.new_group(backend="hccl")
     device = NpuDevice(groups=[group])
-    found = [*device.find_taken()]
+    found = [*device.list_reserved()]
     drawn = [device.backend.Stream().stream_id for _ in range(5)]
-    found += device.find_taken()
+    found += device.list_reserved()
     dist.all_reduce(torch.ones(4, device="npu"), group=group)
-    found += device.find_taken()
+    found += device.list_reserved()
     assert not set(found) & set(drawn)
     return found
 
@@ -147,11 +147,11 @@ def run_split(executor: Executor, layers: list[Layer], cut: int) -> list[torch.T
     return [torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)]
 
 
-def measure_distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+def compute_relative_error(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(one, other, strict=True))
 
 
-def find_beside(kernels: Any) -> list[str]:
+def list_concurrent(kernels: Any) -> list[str]:
     """Return the kernels that ran while another stream was in an all-reduce."""
     kernels = [kernel for kernel in kernels if not kernel.name.startswith("Event")]
     reduces = [kernel for kernel in kernels if kernel.name == "HcclAllReduce"]

@@ -79,7 +79,7 @@ def test_auto_takes_what_is_there_and_says_once_why(capfd: pytest.CaptureFixture
 def test_a_device_that_needs_torch_says_so_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torch", "dbo_runtime.devices.npu", "dbo_runtime.devices.torch_streams"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DeviceError, match=r"device 'npu' needs torch, which cannot be imported .*: install or mend it"):
+    with pytest.raises(DeviceError, match=r"device 'npu' needs torch, which cannot be imported .*: install or repair"):
         open_device("npu")
 
 

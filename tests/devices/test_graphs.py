@@ -20,6 +20,7 @@ from dbo_runtime.program import Op, Program, ProgramBuilder
 from dbo_runtime.schedule import Schedule, lower
 from tests.devices import rigs
 from tests.graph_logs import Log
+from tests.profiles import scale
 from tests.strategies import Mix, orders, programs
 
 if not {*rigs.STREAMS} & {*rigs.find_present()}:
@@ -137,7 +138,7 @@ def test_random_programs_replayed_compute_what_the_sequential_loop_computes(
     lanes: set[str] = set()
     done = [0, 0]
 
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=scale(EXAMPLES))
     @given(schedules(), st.data())
     def check(schedule: Schedule, data: st.DataObject) -> None:
         count = st.integers(1, BUCKETS[-1])
@@ -302,7 +303,7 @@ def test_a_capture_within_a_capture_is_refused_and_a_step_there_becomes_part_of_
 
     def run() -> Outputs:
         if device.is_capturing:
-            with pytest.raises(DeviceError, match="a capture goes on already") as caught:
+            with pytest.raises(DeviceError, match="a capture is in progress already") as caught:
                 device.capture(lambda: None)
             refused.append(str(caught.value))
             return graphs.run(executor, moved)

@@ -28,6 +28,7 @@ from dbo_runtime.validate import validate
 from tests.devices import rigs
 from tests.latch import GRACE
 from tests.mutants import move_free_earlier, remove_wait
+from tests.profiles import scale
 from tests.strategies import Case, cases
 
 if not {*rigs.STREAMS} & {*rigs.find_present()}:
@@ -112,8 +113,8 @@ def test_without_the_wait_validation_refuses_and_the_device_reads_what_is_not_th
     assert run_late(rig, schedule, latch) == [POISON * 2 + 1] * LENGTH
 
 
-def record_beside(rig: Any, latch: Any) -> Program:
-    """Return a program whose comm op is held while a compute op beside it needs memory."""
+def record_concurrent(rig: Any, latch: Any) -> Program:
+    """Return a program whose comm op is held while a concurrent compute op needs memory."""
 
     def allocate() -> torch.Tensor:
         rig.drain()
@@ -140,12 +141,12 @@ def with_free_at(schedule: Schedule, name: str, label: str) -> Schedule:
 
 def test_a_free_comes_when_no_lane_reads_the_memory_any_more(rig: Any) -> None:
     latch = rig.make_latch()
-    assert run_late(rig, lower_alone(record_beside(rig, latch)), latch) == [1010] * LENGTH
+    assert run_late(rig, lower_alone(record_concurrent(rig, latch)), latch) == [1010] * LENGTH
 
 
 def test_a_free_moved_earlier_is_refused_and_gives_the_memory_away_while_it_is_read(rig: Any) -> None:
     latch = rig.make_latch()
-    schedule = with_free_at(lower_alone(record_beside(rig, latch)), "make", "other/0")
+    schedule = with_free_at(lower_alone(record_concurrent(rig, latch)), "make", "other/0")
     with pytest.raises(ScheduleError, match="make"):
         validate(schedule)
     assert run_late(rig, schedule, latch) == [3000] * LENGTH  # what `other` wrote there, twice, and once
@@ -154,7 +155,7 @@ def test_a_free_moved_earlier_is_refused_and_gives_the_memory_away_while_it_is_r
 def test_random_programs_compute_what_the_sequential_loop_computes(rig: Any) -> None:
     device, slow_down = rig.device, find_jitter(rig.device.name)
 
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=scale(EXAMPLES))
     @given(cases(), st.integers(0, 2**31))
     def check(case: Case, seed: int) -> None:
         slow_down(seed, LONGEST)
@@ -171,7 +172,7 @@ def test_random_faults_that_validation_refuses_do_harm(standin: Any, record_prop
     device = open_device("npu")
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=MUTANTS)
+    @settings(max_examples=scale(MUTANTS))
     @given(cases(), st.sampled_from([remove_wait, move_free_earlier]), st.data())
     def check(case: Case, mutation: Any, data: st.DataObject) -> None:
         if mutation is remove_wait:

@@ -23,7 +23,7 @@ if not {*rigs.STREAMS} & {*rigs.find_present()}:
 
 import torch
 
-from dbo_runtime.devices.torch_streams import POOL, StreamDevice, StreamLane
+from dbo_runtime.devices.torch_streams import POOL_STREAMS, StreamDevice, StreamLane
 
 NUMBERS = torch.arange(64)
 
@@ -67,15 +67,15 @@ def assert_equal(outputs: Any, expected: Any) -> None:
 def test_each_lane_has_a_stream_of_its_own(device: StreamDevice) -> None:
     """However many streams somebody else draws from the same pool."""
     for name in ("comm", "aux", "extra", "more"):
-        [device.backend.Stream() for _ in range(POOL - 1)]
+        [device.backend.Stream() for _ in range(POOL_STREAMS - 1)]
         device.open_lanes(["compute", name])
     lanes = device.open_lanes(["compute", "comm", "aux", "extra", "more"])
     assert len({lane.stream.stream_id for lane in lanes}) == len(lanes)
 
 
 def test_more_lanes_than_streams_are_refused(device: StreamDevice) -> None:
-    with pytest.raises(DeviceError, match=rf"no stream left for lane 'l\d+': it hands out {POOL} in turn"):
-        device.open_lanes(["compute", *(f"l{number}" for number in range(POOL + 1))])
+    with pytest.raises(DeviceError, match=rf"no stream left for lane 'l\d+': all {POOL_STREAMS} are in use"):
+        device.open_lanes(["compute", *(f"l{number}" for number in range(POOL_STREAMS + 1))])
 
 
 def test_streams_are_made_once(device: StreamDevice) -> None:

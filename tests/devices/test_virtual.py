@@ -15,6 +15,7 @@ from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Instruction, Issue, Schedule, lower
+from tests.profiles import scale
 from tests.programs import record_toy
 from tests.strategies import Case, cases, make_inputs
 
@@ -189,7 +190,7 @@ def test_taking_turns_pays_in_spite_of_a_host_sync() -> None:
     assert time_experts(alternate, host_sync=True, shared_first=True) < 0.93 * in_sequence
 
 
-@settings(max_examples=150)
+@settings(max_examples=scale(150))
 @given(cases(), st.lists(st.integers(1, 9), min_size=7, max_size=7))
 def test_without_issue_costs_nothing_but_waits_and_lanes_counts(case: Case, costs: list[int]) -> None:
     schedule = case.lower()
@@ -201,7 +202,7 @@ def test_without_issue_costs_nothing_but_waits_and_lanes_counts(case: Case, cost
         lane_ends[span.lane] = ends[instruction.issue] = span.end
 
 
-@settings(max_examples=150)
+@settings(max_examples=scale(150))
 @given(cases(), st.lists(st.integers(1, 9), min_size=7, max_size=7))
 def test_running_and_simulating_agree_on_time_and_running_computes(case: Case, costs: list[int]) -> None:
     schedule = case.lower()

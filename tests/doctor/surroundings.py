@@ -41,7 +41,7 @@ class Surroundings:
         self.describe("dbo_runtime", own.version, own.read_text("entry_points.txt") or "")
 
     def describe(self, name: str, version: str, entry_points: str = "") -> Path:
-        """Register a package as pip does, without its code; return the folder that says so."""
+        """Register a package as pip does, without its code; return the folder of its metadata."""
         folder = self._packages / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -81,6 +81,6 @@ class Surroundings:
         """Run doctor in it, and return its findings by name; `status` is its exit status."""
         done = self.run(*words, "--json", **variables)
         assert done.stderr == ""
-        told = json.loads(done.stdout)
-        assert told["ok"] == (done.returncode == 0)
-        return {"status": done.returncode, **{finding["name"]: finding for finding in told["findings"]}}
+        report = json.loads(done.stdout)
+        assert report["ok"] == (done.returncode == 0)
+        return {"status": done.returncode, **{finding["name"]: finding for finding in report["findings"]}}

@@ -68,10 +68,12 @@ def test_a_broken_torch_npu_is_a_finding_with_its_own_words(code: str, said: str
     assert found["devices"]["found"].startswith("no npu")
 
 
-def test_a_torch_npu_for_another_torch_is_told_of(ascend: Surroundings) -> None:
+def test_a_torch_npu_for_another_torch_is_reported(ascend: Surroundings) -> None:
     ascend.add("torch_npu", "2.10.0.post4", "raise ImportError('undefined symbol')")
     found = ascend.examine()
-    assert found["torch_npu"]["found"].startswith("2.10.0.post4, for another torch than 2.13.0, cannot be imported")
+    assert found["torch_npu"]["found"].startswith(
+        "2.10.0.post4, made for another torch than 2.13.0, cannot be imported"
+    )
     assert found["torch_npu"]["remedy"] == "install torch_npu 2.13.0"
 
 
@@ -90,9 +92,9 @@ def test_cann_whose_set_env_was_not_sourced_is_named(ascend: Surroundings) -> No
     assert found["CANN"]["remedy"] == f"source {home}/set_env.sh"
 
 
-def test_a_cann_that_is_gone_is_told_of(ascend: Surroundings) -> None:
+def test_a_cann_that_is_gone_is_reported(ascend: Surroundings) -> None:
     found = ascend.examine(ASCEND_HOME_PATH="/nowhere/cann")
-    assert (found["status"], found["CANN"]["state"]) == (0, "warn")  # without torch_npu, nobody needs it
+    assert (found["status"], found["CANN"]["state"]) == (0, "warn")  # without torch_npu, nothing needs it
     assert found["CANN"]["found"] == "ASCEND_HOME_PATH=/nowhere/cann, but there is no such folder"
 
 
@@ -103,7 +105,7 @@ def test_a_cann_that_is_gone_is_told_of(ascend: Surroundings) -> None:
         ("0.18.0", "warn", "0.18.0, but vLLM is 0.30.0"),
     ],
 )
-def test_a_vllm_ascend_of_another_version_is_told_of(
+def test_a_vllm_ascend_of_another_version_is_reported(
     version: str, state: str, said: str, serving: Surroundings
 ) -> None:
     serving.describe("vllm_ascend", version)

@@ -15,20 +15,22 @@ from tests.doctor.surroundings import ROOT, Surroundings
 ON = {"VLLM_ASCEND_ENABLE_DBO": "1"}
 
 
-def test_with_nothing_but_the_core_all_is_told_and_vllm_is_missing(core: Surroundings) -> None:
+def test_with_nothing_but_the_core_all_is_reported_and_vllm_is_missing(core: Surroundings) -> None:
     done = core.run(**ON)
     assert (done.returncode, done.stderr) == (1, "")
     assert "FAIL  vLLM " in done.stdout
     assert "-> pip install 'dbo-runtime[vllm]'" in done.stdout
     assert "ok    plugin " in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("2 to mend before steps are split")  # vLLM, and torch, its part
+    assert done.stdout.splitlines()[-1].startswith(
+        "2 to fix before steps are split"
+    )  # vLLM, and torch, which it brings
 
 
-def test_where_vllm_serves_on_cpu_nothing_is_in_the_way(serving: Surroundings) -> None:
+def test_where_vllm_serves_on_cpu_nothing_prevents_overlap(serving: Surroundings) -> None:
     done = serving.run()
     assert (done.returncode, done.stderr) == (0, "")
     assert "vLLM would serve on cpu" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("nothing is in the way of overlap here")
+    assert done.stdout.splitlines()[-1].startswith("nothing prevents overlap here")
 
 
 @pytest.mark.slow
@@ -55,7 +57,7 @@ def test_another_vllm_is_not_served(core: Surroundings) -> None:
     found = core.examine(**ON)
     assert (found["status"], found["vLLM"]["state"]) == (1, "fail")
     assert found["vLLM"]["remedy"] == "install vLLM 0.30.x"
-    assert "not one that this dbo_runtime knows" in found["platform"]["found"]
+    assert "this version of vLLM is not known to dbo_runtime" in found["platform"]["found"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_the_torch_that_is_known_is_the_one_that_is_asked_for() -> None:
     assert limits == {f">={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}", f"<{major}.{minor + 1}"}
 
 
-def test_a_plugin_that_is_left_out_by_name_is_not_loaded(serving: Surroundings) -> None:
+def test_a_plugin_that_is_excluded_by_name_is_not_loaded(serving: Surroundings) -> None:
     found = serving.examine(VLLM_PLUGINS="ascend,lora_filesystem_resolver")
     assert (found["status"], found["plugin"]["state"]) == (1, "fail")
     assert "export VLLM_PLUGINS=ascend,lora_filesystem_resolver,dbo_runtime" in found["plugin"]["remedy"]
@@ -118,21 +120,21 @@ def test_names_of_plugins_are_compared_as_vllm_does(names: str, state: str, serv
     assert serving.examine(VLLM_PLUGINS=names)["plugin"]["state"] == state
 
 
-def test_a_platform_that_is_left_out_is_told_of(serving: Surroundings) -> None:
+def test_a_platform_that_is_excluded_is_reported(serving: Surroundings) -> None:
     serving.describe("some_platform", "1.0", "[vllm.platform_plugins]\nascend = some_platform:register\n")
     found = serving.examine(VLLM_PLUGINS="dbo_runtime")
     assert (found["status"], found["plugin"]["state"]) == (0, "warn")
-    assert "leaves out the platform ascend" in found["plugin"]["found"]
+    assert "excludes the platform ascend" in found["plugin"]["found"]
 
 
-def test_switches_of_other_attempts_are_told_of(serving: Surroundings) -> None:
+def test_switches_of_other_implementations_are_reported(serving: Surroundings) -> None:
     assert serving.examine()["other switches"]["state"] == "ok"
     found = serving.examine(VLLM_ASCEND_DBO_COMM_AIV_NUM="16")
     assert (found["status"], found["other switches"]["state"]) == (0, "warn")
     assert "unset VLLM_ASCEND_DBO_COMM_AIV_NUM" in found["other switches"]["remedy"]
 
 
-def test_packages_in_the_folder_where_it_is_called_do_not_stand_for_those_installed(serving: Surroundings) -> None:
+def test_packages_in_the_folder_where_it_is_called_are_not_taken_for_those_installed(serving: Surroundings) -> None:
     if sys.version_info < (3, 11):
         pytest.skip("Python 3.10 always looks in the current folder first")
     (serving.home / "torch.py").write_text("raise RuntimeError('this is a draft of mine')")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.doctor.finding import Finding, is_well
+from dbo_runtime.doctor.finding import Finding, is_ok
 from dbo_runtime.doctor.model import check_model
 from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
 from dbo_runtime.planner.costs.cost_file import save_costs
@@ -43,7 +43,7 @@ def test_settings_come_with_their_source_and_every_wrong_one_is_a_failure(servin
 def test_what_has_nothing_to_do_with_settings_is_left_alone() -> None:
     config, problems = split_settings({"VLLM_USE_V1": "7", "DBO_MARGIN": "0.5"})
     assert (config.margin, problems) == (0.5, [])
-    assert is_well(check_settings({"DBO_MARGIN": "0.5"}, problems))
+    assert is_ok(check_settings({"DBO_MARGIN": "0.5"}, problems))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_cost_files_of_a_pipelines_stages_are_found(tmp_path: Path) -> None:
     [
         ("absent.json", "cannot be read"),
         ("corrupt.json", "is not JSON"),
-        ("modelled.json", "of no machine that serves"),
+        ("modelled.json", "not of a machine that serves"),
         (".", "cannot be read"),
     ],
 )
-def test_a_cost_file_that_cannot_be_used_stops_nobody(name: str, said: str, tmp_path: Path) -> None:
+def test_a_cost_file_that_cannot_be_used_stops_nothing(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "corrupt.json").write_text("{")
     save_costs(get_case("a3-layer-4894").table, tmp_path / "modelled.json")
     found = check_costs(RuntimeConfig(costs=str(tmp_path / name)))
@@ -141,17 +141,17 @@ def test_without_an_adapter_the_generic_front_end_will_do_if_it_has_greenlet(
     granite = write_model(tmp_path / "model", {"architectures": ["GraniteForCausalLM"]})
     serving.variables["DBO_GENERIC"] = "1"
     found = serving.examine(granite)["model"]
-    assert (found["state"], found["remedy"]) == ("fail", "pip install 'dbo-runtime[generic]', which that needs")
+    assert (found["state"], found["remedy"]) == ("fail", "pip install 'dbo-runtime[generic]', which DBO_GENERIC needs")
     serving.describe("greenlet", "3.5.6")
     found = serving.examine(granite)["model"]
     assert found["state"] == "ok"
-    assert "with DBO_GENERIC=1 its own forward is split at its all-reduces (experimental)" in found["found"]
+    assert "DBO_GENERIC=1 splits its own forward at the all-reduces (experimental)" in found["found"]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("absent", "is no folder"), (".", "has no config.json"), ("odd", "cannot be read")]
+    ("name", "said"), [("absent", "is not a folder"), (".", "has no config.json"), ("odd", "cannot be read")]
 )
-def test_a_folder_that_is_no_model_is_a_failure(name: str, said: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_model_is_a_failure(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "odd" / "config.json").mkdir(parents=True)
     found = examine_model(str(tmp_path / name))
     assert found.state == "fail"
@@ -165,7 +165,7 @@ def test_of_several_architectures_all_are_looked_at(tmp_path: Path) -> None:
     assert "several architectures (DeepseekV3ForCausalLM, GraniteForCausalLM)" in found.found
 
 
-def test_quantization_is_told_of(tmp_path: Path) -> None:
+def test_quantization_is_reported(tmp_path: Path) -> None:
     config = {"architectures": ["DeepseekV3ForCausalLM"], "quantization_config": {"quant_method": "fp8"}}
     model, quantization = check_model(write_model(tmp_path / "model", config))
     assert (model.state, quantization.state) == ("ok", "warn")

@@ -24,7 +24,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     parser = argparse.ArgumentParser()
     trace_command.add_arguments(parser)
-    assert trace_command.run(parser.parse_args([str(word) for word in words]), []) == 0
+    assert trace_command.run(parser.parse_args([str(word) for word in words])) == 0
     return capsys.readouterr().out
 
 
@@ -107,7 +107,7 @@ def test_a_folder_without_traces_is_said_to_be_one(tmp_path: Path, capsys: pytes
 def test_what_is_no_trace_of_ours_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"other\.json.*is no trace of dbo_runtime"):
+    with pytest.raises(ConfigError, match=r"other\.json.*is not a trace of dbo_runtime"):
         read_trace(path)
 
 

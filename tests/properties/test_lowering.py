@@ -15,29 +15,30 @@ from dbo_runtime.schedule import Instruction, Schedule, Slot
 from dbo_runtime.validate import validate
 from tests.allocator import find_stolen_blocks
 from tests.oracle import Graph, explain_free, find_faults, find_loose_lanes, find_owners, find_races
+from tests.profiles import scale
 from tests.strategies import Case, cases, make_inputs
 
 
-@settings(max_examples=700)
+@settings(max_examples=scale(700))
 @given(cases())
 def test_a_lowered_schedule_is_safe(case: Case) -> None:
     assert not find_faults(case.lower())
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(cases())
 def test_the_validator_accepts_a_lowered_schedule(case: Case) -> None:
     validate(case.lower())
 
 
 @pytest.mark.parametrize("results_alias", [False, True])
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(cases())
 def test_freed_memory_is_never_handed_out_while_in_use(results_alias: bool, case: Case) -> None:
     assert not find_stolen_blocks(case.lower(), results_alias)
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(cases())
 def test_without_any_one_wait_two_instructions_race(case: Case) -> None:
     schedule = case.lower()
@@ -47,7 +48,7 @@ def test_without_any_one_wait_two_instructions_race(case: Case) -> None:
             assert find_races(Graph(_replace_instruction(schedule, number, fewer)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(cases())
 def test_without_any_one_fork_or_join_a_lane_is_loose(case: Case) -> None:
     schedule = case.lower()
@@ -59,7 +60,7 @@ def test_without_any_one_fork_or_join_a_lane_is_loose(case: Case) -> None:
         assert find_loose_lanes(Graph(fewer))
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(cases())
 def test_just_the_ops_that_are_waited_for_record(case: Case) -> None:
     schedule = case.lower()
@@ -67,7 +68,7 @@ def test_just_the_ops_that_are_waited_for_record(case: Case) -> None:
     assert {instruction.issue for instruction in schedule.instructions if instruction.records} == awaited
 
 
-@settings(max_examples=400)
+@settings(max_examples=scale(400))
 @given(cases())
 def test_each_value_is_freed_at_the_first_instruction_on_an_owning_lane_that_may(case: Case) -> None:
     schedule = case.lower()
@@ -81,7 +82,7 @@ def test_each_value_is_freed_at_the_first_instruction_on_an_owning_lane_that_may
 def test_threads_compute_what_the_sequential_loop_computes() -> None:
     device = CpuDevice()
 
-    @settings(max_examples=300)
+    @settings(max_examples=scale(300))
     @given(cases())
     def check(case: Case) -> None:
         executor = Executor(case.lower(), device, EventTable(device))

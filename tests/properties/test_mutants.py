@@ -16,10 +16,11 @@ from dbo_runtime.validate import validate
 from tests.allocator import find_stolen_blocks
 from tests.mutants import BREAKING, HARMLESS, Mutation
 from tests.oracle import find_faults
+from tests.profiles import scale
 from tests.strategies import Case, cases
 
-EXAMPLES = 100
-ENOUGH = 25  # unsafe ones among them, or the test would show little
+EXAMPLES = scale(100)
+ENOUGH = EXAMPLES // 4  # unsafe ones among them, or the test would show little
 
 
 def check_compilation(schedule: Schedule) -> str:

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from dbo_runtime.render import digest, parse, render
 from dbo_runtime.schedule import lower
 from tests.mutants import add_fork, add_record, move_free, remove_free, remove_wait, swap_neighbours
+from tests.profiles import scale
 from tests.strategies import Case, cases, orders
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(cases(), st.data())
 def test_a_rendered_schedule_is_read_back_as_it_was(case: Case, data: st.DataObject) -> None:
     schedule = case.lower()
@@ -19,7 +20,7 @@ def test_a_rendered_schedule_is_read_back_as_it_was(case: Case, data: st.DataObj
     assert parse(render(schedule, mark), case.programs) == schedule
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(cases(), st.data())
 def test_the_digest_is_that_of_the_schedule_and_of_no_other(case: Case, data: st.DataObject) -> None:
     schedule = case.lower()
@@ -27,7 +28,7 @@ def test_the_digest_is_that_of_the_schedule_and_of_no_other(case: Case, data: st
     assert (digest(other) == digest(schedule)) == (other == schedule)
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(cases(), st.data())
 def test_the_digest_sees_every_change(case: Case, data: st.DataObject) -> None:
     mutations = [add_fork, add_record, move_free, remove_free, remove_wait, swap_neighbours]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import suites
 from tests.standin_cann import cann
 from tests.standin_cann.build import build
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
 # Where torch_npu is installed, a bare `import torch` would look for CANN and fail.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -28,9 +28,6 @@ def check_inputs() -> str | None:
     for package in ("torch", "torch_npu"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
-    for program in ("g++", "nm"):
-        if shutil.which(program) is None:
-            return f"{program} is not installed"
     return None
 
 
@@ -40,10 +37,14 @@ collect_ignore_glob = (
 )  # all but test_build.py, most of which runs anywhere
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if these tests are required and were left out."""
+    suites.fail_if_required(session, OBSTACLE)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say once why these tests were left out."""
-    if OBSTACLE is not None:
-        terminalreporter.write_line(f"tests/standin_cann: left out, because {OBSTACLE}")
+    """Report why these tests were left out."""
+    suites.report_left_out(terminalreporter, "tests/standin_cann", OBSTACLE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,13 +83,13 @@ def _default_stream(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def gate(standin: cann.StandIn) -> Iterator[SplitHysteresis]:
+def gate(standin: cann.StandIn) -> Iterator[StreamGate]:
     """Return a gate that is open after the test, so that a test that fails does not leave streams held."""
     import torch
 
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
-    gate = SplitHysteresis()
+    gate = StreamGate()
     yield gate
     gate.open()
     torch.npu.synchronize()

@@ -9,7 +9,7 @@ import torch
 from tests.standin_cann.cann import Latch
 
 
-class SplitHysteresis:
+class StreamGate:
     """Can be opened once. Open it before the test ends, or the streams stay held."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class Rank:
     store: Any
     job: int = 0  # how many it has had: signals of different jobs are different signals
 
-    def format_ranks(self, name: str) -> None:
+    def announce(self, name: str) -> None:
         """Let every rank pass `wait_for(name)` within this job."""
         self.store.set(f"{self.job}/{name}", "told")
 

@@ -13,7 +13,7 @@ from tests.standin_cann.cann import ORDERING, Kernel, StandIn
 from tests.standin_cann.streams import make_streams
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def list_work(kernels: list[Kernel]) -> list[Kernel]:
     return [kernel for kernel in kernels if kernel.name not in ORDERING]
 
 
-def test_a_trace_shows_what_ran_where_and_when(standin: StandIn, gate: SplitHysteresis) -> None:
+def test_a_trace_shows_what_ran_where_and_when(standin: StandIn, gate: StreamGate) -> None:
     first, second = make_streams(2)
     value = torch.ones(4, device="npu")
     torch.npu.synchronize()

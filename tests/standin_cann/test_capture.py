@@ -14,7 +14,7 @@ from tests.standin_cann.cann import StandIn
 from tests.standin_cann.streams import list_values, make_streams, run_script
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
 
 def test_a_capture_runs_nothing(standin: StandIn) -> None:
@@ -55,10 +55,10 @@ def test_a_graph_with_a_fork_and_a_join_replays_right_however_long_its_kernels_t
 
 
 def test_the_lanes_of_a_graph_run_at_the_same_time(standin: StandIn) -> None:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
     main, side = make_streams(2)
-    there, back = SplitHysteresis(), SplitHysteresis()
+    there, back = StreamGate(), StreamGate()
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph, stream=main):
         side.wait_stream(main)
@@ -73,7 +73,7 @@ def test_the_lanes_of_a_graph_run_at_the_same_time(standin: StandIn) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_wait_in_a_graph_really_waits(gate: SplitHysteresis, waits: bool) -> None:
+def test_a_wait_in_a_graph_really_waits(gate: StreamGate, waits: bool) -> None:
     main, side = make_streams(2)
     shared = torch.zeros(4, device="npu")
     torch.npu.synchronize()
@@ -237,7 +237,7 @@ def test_an_update_changes_later_replays(standin: StandIn) -> None:
     assert graph.replay() == [5.0]
 
 
-def test_an_update_happens_in_its_streams_order(gate: SplitHysteresis) -> None:
+def test_an_update_happens_in_its_streams_order(gate: StreamGate) -> None:
     (stream,) = make_streams(1)
     graph = Updatable(1)
     gate.hold(stream)

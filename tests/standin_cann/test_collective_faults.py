@@ -52,7 +52,7 @@ def wait_in_vain(rank: Rank) -> list[str]:
         for _ in range(2):
             dist.all_reduce(make_tensor(), group=group)
             failures.append(catch_failure())
-        rank.format_ranks("given up")
+        rank.announce("given up")
     rank.wait_for("given up")
     return failures
 
@@ -62,7 +62,7 @@ def make_a_communicator_in_vain(rank: Rank) -> None:
     if rank.number == 0:
         with pytest.raises(RuntimeError, match=r"HcclCommInitRootInfo of \w+: rank 0 waited 1 s for rank 1 of 2"):
             dist.all_reduce(make_tensor(), group=group)
-        rank.format_ranks("given up")
+        rank.announce("given up")
     rank.wait_for("given up")
 
 
@@ -94,7 +94,7 @@ def call_from_two_streams_at_once(rank: Rank) -> str:
     for stream in [torch.npu.Stream(), torch.npu.Stream()][: 2 - rank.number]:
         assert ctypes.CDLL(None).HcclBarrier(communicator, ctypes.c_void_p(stream.npu_stream)) == 0
     failure = catch_failure()
-    rank.format_ranks("called")
+    rank.announce("called")
     return failure
 
 

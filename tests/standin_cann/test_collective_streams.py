@@ -75,7 +75,7 @@ def wait_on_another_stream(rank: Rank) -> None:
         torch.npu.current_stream().synchronize()
         assert not work.is_completed()
         assert not waiter.query()
-        rank.format_ranks("checked")
+        rank.announce("checked")
     waiter.synchronize()
     assert work.is_completed()
     assert doubled.tolist() == [4.0] * 4
@@ -93,7 +93,7 @@ def call_and_go_on(rank: Rank) -> None:
     if rank.number == 0:
         torch.npu.current_stream().synchronize()
         assert not stream.query()
-        rank.format_ranks("checked")
+        rank.announce("checked")
     stream.synchronize()
     assert doubled.tolist() == [4.0] * 4
 
@@ -110,11 +110,11 @@ def come_after_the_current_stream(rank: Rank) -> None:
             work = dist.all_reduce(tensor, group=group, async_op=True)
         rank.wait_for("rank 1 has called")
         assert not work.is_completed()
-        rank.format_ranks("checked")
+        rank.announce("checked")
         work.wait()
     else:
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        rank.format_ranks("rank 1 has called")
+        rank.announce("rank 1 has called")
         rank.wait_for("checked")
         assert not work.is_completed()
         dist.all_reduce(gate, group=held)
@@ -170,7 +170,7 @@ def call_hccl_directly(rank: Rank) -> None:
     assert hccl.HcclBarrier(communicator, ctypes.c_void_p(stream.npu_stream)) == 0
     if rank.number == 0:
         assert not stream.query()
-        rank.format_ranks("checked")
+        rank.announce("checked")
     stream.synchronize()
 
 
@@ -213,7 +213,7 @@ def free_what_another_stream_waits_for(rank: Rank, record: bool) -> bool:
     with torch.npu.stream(home):
         used_again = torch.empty(LARGE, device=DEVICE).data_ptr() == address
     if rank.number == 0:
-        rank.format_ranks("checked")
+        rank.announce("checked")
     torch.npu.synchronize()
     return used_again
 

@@ -151,13 +151,13 @@ def pass_empty_tensors(rank: Rank) -> None:
 def meet_at_barrier(rank: Rank) -> None:
     """Rank 0 is at the barrier, or past it if it holds nobody, before rank 1 is."""
     if rank.number == 0:
-        rank.format_ranks("rank 0 comes")
+        rank.announce("rank 0 comes")
         dist.barrier()
         assert rank.is_told("rank 1 comes")
     else:
         rank.wait_for("rank 0 comes")
         time.sleep(GRACE)
-        rank.format_ranks("rank 1 comes")
+        rank.announce("rank 1 comes")
         dist.barrier()
 
 

@@ -34,14 +34,14 @@ def test_a_process_ends_well_while_a_stream_still_works(standin_folder: Path) ->
 
 def test_a_stream_that_nobody_releases_fails_in_time(standin_folder: Path) -> None:
     told = run_script(
-        "from tests.standin_cann.gate import Gate\n"
+        "from tests.standin_cann.gate import StreamGate\n"
         "stream = torch.npu.Stream()\n"
-        "Gate().hold(stream)\n"
+        "StreamGate().hold(stream)\n"
         "try:\n"
         "    stream.synchronize()\n"
         "except RuntimeError as error:\n"
         "    print(error)\n"
-        "Gate().hold(stream)\n",  # and so does the one that is held when the process ends
+        "StreamGate().hold(stream)\n",  # and so does the one that is held when the process ends
         NPU_STANDIN_WAIT_SECONDS="0.5",
     )
     assert "nobody wrote the value within NPU_STANDIN_WAIT_SECONDS" in told

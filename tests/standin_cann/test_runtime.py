@@ -11,7 +11,7 @@ from tests.standin_cann.cann import StandIn
 from tests.standin_cann.streams import list_values, make_streams
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
 SIZE = 1 << 18
 
@@ -31,7 +31,7 @@ def test_a_stream_runs_in_order_however_long_its_kernels_take(standin: StandIn) 
     assert torch.equal(values.cpu(), expected)
 
 
-def test_a_held_stream_holds_no_other(gate: SplitHysteresis) -> None:
+def test_a_held_stream_holds_no_other(gate: StreamGate) -> None:
     held, free = make_streams(2)
     gate.hold(held)
     with torch.npu.stream(free):
@@ -46,10 +46,10 @@ def test_a_held_stream_holds_no_other(gate: SplitHysteresis) -> None:
 
 
 def test_two_streams_run_at_the_same_time(standin: StandIn) -> None:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
     first, second = make_streams(2)
-    there, back = SplitHysteresis(), SplitHysteresis()
+    there, back = StreamGate(), StreamGate()
     # Each waits for the other in turn: one after the other they would never end.
     there.hold(second)
     there.open(first)
@@ -59,7 +59,7 @@ def test_two_streams_run_at_the_same_time(standin: StandIn) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_wait_really_waits(gate: SplitHysteresis, waits: bool) -> None:
+def test_a_wait_really_waits(gate: StreamGate, waits: bool) -> None:
     producer, consumer = make_streams(2)
     shared = torch.zeros(SIZE, device="npu")
     event = torch.npu.Event()
@@ -83,7 +83,7 @@ def test_a_wait_really_waits(gate: SplitHysteresis, waits: bool) -> None:
     assert list_values(seen) == [1.0 if waits else 0.0]
 
 
-def test_a_wait_is_for_the_record_before_it_and_not_for_later_ones(gate: SplitHysteresis) -> None:
+def test_a_wait_is_for_the_record_before_it_and_not_for_later_ones(gate: StreamGate) -> None:
     producer, consumer = make_streams(2)
     event = torch.npu.Event()
     event.record(producer)
@@ -94,7 +94,7 @@ def test_a_wait_is_for_the_record_before_it_and_not_for_later_ones(gate: SplitHy
     assert not event.query()
 
 
-def test_waiting_on_one_stream_orders_a_chain_of_streams(gate: SplitHysteresis) -> None:
+def test_waiting_on_one_stream_orders_a_chain_of_streams(gate: StreamGate) -> None:
     streams = make_streams(4)
     value = torch.zeros(4, device="npu")
     torch.npu.synchronize()
@@ -119,7 +119,7 @@ def test_an_event_that_was_never_recorded_is_complete_and_holds_nothing(standin:
     stream.synchronize()
 
 
-def test_synchronizing_an_event_waits_for_no_more_than_it(gate: SplitHysteresis) -> None:
+def test_synchronizing_an_event_waits_for_no_more_than_it(gate: StreamGate) -> None:
     (stream,) = make_streams(1)
     event = torch.npu.Event()
     event.record(stream)
@@ -158,7 +158,7 @@ def test_generic_streams_and_events_of_torch_work(standin: StandIn) -> None:
     assert event.query()
 
 
-def test_a_pinned_copy_to_the_device_happens_in_its_streams_order(gate: SplitHysteresis) -> None:
+def test_a_pinned_copy_to_the_device_happens_in_its_streams_order(gate: StreamGate) -> None:
     (stream,) = make_streams(1)
     source = torch.ones(SIZE).pin_memory()
     gate.hold(stream)
@@ -170,7 +170,7 @@ def test_a_pinned_copy_to_the_device_happens_in_its_streams_order(gate: SplitHys
     assert list_values(copy) == [7.0]
 
 
-def test_a_copy_to_pinned_memory_happens_in_its_streams_order(gate: SplitHysteresis) -> None:
+def test_a_copy_to_pinned_memory_happens_in_its_streams_order(gate: StreamGate) -> None:
     (stream,) = make_streams(1)
     source = torch.ones(SIZE, device="npu")
     target = torch.zeros(SIZE).pin_memory()
@@ -185,7 +185,7 @@ def test_a_copy_to_pinned_memory_happens_in_its_streams_order(gate: SplitHystere
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_memory_is_used_again_at_once_unless_a_stream_is_recorded(gate: SplitHysteresis, is_recorded: bool) -> None:
+def test_memory_is_used_again_at_once_unless_a_stream_is_recorded(gate: StreamGate, is_recorded: bool) -> None:
     owner, reader = make_streams(2)
     torch.npu.empty_cache()
     with torch.npu.stream(owner):
@@ -244,7 +244,7 @@ def test_core_limits_come_back_as_set(standin: StandIn) -> None:
         torch.npu.set_stream_limit(first, 1000, 8)
 
 
-def test_a_function_of_the_host_is_called_in_its_streams_order(gate: SplitHysteresis) -> None:
+def test_a_function_of_the_host_is_called_in_its_streams_order(gate: StreamGate) -> None:
     (stream,) = make_streams(1)
     calls: list[Any] = []
     gate.hold(stream)

@@ -36,7 +36,7 @@ from tests.standin_cann.cann import Kernel, StandIn
 from tests.standin_cann.latent_decoder import LatentDecoder
 
 if TYPE_CHECKING:
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
 LAYERS, REQUESTS = 4, 8
 UNSPLIT, HALVES = (slice(0, 8),), (slice(0, 4), slice(4, 8))
@@ -314,7 +314,7 @@ def test_a_schedule_with_the_lane_is_captured_into_a_graph_and_replays(standin: 
         assert_same(outputs, expected)
 
 
-def hold_keys(bench: Bench, gate: SplitHysteresis, schedule: Schedule) -> tuple[Outputs, bool]:
+def hold_keys(bench: Bench, gate: StreamGate, schedule: Schedule) -> tuple[Outputs, bool]:
     """Return what a schedule computes while keys wait at the gate, and whether it was done before that was opened."""
     inputs = bench.decoder.make_inputs()
     compute, side, _ = bench.device.open_lanes([COMPUTE, SIDE, COMM])
@@ -329,7 +329,7 @@ def hold_keys(bench: Bench, gate: SplitHysteresis, schedule: Schedule) -> tuple[
     return found or outputs, is_done
 
 
-def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: SplitHysteresis) -> None:
+def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: StreamGate) -> None:
     bench = Bench(standin, device, HALVES, shrinks=False)
     expected = bench.run_reference()
     program = bench.program.fold_side("keys")
@@ -339,7 +339,7 @@ def test_attention_waits_for_keys(standin: StandIn, device: Any, gate: SplitHyst
 
 
 def test_without_the_wait_validation_refuses_and_attention_reads_the_cache_before_keys_are_there(
-    standin: StandIn, device: Any, gate: SplitHysteresis
+    standin: StandIn, device: Any, gate: StreamGate
 ) -> None:
     bench = Bench(standin, device, HALVES, shrinks=False)
     expected = bench.run_reference()

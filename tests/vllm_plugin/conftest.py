@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vllm_plugin.engine import Engine
+from tests.vllm_plugin.rank_hosts import RankHosts
 from tests.vllm_plugin.ranks import Ranks
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
@@ -40,11 +41,19 @@ def expert_ranks() -> Iterator[Engine]:
     yield from start(2, share_cores(), enable_expert_parallel=True)
 
 
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[RankHosts]:
+    """Return the processes that ranks are forked by."""
+    hosts = RankHosts({"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    yield hosts
+    hosts.close()
+
+
 @pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
-def data_parallel(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def data_parallel(request: pytest.FixtureRequest, hosts: RankHosts) -> Iterator[Ranks]:
     """Return two data parallel ranks that share out the experts, with either way to reach them."""
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "DBO_DISPATCH": request.param}
-    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **cores}, max_num_batched_tokens=2048)
+    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **cores}, hosts, max_num_batched_tokens=2048)
     try:
         yield ranks
     finally:

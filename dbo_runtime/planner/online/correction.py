@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-UNSPLIT, SPLIT = "whole", "split"
+UNSPLIT, SPLIT = "unsplit", "split"
 WINDOW = 64  # measured steps of each way that count
 PERIOD = 64  # steps between two updates
 LARGEST_STEP = 0.05  # by which a logarithm may move in one update

@@ -193,9 +193,9 @@ def _find_after(program: Program) -> list[tuple[int, ...]]:
     after = []
     for position, op in enumerate(program.ops):
         issue = Issue(0, position)
-        needed = (earlier.position for earlier in needs.find(issue, op))
+        needed = (earlier.position for earlier in needs.get(issue, op))
         after.append(tuple(sorted(q for q in needed if program.ops[q].lane != op.lane)))
-        needs.note(issue, op)
+        needs.add(issue, op)
     return after
 
 

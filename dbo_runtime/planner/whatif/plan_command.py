@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print figures for programs")
 
 
-def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Answer, and print.
 
     Raises:

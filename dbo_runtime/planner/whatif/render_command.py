@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it for programs")
 
 
-def run(arguments: argparse.Namespace, _: Sequence[str] = ()) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the schedule, or the verdict on one; return 1 if that is not safe.
 
     Raises:

@@ -9,7 +9,7 @@ class Fields(NamedTuple):
     """How each field of the common attention metadata is sliced, by name.
 
     Attributes:
-        split: those that vLLM splits correctly, also within a request. It leaves max_seq_len at that of the whole batch.
+        split: those that vLLM splits correctly, also within a request. It leaves max_seq_len at that of the batch.
         per_request, per_token: arrays and lists that are sliced.
         dropped: caches that a slice must not inherit.
         derived: those that a platform derives from the others in each slice.

@@ -11,10 +11,10 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
-    import torch
     import torch.distributed as dist
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from dbo_runtime.batch import BatchSlice
@@ -63,12 +63,13 @@ class Platform:
         self.name = name
 
     def check_support(self, config: RuntimeConfig) -> Decline | None:
-        """Return why no model is split on this platform, or None. Unproven results need DBO_CHECK=1."""
+        """Return why no model is split on this platform, or None. With DBO_CHECK=1 unproven ones are, and compared."""
         if not self.has_device:
             return Decline(f"there is no device for {self.name!r}")
-        if config.check:
+        unproven = self.check_version() if self.is_proven else Decline(f"not proven on {self.name!r} yet")
+        if unproven is None or config.check:
             return None
-        return self.check_version() if self.is_proven else Decline(f"not proven on {self.name!r} yet; {COMPARE}")
+        return Decline(unproven.reason, f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
 
     def check_version(self) -> Decline | None:
         """Return why the installed version of a platform's plugin is not served split, or None."""
@@ -114,7 +115,7 @@ class Platform:
         """Return the attention of encoders that takes lengths from the host, or None where vLLM's own is used."""
         return None
 
-    def get_moe_layer(self, runner: Any) -> MoeLayer:
+    def get_moe_layer(self, runner: MoERunner) -> MoeLayer:
         """Return the operations of an MoE layer of this platform, which may be decomposed.
 
         Raises:

@@ -11,7 +11,7 @@ from tests.ascend.conftest import OBSTACLE
 from tests.standin_cann import cann
 
 if TYPE_CHECKING:  # what needs torch or vllm-ascend is imported only where they are installed
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
 collect_ignore_glob = [] if OBSTACLE is None else ["test_*.py"]
 
@@ -43,13 +43,13 @@ def standin() -> Iterator[cann.StandIn]:
 
 
 @pytest.fixture
-def gate(standin: cann.StandIn) -> Iterator[SplitHysteresis]:
+def gate(standin: cann.StandIn) -> Iterator[StreamGate]:
     """Return a gate that is open after the test, so that a test that fails does not leave streams held."""
     import torch
 
-    from tests.standin_cann.gate import SplitHysteresis
+    from tests.standin_cann.gate import StreamGate
 
-    gate = SplitHysteresis()
+    gate = StreamGate()
     yield gate
     gate.open()
     torch.npu.synchronize()

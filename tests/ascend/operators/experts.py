@@ -22,7 +22,7 @@ from tests.ascend.operators.checks import (
 )
 
 
-class SplitChoice(NamedTuple):
+class RoutingCase(NamedTuple):
     """How experts are chosen."""
 
     groups: int
@@ -34,12 +34,12 @@ class SplitChoice(NamedTuple):
     renorm: int
 
 
-def make_choices() -> st.SearchStrategy[SplitChoice]:
+def make_cases() -> st.SearchStrategy[RoutingCase]:
     """Return choices that make sense: no more experts than the kept groups have."""
     groups = st.integers(1, 4).flatmap(lambda groups: st.tuples(st.just(groups), st.integers(1, groups)))
     return st.tuples(groups, st.integers(2, 4)).flatmap(
         lambda drawn: st.builds(
-            SplitChoice,
+            RoutingCase,
             groups=st.just(drawn[0][0]),
             size=st.just(drawn[1]),
             kept=st.just(drawn[0][1]),
@@ -51,7 +51,7 @@ def make_choices() -> st.SearchStrategy[SplitChoice]:
     )
 
 
-def choose(logits: torch.Tensor, choice: SplitChoice, scale: float, bias: torch.Tensor | None) -> Any:
+def choose(logits: torch.Tensor, choice: RoutingCase, scale: float, bias: torch.Tensor | None) -> Any:
     """Call the operator."""
     return torch.ops._C_ascend.moe_gating_top_k(
         logits.npu(),
@@ -69,7 +69,7 @@ def choose(logits: torch.Tensor, choice: SplitChoice, scale: float, bias: torch.
 
 
 def choose_plainly(
-    row: list[float], bias: list[float], choice: SplitChoice, scale: float
+    row: list[float], bias: list[float], choice: RoutingCase, scale: float
 ) -> tuple[list[int], list[float]]:
     """Choose experts of one token, with Python's numbers."""
     exponentials = np.exp(np.array(row))

@@ -33,12 +33,13 @@ from tests.ascend.operators.checks import (
 )
 from tests.ascend.operators.decodes import make_decode
 from tests.ascend.operators.experts import multiply_groups
+from tests.profiles import scale
 from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
 
 
-@settings(max_examples=50)
+@settings(max_examples=scale(50))
 @given(
     seed=SEEDS,
     lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=4),
@@ -146,7 +147,7 @@ def test_a_row_is_the_same_to_the_bit_beside_any_others(standin: StandIn) -> Non
     assert_equal(whole, torch.cat(parts))
 
 
-@settings(max_examples=40)
+@settings(max_examples=scale(40))
 @given(
     seed=SEEDS,
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=5),
@@ -191,7 +192,7 @@ def test_updated_attention_is_attention_to_all_keys(
     assert_near(out, attend(query, key, value, 0.5)[0].flatten(0, 1), HALF if dtype == HALF else None)
 
 
-@settings(max_examples=40)
+@settings(max_examples=scale(40))
 @given(
     seed=SEEDS,
     lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),

@@ -32,25 +32,24 @@ from tests.ascend.operators.checks import (
 )
 from tests.ascend.operators.experts import (
     Routing,
-    SplitChoice,
+    RoutingCase,
     choose,
     choose_plainly,
-    make_choices,
+    make_cases,
     make_routings,
     multiply_groups,
 )
+from tests.profiles import scale
 from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
 
 
-@settings(max_examples=60)
-@given(
-    seed=SEEDS, tokens=st.integers(0, 5), choice=make_choices(), biased=st.booleans(), scale=st.sampled_from([1, 2.5])
-)
+@settings(max_examples=scale(60))
+@given(seed=SEEDS, tokens=st.integers(0, 5), choice=make_cases(), biased=st.booleans(), scale=st.sampled_from([1, 2.5]))
 @covers("_C_ascend::moe_gating_top_k")
 def test_experts_are_chosen_within_the_best_groups(
-    standin: StandIn, seed: int, tokens: int, choice: SplitChoice, biased: bool, scale: float
+    standin: StandIn, seed: int, tokens: int, choice: RoutingCase, biased: bool, scale: float
 ) -> None:
     generator, experts = make_generator(seed), choice.groups * choice.size
     logits = draw(generator, tokens, experts, dtype=torch.float32)
@@ -86,7 +85,7 @@ def test_experts_are_chosen_as_in_deepseek(standin: StandIn, groups: int, kept: 
     router.e_score_correction_bias.copy_(draw(generator, experts, dtype=torch.float32))
     logits = draw(generator, 20, experts, dtype=torch.float32)
     _, expected, expected_ids = router(logits)
-    choice = SplitChoice(groups, experts // groups, kept, number, SUM_OF_TWO, SIGMOID, 1)
+    choice = RoutingCase(groups, experts // groups, kept, number, SUM_OF_TWO, SIGMOID, 1)
     weights, ids, _ = choose(logits, choice, 2.5, router.e_score_correction_bias)
     found_order, expected_order = ids.cpu().argsort(-1), expected_ids.argsort(-1)
     assert_equal(ids.cpu().long().gather(1, found_order), expected_ids.gather(1, expected_order))
@@ -98,14 +97,14 @@ def test_experts_are_chosen_as_in_deepseek(standin: StandIn, groups: int, kept: 
 @covers("_C_ascend::moe_gating_top_k")
 def test_weights_of_experts_have_the_type_of_the_logits(standin: StandIn, norm: int, dtype: torch.dtype) -> None:
     logits = ((torch.randperm(16, generator=make_generator(0)) - 8) / 4).to(dtype)[None]  # of which no two are equal
-    weights, ids, scores = choose(logits, SplitChoice(2, 8, 2, 4, BEST, norm, 0), 1.0, None)
-    chosen, expected = choose_plainly(logits[0].tolist(), [0.0] * 16, SplitChoice(2, 8, 2, 4, BEST, norm, 0), 1.0)
+    weights, ids, scores = choose(logits, RoutingCase(2, 8, 2, 4, BEST, norm, 0), 1.0, None)
+    chosen, expected = choose_plainly(logits[0].tolist(), [0.0] * 16, RoutingCase(2, 8, 2, 4, BEST, norm, 0), 1.0)
     assert (weights.dtype, scores.dtype) == (dtype, torch.float32)
     assert ids.tolist() == [chosen]
     assert_near(weights[0], torch.tensor(expected))
 
 
-@settings(max_examples=50)
+@settings(max_examples=scale(50))
 @given(routing=make_routings(), count_type=st.sampled_from([CUMULATED, COUNTS]))
 @covers("npu::npu_moe_init_routing_v2")
 def test_choices_of_a_ranks_experts_are_sorted_and_counted(standin: StandIn, routing: Routing, count_type: int) -> None:
@@ -135,7 +134,7 @@ def test_without_a_range_all_experts_are_active(standin: StandIn) -> None:
     assert counts.tolist() == [2, 1, 2, 1]
 
 
-@settings(max_examples=30)
+@settings(max_examples=scale(30))
 @given(
     seed=SEEDS,
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=4),
@@ -163,7 +162,7 @@ def test_the_rows_of_each_expert_are_multiplied_by_its_matrix(
     assert_near(found, torch.from_numpy(expected))
 
 
-@settings(max_examples=30)
+@settings(max_examples=scale(30))
 @given(seed=SEEDS, tokens=st.integers(1, 6), choices=st.integers(1, 4), dtype=FLOATS)
 @covers("npu::npu_moe_token_permute", "npu::npu_moe_token_unpermute")
 def test_permuted_tokens_are_in_the_order_of_experts_and_come_back(

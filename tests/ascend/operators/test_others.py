@@ -23,6 +23,7 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
+from tests.profiles import scale
 from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
@@ -82,7 +83,7 @@ def test_another_format_has_the_same_values(standin: StandIn, number: int) -> No
         assert_equal(npu().npu_format_cast(x.npu(), number), x)
 
 
-@settings(max_examples=40)
+@settings(max_examples=scale(40))
 @given(
     seed=SEEDS,
     requests=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=4),

@@ -10,7 +10,7 @@ from tests.ascend.operators.cases import CASES, DECODE, Case, decode_into, name_
 from tests.ascend.operators.checks import ABSENT, ANY_FORMAT, HALF, assert_equal, assert_near, make_generator, put
 from tests.ascend.operators.decodes import make_decode
 from tests.standin_cann.cann import StandIn
-from tests.standin_cann.gate import SplitHysteresis
+from tests.standin_cann.gate import StreamGate
 from tests.standin_cann.streams import make_streams, run_script
 
 pytestmark = ANY_FORMAT
@@ -20,7 +20,7 @@ NORM = "torch.ops._C_ascend.npu_add_rms_norm_bias(x, x, torch.ones(4, device='np
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_case)
-def test_an_operator_computes_when_its_stream_comes_to_it(gate: SplitHysteresis, case: Case) -> None:
+def test_an_operator_computes_when_its_stream_comes_to_it(gate: StreamGate, case: Case) -> None:
     early, late = (case.make(make_generator(seed)) for seed in (1, 2))
     tensors, stream = put(*early), torch.npu.current_stream()
     torch.npu.synchronize()
@@ -34,7 +34,7 @@ def test_an_operator_computes_when_its_stream_comes_to_it(gate: SplitHysteresis,
     assert_equal(found, case.run(put(*late)))
 
 
-def test_a_result_is_not_there_before_its_stream_goes_on(gate: SplitHysteresis) -> None:
+def test_a_result_is_not_there_before_its_stream_goes_on(gate: StreamGate) -> None:
     """Whoever does not wait reads what was there before."""
     stream, waiting, hasty = make_streams(3)
     *tensors, out = put(*DECODE.list_tensors(), torch.full((4, 2, 1, 16), ABSENT, dtype=HALF))

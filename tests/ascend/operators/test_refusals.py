@@ -11,7 +11,7 @@ import torch
 from tests.ascend.operators.blocks import get_slots
 from tests.ascend.operators.cases import DECODE, TND
 from tests.ascend.operators.checks import ANY_FORMAT, BEST, CAUSAL, COUNTS, HALF, SIGMOID, npu
-from tests.ascend.operators.experts import SplitChoice, choose
+from tests.ascend.operators.experts import RoutingCase, choose
 from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
@@ -41,8 +41,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "split, rotated in part": lambda x: split_with(x, rope_dim=4),
     "batches, quantized": lambda x: npu().npu_transpose_batchmatmul(x, x, scale=x),
     "batches, split": lambda x: npu().npu_transpose_batchmatmul(x, x, batch_split_factor=2),
-    "choice, another norm": lambda x: choose(x[0].cpu(), SplitChoice(1, 16, 1, 1, BEST, 2, 0), 1.0, None),
-    "choice, other groups": lambda x: choose(x[0].cpu(), SplitChoice(1, 16, 1, 1, 2, SIGMOID, 0), 1.0, None),
+    "choice, another norm": lambda x: choose(x[0].cpu(), RoutingCase(1, 16, 1, 1, BEST, 2, 0), 1.0, None),
+    "choice, other groups": lambda x: choose(x[0].cpu(), RoutingCase(1, 16, 1, 1, 2, SIGMOID, 0), 1.0, None),
     "routing, quantized": lambda x: route_with(x, quant_mode=1),
     "routing, scaled": lambda x: route_with(x, scale=x[0, 0]),
     "routing, dropped": lambda x: route_with(x, drop_pad_mode=1, expert_capacity=2),

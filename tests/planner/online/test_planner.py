@@ -23,6 +23,7 @@ from dbo_runtime.planner.search.search import ROUNDING
 from dbo_runtime.policies import staggered
 from dbo_runtime.validate import validate
 from tests.planner.machines import BYTES, PROGRAM, make_table, measure_whole, record_layers, simulate_split
+from tests.profiles import scale
 from tests.strategies import batches
 
 PROMPT = Batch((4096,), 4096)
@@ -189,7 +190,7 @@ def test_decodes_are_split_where_communication_is_what_they_wait_for() -> None:
     assert [piece.size for piece in choice.slices] == [32, 32]
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(
     st.floats(0, 100),
     st.floats(0, 1),
@@ -255,7 +256,7 @@ def test_what_the_host_adds_to_a_split_step_counts() -> None:
     assert added == pytest.approx(without + 5e-3)
 
 
-@settings(max_examples=150)
+@settings(max_examples=scale(150))
 @given(batches(), st.sampled_from([2, 3]), st.sampled_from([0, 500]))
 def test_predictions_are_close_to_what_the_very_loads_would_take(batch: Batch, parts: int, context: int) -> None:
     planner = open_planner()
@@ -336,7 +337,7 @@ def test_a_split_stays_while_half_of_the_margin_is_left() -> None:
     decline(other, PROMPT, AUTO)
 
 
-@settings(max_examples=50)
+@settings(max_examples=scale(50))
 @given(st.lists(batches(), max_size=4), st.floats(0.7, 1.4))
 def test_ranks_that_are_asked_the_same_decide_alike(asked: list[Batch], learnt: float) -> None:
     first, second = open_planner(), open_planner()

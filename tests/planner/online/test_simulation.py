@@ -19,6 +19,7 @@ from dbo_runtime.policies import sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Instruction, Schedule, lower
 from tests.planner.shop import do_nothing
+from tests.profiles import scale
 from tests.strategies import Case, cases
 
 LANES = ("compute", "comm", "aux")
@@ -50,21 +51,21 @@ def draw_host_sync(draw: st.DrawFn, program: Program) -> Program:
     return Program(program.inputs, ops, program.outputs)
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(timed(with_host_sync=True), st.integers(0, 3))
 def test_without_contention_it_is_the_simulation(case: Timed, issue: int) -> None:
     expected = simulate(case.schedule, case.cost, issue)
     assert predict_timeline(case.schedule, case.cost, host=HostCost(issue)) == expected
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(timed())
 def test_with_a_host_that_computes_it_is_the_rehearsal_of_one_rank(case: Timed) -> None:
     (expected,) = simulate_ranks([case.schedule], lambda rank, step: case.cost(step))
     assert predict_timeline(case.schedule, case.cost, host=HostCost(computes=True)) == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(timed(with_host_sync=True), st.booleans())
 def test_a_lane_that_is_not_slower_beside_others_changes_nothing(case: Timed, computes: bool) -> None:
     host = HostCost(computes=computes)
@@ -72,7 +73,7 @@ def test_a_lane_that_is_not_slower_beside_others_changes_nothing(case: Timed, co
     assert same == predict_timeline(case.schedule, case.cost, host=host)
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(timed(), FACTORS)
 def test_contention_costs_time_but_no_more_than_if_it_never_ended(case: Timed, factors: dict[str, float]) -> None:
     def slow(step: Instruction) -> float:
@@ -88,7 +89,7 @@ def test_contention_costs_time_but_no_more_than_if_it_never_ended(case: Timed, f
         assert alone - 1e-9 <= end <= slowed + 1e-9
 
 
-@settings(max_examples=500)
+@settings(max_examples=scale(500))
 @given(timed(), FACTORS, st.sampled_from(LANES), st.sampled_from([1.1, 2.0, 5.0]))
 def test_a_lane_that_is_slower_makes_nothing_faster(
     case: Timed, factors: dict[str, float], lane: str, more: float
@@ -173,7 +174,7 @@ def test_an_op_that_waits_for_another_lane_begins_after_the_handover() -> None:
     assert [(span.start, span.end) for span in timeline.spans] == [(0, 4), (5, 9), (4, 8), (10, 14)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(timed(), st.integers(0, 3))
 def test_a_handover_costs_time_and_no_more_than_one_for_each_wait(case: Timed, handover: int) -> None:
     (alone, late) = (
@@ -202,7 +203,7 @@ def test_what_follows_at_once_has_no_credit_and_what_follows_late_has() -> None:
     assert spans["later"] == (19, 19 + 4 + 2)
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale(200))
 @given(timed(), st.integers(0, 3))
 def test_credit_that_is_lacking_costs_no_more_than_it_is_worth(case: Timed, credit: int) -> None:
     before = max(find_ends(predict_timeline(case.schedule, case.cost)))

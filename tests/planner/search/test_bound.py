@@ -9,6 +9,7 @@ from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.program import COMM, COMPUTE
 from tests.planner.shop import Shop, chain_shops, find_least_end, share_chain, shops
+from tests.profiles import scale
 
 
 def calculate_bound(shop: Shop) -> float:
@@ -33,19 +34,19 @@ def find_head(chain: list[tuple[str, float]], lane: str) -> float:
     return sum(time for _, time in chain[:first])
 
 
-@settings(max_examples=500)
+@settings(max_examples=scale(500))
 @given(chain_shops(micro_batches=3))
 def test_the_bound_of_chains_is_that_of_the_formula(shop: Shop) -> None:
     assert compute_bound(make_jobs(shop.programs, shop.times)) == calculate_bound(shop)
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(shops(most_ops=4))
 def test_no_order_of_two_micro_batches_beats_the_bound(shop: Shop) -> None:
     assert compute_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale(100))
 @given(shops(micro_batches=3, most_ops=3))
 def test_no_order_of_three_micro_batches_beats_the_bound(shop: Shop) -> None:
     assert compute_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)

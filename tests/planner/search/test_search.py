@@ -19,6 +19,7 @@ from dbo_runtime.program import COMPUTE, Program, ProgramBuilder
 from dbo_runtime.schedule import Issue, lower
 from dbo_runtime.validate import validate
 from tests.planner.shop import Layer, Shop, do_nothing, find_least_end, share_chain, shops, simulate_order
+from tests.profiles import scale
 
 LAYERS = 8
 LARGE = 61  # layers of DeepSeek-V3
@@ -99,7 +100,7 @@ def test_three_micro_batches_are_at_least_as_fast_as_in_the_table(row: Row) -> N
     assert found.bound <= found.seconds
 
 
-@settings(max_examples=500)
+@settings(max_examples=scale(500))
 @given(shops())
 def test_of_all_orders_of_two_micro_batches_none_is_faster(shop: Shop) -> None:
     jobs = make_jobs_of(shop)
@@ -109,7 +110,7 @@ def test_of_all_orders_of_two_micro_batches_none_is_faster(shop: Shop) -> None:
     assert compute_bound(jobs) <= found.seconds
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(shops(most_ops=7))
 def test_an_order_that_was_found_is_safe_and_as_fast_as_it_says(shop: Shop) -> None:
     jobs = make_jobs_of(shop)
@@ -118,14 +119,14 @@ def test_an_order_that_was_found_is_safe_and_as_fast_as_it_says(shop: Shop) -> N
     assert simulate_order(*shop, found.order) == measure_order(jobs, found.order) == found.seconds
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale(100))
 @given(shops(micro_batches=3, most_ops=3))
 def test_of_all_orders_of_three_small_micro_batches_none_is_faster(shop: Shop) -> None:
     found = find_order(make_jobs_of(shop))
     assert found.bound <= find_least_end(shop) == found.seconds == simulate_order(*shop, found.order)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scale(100))
 @given(shops(micro_batches=3, most_ops=6))
 def test_three_micro_batches_are_no_slower_than_by_any_policy(shop: Shop) -> None:
     jobs = make_jobs_of(shop)
@@ -138,7 +139,7 @@ def test_three_micro_batches_are_no_slower_than_by_any_policy(shop: Shop) -> Non
         assert seconds is None or found.seconds <= seconds
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(shops())
 def test_any_order_takes_what_its_schedule_takes(shop: Shop) -> None:
     jobs = make_jobs_of(shop)
@@ -182,7 +183,7 @@ def test_micro_batches_that_take_no_time_are_in_order_at_once() -> None:
     assert (found.seconds, found.gap, found.is_optimal) == (0.0, 0.0, True)
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(shops())
 def test_issuing_early_changes_no_lane_and_no_time(shop: Shop) -> None:
     jobs = make_jobs_of(shop)
@@ -192,7 +193,7 @@ def test_issuing_early_changes_no_lane_and_no_time(shop: Shop) -> None:
         assert simulate_order(*shop, early) == simulate_order(*shop, order)
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(shops(micro_batches=3))
 def test_issuing_early_puts_nothing_behind_more_computation(shop: Shop) -> None:
     jobs = make_jobs_of(shop)

@@ -29,6 +29,7 @@ from dbo_runtime.program import SIDE, Program, ProgramBuilder
 from dbo_runtime.schedule import lower
 from tests.planner.machines import make_table
 from tests.planner.shop import Shop, do_nothing, find_least_end, simulate_order
+from tests.profiles import scale
 
 CASES = ("r1-decode-910b", "r1-decode-910c")
 MARGIN = RuntimeConfig().margin
@@ -106,7 +107,7 @@ SHORT = set_layers(get_case("r1-decode-910c").table, (1, 2))
 FACTORS = st.floats(1.0, 2.5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=scale(25), deadline=None)
 @given(st.integers(2, 400), st.tuples(FACTORS, FACTORS, FACTORS), st.integers(2, 3))
 def test_ops_beside_are_never_predicted_to_lose(count: int, factors: tuple[float, ...], parts: int) -> None:
     keys = ("compute/side", "side/compute", "comm")
@@ -129,7 +130,7 @@ def record_attention(side_first: bool) -> Program:
     return p.build(p.comm("send", do_nothing, p.compute("attention", do_nothing, queries, keys)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=scale(15), deadline=None)
 @given(st.lists(st.integers(1, 13), min_size=5, max_size=5), st.booleans())
 def test_no_order_of_two_micro_batches_on_three_lanes_is_faster(times: list[int], side_first: bool) -> None:
     program = record_attention(side_first)

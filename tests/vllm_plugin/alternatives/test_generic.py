@@ -13,7 +13,6 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import StageAdapter, record_program
-from dbo_runtime.decline import DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Timeline
@@ -173,20 +172,17 @@ def test_a_forward_that_sums_another_number_of_times_is_refused(
 
 
 def test_a_forward_that_never_sums_or_communicates_otherwise_runs_whole(adapter: GenericAdapter, group: Group) -> None:
-    with pytest.raises(DeclineError, match="sums nothing over ranks"):
-        record(adapter, Model(group, sums=0))
+    assert "sums nothing over ranks" in str(record(adapter, Model(group, sums=0)))
     model = Model(group)
     sum_only = model.forward
     model.forward = lambda *given: group.all_gather(sum_only(*given))  # type: ignore[method-assign]
-    with pytest.raises(DeclineError, match="a forward that calls all_gather"):
-        record(adapter, model)
+    assert "a forward with other collectives (all_gather)" in str(record(adapter, model))
 
 
 def test_a_forward_that_fails_on_trial_runs_whole(adapter: GenericAdapter, group: Group) -> None:
     model = Model(group)
     model.forward = lambda *given: 1 / 0  # type: ignore[method-assign]
-    with pytest.raises(DeclineError, match="cannot be tried with 2 tokens: ZeroDivisionError"):
-        record(adapter, model)
+    assert "fails with a few tokens (2 tokens: ZeroDivisionError" in str(record(adapter, model))
     assert "all_reduce" not in vars(group)
 
 
@@ -194,17 +190,16 @@ def test_without_greenlet_it_says_what_to_install(
     adapter: GenericAdapter, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generic, "find_spec", lambda name: None)
-    assert "pip install 'dbo-runtime[generic]'" in (adapter.decline(Model(group)) or "")
+    assert "pip install 'dbo-runtime[generic]'" in str(adapter.decline(Model(group)))
 
 
-def test_tokens_that_travel_and_a_single_rank_are_declined(adapter: GenericAdapter, group: Group) -> None:
+def test_tokens_that_are_dispatched_and_a_single_rank_are_declined(adapter: GenericAdapter, group: Group) -> None:
     collectives = ToyCollectives(RANKS)
     collectives.reduces = False
-    with pytest.raises(DeclineError, match="tokens that travel to experts"):
-        record_program(adapter, Model(group), collectives)
+    assert "tokens that are dispatched to experts" in str(record_program(adapter, Model(group), collectives))
     assert adapter.decline(Model(group)) is None
     group.world_size = 1
-    assert "one rank sums nothing" in (adapter.decline(Model(group)) or "")
+    assert "one rank sums nothing" in str(adapter.decline(Model(group)))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What makes a model or a step run whole, and nothing else does."""
+"""What makes a step run unsplit, and nothing else does."""
 
 from __future__ import annotations
 
@@ -13,76 +13,11 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.context.checks import (
-    check_agreed_context,
-    check_config,
-    check_context,
-    check_prefix_cache,
-)
+from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_context, check_prefix_cache
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from tests.profiles import scale
 
-
-def make_config(**changes: Any) -> SimpleNamespace:
-    """Return the part of a VllmConfig that is looked at, with no feature in use but *changes*."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            enable_elastic_ep=False,
-            enable_eplb=False,
-            use_sequence_parallel_moe=False,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            use_ubatching=False,
-        ),
-        model_config=SimpleNamespace(
-            is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, enable_return_routed_experts=False
-        ),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-        kv_transfer_config=None,
-        speculative_config=None,
-        lora_config=None,
-    )
-    parts = (config, config.parallel_config, config.model_config, config.compilation_config.pass_config)
-    for name, value in changes.items():
-        owners = [owner for owner in parts if hasattr(owner, name)]
-        assert len(owners) == 1, name
-        setattr(owners[0], name, value)
-    return config
-
-
-FEATURES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"pipeline_parallel_size": 2, "enable_sp": True},
-        "pipeline parallel with sequence parallelism (enable_sp)",
-    ),
-    ({"enable_elastic_ep": True}, "elastic expert parallel"),
-    ({"enable_eplb": True}, "expert load balancing (EPLB)"),
-    ({"use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
-    ({"decode_context_parallel_size": 2}, "decode context parallel"),
-    ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
-    ({"enable_return_routed_experts": True}, "returning the routed experts"),
-    ({"use_ubatching": True}, "vLLM's own micro-batching (--enable-dbo)"),
-    ({"kv_transfer_config": object()}, "a KV connector"),
-    ({"speculative_config": object()}, "speculative decoding"),
-    ({"lora_config": object()}, "LoRA"),
-    ({"is_hybrid": True}, "a state-space model"),
-    ({"is_attention_free": True}, "a state-space model"),
-    ({"is_encoder_decoder": True}, "an encoder-decoder model"),
-]
-
-
-@pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}], ids=str)
-def test_a_config_without_any_of_the_features_can_be_split(changes: dict[str, Any]) -> None:
-    assert check_config(make_config(**changes)) is None
-
-
-@pytest.mark.parametrize(("changes", "feature"), FEATURES, ids=[next(iter(changes)) for changes, _ in FEATURES])
-def test_a_feature_that_splitting_does_not_support_is_named(changes: dict[str, Any], feature: str) -> None:
-    assert check_config(make_config(**changes)) == f"not supported yet: {feature}"
-
-
-def test_of_several_features_one_is_named() -> None:
-    config = make_config(lora_config=object(), enable_eplb=True)
-    assert check_config(config) == "not supported yet: expert load balancing (EPLB)"
+CPU = get_platform("cpu")
 
 
 def make_context(**changes: Any) -> SimpleNamespace:
@@ -105,7 +40,7 @@ def make_context(**changes: Any) -> SimpleNamespace:
     ],
 )
 def test_a_step_with_a_context_that_cannot_be_split_declines(changes: dict[str, Any], reason: str) -> None:
-    assert check_context(make_context(**changes), 8) == Decline(reason)
+    assert check_context(make_context(**changes), 8, CPU) == Decline(reason)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +49,15 @@ def test_a_step_with_a_context_that_cannot_be_split_declines(changes: dict[str, 
     ids=["eager", "piecewise graphs", "a mask of this batch's tokens"],
 )
 def test_a_plain_context_can_be_split(changes: dict[str, Any]) -> None:
-    assert check_context(make_context(**changes), 8) is None
+    assert check_context(make_context(**changes), 8, CPU) is None
 
 
 def test_data_parallel_ranks_decline_graphs_together() -> None:
     """Whether a rank was padded to a graph's size is its own affair; that there is a graph, all of them know."""
     graph = make_context(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"), dp_metadata=object())
-    assert check_agreed_context(graph) == Decline("padded to the size of a graph on all data parallel ranks")
-    assert check_agreed_context(make_context(dp_metadata=object())) is None
-    assert check_agreed_context(make_context()) == Decline("no data parallel metadata")
+    assert check_agreed_context(graph, CPU) == Decline("padded to the size of a graph on all data parallel ranks")
+    assert check_agreed_context(make_context(dp_metadata=object()), CPU) is None
+    assert check_agreed_context(make_context(), CPU) == Decline("no data parallel metadata")
 
 
 BLOCK = 4
@@ -230,7 +165,7 @@ def reads_too_early(
     return False
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale(300))
 @given(steps_with_hits())
 def test_it_declines_exactly_where_a_token_would_read_too_early(
     step: tuple[list[int], list[int], list[list[int]], int, list[int]],

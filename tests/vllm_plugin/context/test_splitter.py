@@ -20,26 +20,24 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.context.splitter import (
-    ContextSplitter,
-    Origin,
-    trace_builders,
-)
+from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, trace_builders
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 BLOCK = 16
 CONFIG: Any = SimpleNamespace()  # stands for a VllmConfig, which is only handed on
 QUERY_LENS = (5, 3, 8, 4)
 COMPUTED = (0, 20, 2, 7)
 TOKENS = sum(QUERY_LENS)
-UNTRACED = getattr(AttentionGroup.get_metadata_builder, "_dbo_origin", AttentionGroup.get_metadata_builder)
+UNTRACED = getattr(AttentionGroup.get_metadata_builder, "_dbo_source", AttentionGroup.get_metadata_builder)
 
 
 def slice_common(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
-    return ContextSplitter(CONFIG)._slice_common(common, slices)
+    return ContextSplitter(get_platform("cpu"), CONFIG)._slice_common(common, slices)
 
 
-def find_hazard(origin: Origin, tokens: int) -> Decline | None:
-    return ContextSplitter(CONFIG)._find_common_hazard(origin, tokens)
+def check_common(source: MetadataSource, tokens: int) -> Decline | None:
+    return ContextSplitter(get_platform("cpu"), CONFIG)._check_common(source, tokens)
 
 
 @dataclass
@@ -185,16 +183,16 @@ def test_caches_are_not_inherited() -> None:
     assert tail.compute_num_computed_tokens().tolist() == [2 + 3, 7]
 
 
-def make_origin(common: Any, common_prefix_len: int = 0) -> Origin:
-    return Origin(weakref.ref(common), [], None, common, {}, common_prefix_len)
+def make_source(common: Any, common_prefix_len: int = 0) -> MetadataSource:
+    return MetadataSource(weakref.ref(common), [], None, common, {}, common_prefix_len)
 
 
-def test_a_plain_batch_has_no_hazard() -> None:
-    assert find_hazard(make_origin(make_common()), TOKENS) is None
+def test_a_plain_batch_can_be_split() -> None:
+    assert check_common(make_source(make_common()), TOKENS) is None
 
 
 def test_cascade_attention_declines() -> None:
-    assert find_hazard(make_origin(make_common(), common_prefix_len=32), TOKENS) == Decline("cascade attention")
+    assert check_common(make_source(make_common(), common_prefix_len=32), TOKENS) == Decline("cascade attention")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +201,7 @@ def test_cascade_attention_declines() -> None:
     ids=["input padded", "metadata padded", "both padded"],
 )
 def test_a_padded_batch_declines(tokens: int, changes: dict[str, Any]) -> None:
-    found = find_hazard(make_origin(make_common(**changes)), tokens)
+    found = check_common(make_source(make_common(**changes)), tokens)
     assert found is not None
     assert found.reason == "padded batch"
     assert found.detail.startswith(f"{tokens} tokens")
@@ -219,17 +217,17 @@ def test_a_padded_batch_declines(tokens: int, changes: dict[str, Any]) -> None:
     ],
 )
 def test_a_field_of_an_unsupported_feature_declines_by_name(name: str, value: Any) -> None:
-    found = find_hazard(make_origin(make_common(**{name: value})), TOKENS)
+    found = check_common(make_source(make_common(**{name: value})), TOKENS)
     assert found == Decline("attention metadata field not supported yet", name)
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_logits_indices", 0), ("mm_req_doc_ranges", {})])
 def test_a_field_of_an_unsupported_feature_that_is_empty_is_fine(name: str, value: Any) -> None:
-    assert find_hazard(make_origin(make_common(**{name: value})), TOKENS) is None
+    assert check_common(make_source(make_common(**{name: value})), TOKENS) is None
 
 
 def test_lengths_that_the_host_does_not_know_decline() -> None:
-    found = find_hazard(make_origin(make_common(seq_lens_cpu_upper_bound=None)), TOKENS)
+    found = check_common(make_source(make_common(seq_lens_cpu_upper_bound=None)), TOKENS)
     assert found == Decline("attention metadata without sequence lengths on the host")
 
 
@@ -246,7 +244,7 @@ class Unknown(CommonAttentionMetadata):
     ids=["per request", "starts", "per token", "rows per request", "array", "list", "tuple"],
 )
 def test_an_unknown_field_that_seems_to_be_per_request_or_per_token_declines(value: Any) -> None:
-    found = find_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS)
+    found = check_common(make_source(make_common(cls=Unknown, surprise=value)), TOKENS)
     assert found == Decline("unknown per-request or per-token attention metadata", "surprise")
 
 
@@ -256,7 +254,7 @@ def test_an_unknown_field_that_seems_to_be_per_request_or_per_token_declines(val
     ids=["nothing", "number", "scalar", "buffer", "array", "list", "text", "dict"],
 )
 def test_an_unknown_field_of_another_size_is_harmless(value: Any) -> None:
-    assert find_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS) is None
+    assert check_common(make_source(make_common(cls=Unknown, surprise=value)), TOKENS) is None
 
 
 @dataclass
@@ -360,7 +358,7 @@ def build(group: AttentionGroup, common: Any = None, *args: Any, **kwargs: Any) 
 
 
 def make_splitter() -> ContextSplitter:
-    return ContextSplitter(CONFIG)
+    return ContextSplitter(get_platform("cpu"), CONFIG)
 
 
 @pytest.mark.usefixtures("_traced")
@@ -374,10 +372,10 @@ def test_tracing_twice_is_tracing_once() -> None:
 def test_metadata_remembers_what_it_was_built_from() -> None:
     group, common = make_group(), make_common()
     metadata = group.get_metadata_builder().build(common_prefix_len=0, common_attn_metadata=common, fast_build=True)
-    origin, builder = metadata._dbo_origin, group.metadata_builders[0]
+    source, builder = get_source(metadata), group.metadata_builders[0]
     assert (metadata.common, metadata.builder, metadata.fast_build) == (common, builder, True)
-    assert (origin.metadata(), origin.common) == (metadata, common)
-    assert (origin.layer_names, origin.builder, origin.arguments) == (group.layer_names, builder, {"fast_build": True})
+    assert (source.metadata(), source.common) == (metadata, common)
+    assert (source.layer_names, source.builder, source.arguments) == (group.layer_names, builder, {"fast_build": True})
 
 
 @pytest.mark.usefixtures("_traced")
@@ -387,7 +385,7 @@ def test_arguments_may_be_given_by_position_and_a_builder_be_fetched_often() -> 
     assert group.get_metadata_builder() is builder
     metadata = group.get_metadata_builder().build(8, make_common(), True)
     assert (metadata.common_prefix_len, metadata.fast_build) == (8, True)
-    assert (metadata._dbo_origin.common_prefix_len, metadata._dbo_origin.arguments) == (8, {"fast_build": True})
+    assert (get_source(metadata).common_prefix_len, get_source(metadata).arguments) == (8, {"fast_build": True})
 
 
 @pytest.mark.usefixtures("_traced")
@@ -401,7 +399,7 @@ def test_metadata_that_cannot_be_marked_declines_by_its_type(cls: type, monkeypa
 
 @pytest.mark.usefixtures("_traced")
 def test_metadata_that_was_copied_for_another_group_of_layers_declines() -> None:
-    """Its origin is the first group's, and so are the block table and slots that it would be built again from."""
+    """Its source is the first group's, and so are the block table and slots that it would be built again from."""
     group = make_group()
     builder = group.get_metadata_builder()
     metadata = builder.build(0, make_common())
@@ -524,16 +522,16 @@ def test_each_group_of_layers_is_built_by_its_own_backend() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_each_micro_batch_has_a_builder_of_its_own_and_keeps_it() -> None:
+def test_each_micro_batch_has_a_separate_builder_and_keeps_it() -> None:
     group, splitter = make_group(), make_splitter()
     whole = group.get_metadata_builder()
     whole.set_kernel_block_size(32)
 
-    def find_builders(*cuts: int) -> list[FakeBuilder]:
+    def get_builders(*cuts: int) -> list[FakeBuilder]:
         parts = split(make_context(build(group)), *cuts, splitter=splitter)
         return [part.attn_metadata["layers.0"].builder for part in parts]
 
-    two, three = find_builders(8), find_builders(5, 11)
+    two, three = get_builders(8), get_builders(5, 11)
     assert len({id(builder) for builder in (whole, *three)}) == 4
     assert all(one is other for one, other in zip(two, three, strict=False))
     for builder in three:

@@ -87,12 +87,12 @@ def make_model(dtype: str = "torch.bfloat16", layers: Any = (), **config: Any) -
         (make_model(index_topk=2048), "sparse attention (DeepSeek V3.2)"),
         (make_model(llama_4_scaling={"beta": 0.1}), "attention scaling by position"),
         (make_model("torch.float16"), "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"),
-        (make_model(layers=[make_layer(), make_layer(kind=OtherMLP)]), "the MLP class OtherMLP is not known"),
+        (make_model(layers=[make_layer(), make_layer(kind=OtherMLP)]), "its MLP is not known (OtherMLP)"),
     ],
     ids=["plain attention", "sparse", "scaled", "fp16", "unknown MLP"],
 )
 def test_it_declines_what_it_cannot_take_apart(model: SimpleNamespace, reason: str) -> None:
-    assert reason in (DeepseekAdapter().decline(model) or "accepted")
+    assert reason in str(DeepseekAdapter().decline(model))
 
 
 @pytest.mark.parametrize(

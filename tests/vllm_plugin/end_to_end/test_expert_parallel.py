@@ -27,6 +27,7 @@ from tests.vllm_plugin.end_to_end.test_equivalence import (
     run_whole,
 )
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
+from tests.vllm_plugin.rank_hosts import RankHosts
 from tests.vllm_plugin.ranks import Ranks
 
 LENGTHS = ((96, 64, 160, 128, 80), (32, 200, 48, 48, 120, 16))
@@ -207,7 +208,7 @@ def test_one_ranks_own_reason_stops_all_of_them(data_parallel: Ranks) -> None:
 def generate_with_a_hazard(engine: Engine, rank: int, blind: int) -> tuple[list[Answer], int, dict[str, int]]:
     """Let rank *blind* refuse its second and fourth step."""
     forward = engine.runner.get_model().forward
-    splitter, agreement = forward.planner._splitter, forward.planner._agreement
+    splitter, agreement = forward.decider._splitter, forward.decider._agreement
     calls = iter(range(100))
 
     def split(context: Any, slices: Any, sizes: Any = ()) -> Any:
@@ -292,7 +293,7 @@ def generate_by_costs(engine: Engine, rank: int, mode: str) -> tuple[list[Answer
         "split": after["split"] - before["split"],
         "declined": count_since(before["declined"], after["declined"]),
         "counted": learnt._steps,
-        "factors": (learnt.factor("whole"), learnt.factor("split")),
+        "factors": (learnt.factor("unsplit"), learnt.factor("split")),
     }
 
 
@@ -348,9 +349,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_layouts_of_ranks_are_close(layout: str) -> None:
+def test_other_layouts_of_ranks_are_close(layout: str, hosts: RankHosts) -> None:
     size, settings, options = LAYOUTS[layout]
-    ranks = Ranks(TINY, size, {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **settings}, **options)
+    ranks = Ranks(TINY, size, {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **settings}, hosts, **options)
     try:
         batches = [BATCHES[rank % 2] for rank in range(size)]
         assert_split_is_close(ranks, None, 3, [ARRIVALS[rank % 2] for rank in range(size)], batches)

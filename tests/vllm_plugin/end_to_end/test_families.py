@@ -14,6 +14,7 @@ from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, r
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.families import FAMILIES, find_backend, make_family
+from tests.vllm_plugin.rank_hosts import RankHosts
 from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.vision_families import QWEN3, QWEN25
 
@@ -50,11 +51,11 @@ def test_split_steps_say_what_whole_ones_do(family: Engine) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_tokens_of_qwen3_moe_travel_to_experts_on_other_ranks(tmp_path: Path) -> None:
+def test_tokens_of_qwen3_moe_travel_to_experts_on_other_ranks(tmp_path: Path, hosts: RankHosts) -> None:
     name = "Qwen3MoeForCausalLM"
     options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
     environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    ranks = Ranks(make_family(name, tmp_path), 2, environment, **options)
+    ranks = Ranks(make_family(name, tmp_path), 2, environment, hosts, **options)
     try:
         assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
         assert_split_is_close(ranks, [[100, 300], [60, 200]])

@@ -14,7 +14,7 @@ from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
 from tests.vllm_plugin.conftest import share_cores, start
-from tests.vllm_plugin.costs import calibrate_few, forget_costs
+from tests.vllm_plugin.costs import calibrate_few, forget_costs, get_costs
 from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
 from tests.vllm_plugin.engine import Engine, make_prompt
 
@@ -125,7 +125,7 @@ def test_each_stage_writes_traces_of_its_own(stages: Engine, traces: Path) -> No
 
 def load_on_stage(worker: Any, path: str) -> str:
     forward = worker.model_runner.get_model().forward
-    forward.costs.load(path)
+    get_costs(forward).load(path)
     digest: str = forward.runtime.planner.table.digest
     return digest
 

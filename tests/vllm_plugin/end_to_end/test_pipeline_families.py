@@ -17,6 +17,7 @@ from tests.vllm_plugin.end_to_end.test_families import MIXED_CUTS, OURS, PROMPTS
 from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS, ask
 from tests.vllm_plugin.engine import Engine
 from tests.vllm_plugin.families import find_backend, make_family
+from tests.vllm_plugin.rank_hosts import RankHosts
 from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
 
@@ -130,10 +131,10 @@ def test_a_pipeline_without_an_adapter_says_split_what_it_says_whole(tmp_path: P
         assert layers == [{"L0", "L1"}] * 2 + [{"L2"}] * 2
 
 
-def test_pipelines_whose_tokens_travel_between_data_parallel_ranks_are_close() -> None:
+def test_pipelines_whose_tokens_travel_between_data_parallel_ranks_are_close(hosts: RankHosts) -> None:
     """Four processes: two pipelines of two stages, each of which has half of the experts of its layers."""
     options = {"max_num_batched_tokens": 2048, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **NO_CORES}, **options)
+    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **NO_CORES}, hosts, **options)
     try:
         assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
         assert_split_is_close(ranks, [[100, 300], [60, 200]])

@@ -17,6 +17,7 @@ from tests.vllm_plugin.costs import calibrate_few, forget_costs
 from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
+from tests.vllm_plugin.rank_hosts import RankHosts
 from tests.vllm_plugin.ranks import Ranks
 
 SIDE = {"DBO_SIDE": "on"}
@@ -45,10 +46,10 @@ def beside(request: pytest.FixtureRequest) -> Engine:
 
 
 @pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
-def experts_beside(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def experts_beside(request: pytest.FixtureRequest, hosts: RankHosts) -> Iterator[Ranks]:
     """Return two data parallel ranks that share out the experts, with either way to reach them."""
     settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "DBO_DISPATCH": request.param, **SIDE}
-    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **settings}, max_num_batched_tokens=2048)
+    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **settings}, hosts, max_num_batched_tokens=2048)
     try:
         yield ranks
     finally:
@@ -75,7 +76,7 @@ def test_a_step_that_is_not_cut_has_keys_beside_queries_and_gives_the_same_bits(
     found = generate(beside, PROMPTS, 6, {"DBO_MODE": "auto", **SIDE})
     for then, now in zip(before, beside.statistics(), strict=True):
         assert now["split"] == then["split"]
-        assert now["beside"] - then["beside"] == 6
+        assert now["concurrent"] - then["concurrent"] == 6
         assert sum(now["declined"].values()) - sum(then["declined"].values()) == 6  # with the reasons not to cut
     assert find_difference(whole, found) == 0.0
 
@@ -150,7 +151,7 @@ def test_ranks_that_do_not_split_have_shared_experts_beside_all_together(experts
     before = experts_beside.run(count)
     experts_beside.run(answer, {"DBO_MODE": "auto", **SIDE})
     after = experts_beside.run(count)
-    grown = {now["beside"] - then["beside"] for then, now in zip(before, after, strict=True)}
+    grown = {now["concurrent"] - then["concurrent"] for then, now in zip(before, after, strict=True)}
     assert len(grown) == 1
     assert grown.pop() > 0
 

@@ -13,9 +13,9 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import ExecutionPlan
-from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.install import model_setup
 from dbo_runtime.vllm_plugin.install.model_setup import _compare_settings
-from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, _fingerprint, find_disagreement
+from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, _fingerprint, describe_disagreement
 
 
 class Pair:
@@ -35,17 +35,17 @@ def let_other_say(monkeypatch: pytest.MonkeyPatch, words: Any) -> None:
 
 def test_ranks_that_say_the_same_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     let_other_say(monkeypatch, "split")
-    assert find_disagreement(Pair, "split") is None
+    assert describe_disagreement(Pair, "split") is None
 
 
 def test_a_disagreement_names_ranks_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_other_say(monkeypatch, "whole")
-    assert find_disagreement(Pair, "split") == "rank 0: split; rank 1: whole"
+    let_other_say(monkeypatch, "unsplit")
+    assert describe_disagreement(Pair, "split") == "rank 0: split; rank 1: unsplit"
 
 
 def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather_object", None)  # calling it would fail
-    assert find_disagreement(type("One", (), {"world_size": 1}), "split") is None
+    assert describe_disagreement(type("One", (), {"world_size": 1}), "split") is None
 
 
 _P = ProgramBuilder()
@@ -54,8 +54,8 @@ PROGRAM = _P.build(_P.compute("op", lambda: None))
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "get_host", lambda: "10.0.0.1")
-    monkeypatch.setattr(compat, "describe_versions", lambda: "versions")
+    monkeypatch.setattr(model_setup, "get_host", lambda: "10.0.0.1")
+    monkeypatch.setattr(model_setup, "describe_versions", lambda: "versions")
 
 
 SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, votes: False, versions"

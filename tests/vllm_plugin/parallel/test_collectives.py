@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 ROOT = Path(__file__).parents[3]
+CPU = get_platform("cpu")
 
 
 class FakeGroup:
@@ -76,13 +78,13 @@ def test_a_module_gives_this_ranks_part_of_the_sum() -> None:
     group = FakeGroup()
     module = Linear(group)
     assert torch.equal(module(X), (X + 1) * 2)
-    assert torch.equal(ModelCollectives(group).without_reduce(module)(X), X + 1)
+    assert torch.equal(ModelCollectives(CPU, group).without_reduce(module)(X), X + 1)
 
 
 def test_the_group_reduces_again_afterwards() -> None:
     group = FakeGroup()
     module = Linear(group)
-    ModelCollectives(group).without_reduce(module)(X)
+    ModelCollectives(CPU, group).without_reduce(module)(X)
     assert "all_reduce" not in vars(group)
     assert torch.equal(module(X), (X + 1) * 2)
 
@@ -90,7 +92,7 @@ def test_the_group_reduces_again_afterwards() -> None:
 def test_the_group_reduces_again_after_a_module_that_failed() -> None:
     group = FakeGroup()
     with pytest.raises(MemoryError, match="no memory for it"):
-        ModelCollectives(group).without_reduce(Fails(group))(X)
+        ModelCollectives(CPU, group).without_reduce(Fails(group))(X)
     assert "all_reduce" not in vars(group)
     assert torch.equal(group.all_reduce(X), X * 2)
 
@@ -107,7 +109,7 @@ def test_the_group_reduces_again_after_a_module_that_failed() -> None:
 )
 def test_a_module_that_does_not_end_in_one_all_reduce_is_refused_by_name(cls: type[Linear], made: str) -> None:
     group = FakeGroup()
-    reduced = ModelCollectives(group).without_reduce(cls(group))
+    reduced = ModelCollectives(CPU, group).without_reduce(cls(group))
     with pytest.raises(ProgramError, match=rf"^{cls.__name__} must end in one all-reduce .*{made}"):
         reduced(X)
     assert torch.equal(group.all_reduce(X), X * 2)
@@ -120,11 +122,11 @@ def attend(group: FakeGroup, x: torch.Tensor) -> torch.Tensor:
 def test_a_partial_function_is_refused_by_the_functions_name() -> None:
     group = FakeGroup()
     with pytest.raises(ProgramError, match=r"^attend must end in one all-reduce"):
-        ModelCollectives(group).without_reduce(partial(attend, group))(X)
+        ModelCollectives(CPU, group).without_reduce(partial(attend, group))(X)
 
 
 def test_with_one_rank_modules_and_values_pass_through() -> None:
-    parallel = ModelCollectives(SimpleNamespace(world_size=1))
+    parallel = ModelCollectives(CPU, SimpleNamespace(world_size=1))
     assert parallel.without_reduce(attend) is attend
     assert parallel.all_reduce(X) is X
 
@@ -134,7 +136,7 @@ def run_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
     try:
         sibling = dist.new_group(backend="gloo")
-        parallel = ModelCollectives(SimpleNamespace(world_size=2, make_sibling_device_group=lambda name: sibling))
+        parallel = ModelCollectives(CPU, SimpleNamespace(world_size=2, make_sibling_device_group=lambda name: sibling))
         parallel.connect()
         whole = torch.arange(12.0).reshape(3, 4) * (rank + 1)
         reduced = parallel.all_reduce(whole)

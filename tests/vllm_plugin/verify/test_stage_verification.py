@@ -12,6 +12,7 @@ from vllm.sequence import IntermediateTensors
 from dbo_models.layers import record_decoder
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import Collectives, record_program
+from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Op, ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.verify.results import run_ops
@@ -45,7 +46,7 @@ class Adapter:
     def __init__(self, mistake: str = "") -> None:
         self.mistake = mistake
 
-    def decline(self, model: Any) -> str | None:
+    def decline(self, model: Any) -> Decline | None:
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
@@ -85,7 +86,9 @@ def test_the_first_op_that_differs_is_named(mistake: str, op: str) -> None:
 
 
 def test_an_adapter_that_forgets_what_it_hands_on_breaks_its_contract() -> None:
-    with pytest.raises(ProgramError, match=r"Adapter: stages .* hand over hidden_states, residual; on stage 0 of 2"):
+    with pytest.raises(
+        ProgramError, match=r"Adapter: the program is not .* send hidden_states, residual; on stage 0 of 2"
+    ):
         record_stages(Adapter("forgets"), Model(), ToyCollectives())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dbo_models.dense import DenseAdapter
 from dbo_runtime.adapter import Collectives
-from dbo_runtime.decline import DeclineError
+from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
 from dbo_runtime.vllm_plugin.verify.verification import Mismatch, Verification, verify_adapter
@@ -92,8 +92,8 @@ def test_an_op_that_depends_on_the_cut_is_named_with_the_cut(llama: str) -> None
 @pytest.mark.slow
 def test_what_is_declined_is_not_tried(llama: str) -> None:
     class Declining(DenseAdapter):
-        def decline(self, model: Any) -> str | None:
-            return "on a whim"
+        def decline(self, model: Any) -> Decline | None:
+            return Decline("on a whim")
 
     with pytest.raises(DeclineError, match="LlamaForCausalLM is declined: on a whim"):
         verify_adapter(llama, Declining())

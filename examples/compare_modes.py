@@ -19,7 +19,7 @@ WAYS = {
 }
 
 
-def compare_ways(llm: Any, prefills: list[str], repeat: int, format_ranks: bool = True) -> tuple[str, bool]:
+def compare_modes(llm: Any, prefills: list[str], repeat: int, format_ranks: bool = True) -> tuple[str, bool]:
     """Time all ways for each prefill, such as `4x500`; return a table, and whether all ways gave the same tokens."""
     titles = "".join(f"{way:>22}" for way in WAYS)
     rows = [f"{'prefill':<10}{titles}{'gain':>8}{'by overlap':>12}{'same tokens':>14}"]
@@ -28,7 +28,7 @@ def compare_ways(llm: Any, prefills: list[str], repeat: int, format_ranks: bool 
         if format_ranks:
             print(f"timing {prefill} ...", file=sys.stderr, flush=True)
         prompts, tokens = map(int, prefill.split("x"))
-        times, same = time_ways(llm, prompts, tokens, repeat)
+        times, same = time_modes(llm, prompts, tokens, repeat)
         medians = {way: statistics.median(seconds) for way, seconds in times.items()}
         gain, overlap = (medians[way] / medians["dual-batch overlap"] for way in ("unsplit", "split, no overlap"))
         cells = "".join(f"{f'{medians[way]:.3f} s':>22}" for way in WAYS)
@@ -37,7 +37,7 @@ def compare_ways(llm: Any, prefills: list[str], repeat: int, format_ranks: bool 
     return "\n".join(rows), all_same
 
 
-def time_ways(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[str, list[float]], bool]:
+def time_modes(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[str, list[float]], bool]:
     """Time each way *repeat* times in turn after a round to warm up; return seconds, and whether tokens agree."""
     from vllm import SamplingParams
 
