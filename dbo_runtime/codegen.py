@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from dbo_runtime.program import Value
+from dbo_runtime.render import digest
 from dbo_runtime.schedule import Instruction, Issue, Schedule, Slot
 
 Key = TypeVar("Key")
@@ -46,27 +47,28 @@ class Source:
     """A function as text, and what its names are bound to.
 
     Attributes:
+        file: what tracebacks call it: `<schedule DIGEST>`.
         text: defines `issue(values, enter)`, which reads the programs' inputs from *values*, and writes outputs there.
         calls: the number of the instruction whose op is called in a line, by the line's number.
         functions: the ops' functions, by their names in the text, such as `op_L0_send`.
         lanes: the lanes, by their names in the text, such as `lane_comm`.
     """
 
+    file: str
     text: str
     calls: Mapping[int, int]
     functions: Mapping[str, Callable[..., Any]]
     lanes: Mapping[str, str]
 
 
-def write_source(schedule: Schedule, issuing: Mapping[str, Issuing], title: str) -> Source:
+def write_source(schedule: Schedule, issuing: Mapping[str, Issuing]) -> Source:
     """Return the function of a schedule.
 
     Args:
         schedule: what it issues.
         issuing: how ops are issued onto each of the schedule's lanes.
-        title: one line of what it is, for its docstring.
     """
-    return _Writer(schedule, issuing).write(title)
+    return _Writer(schedule, issuing).write()
 
 
 def number_slots(schedule: Schedule) -> dict[Slot, int]:
@@ -105,8 +107,9 @@ class _Writer:
         self._lines: list[str] = []
         self._calls: dict[int, int] = {}
 
-    def write(self, title: str) -> Source:
-        self._lines += [f"def {FUNCTION}(values, enter):", f'    """{title}"""']
+    def write(self) -> Source:
+        title = f"schedule {digest(self._schedule)}"
+        self._lines += [f"def {FUNCTION}(values, enter):", f'    """Issue {title}."""']
         self._write_beginning()
         micro_batch, lane = -1, self._schedule.lanes[0]
         for number, instruction in enumerate(self._schedule.instructions):
@@ -127,7 +130,7 @@ class _Writer:
             for instruction in self._schedule.instructions
         }
         lanes = {f"lane_{name}": lane for lane, name in self._lanes.items()}
-        return Source("\n".join(self._lines) + "\n", self._calls, functions, lanes)
+        return Source(f"<{title}>", "\n".join(self._lines) + "\n", self._calls, functions, lanes)
 
     def _add(self, statement: str) -> None:
         self._lines.append(f"    {statement}")

@@ -12,7 +12,6 @@ from dbo_runtime.errors import add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, describe, unpack
 from dbo_runtime.observe.instrument import Instrument
-from dbo_runtime.render import digest
 from dbo_runtime.schedule import Schedule
 
 
@@ -25,13 +24,12 @@ class GeneratedExecutor(Executor):
 
     def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
         super().__init__(schedule, device, events)
-        self._file = f"<schedule {digest(schedule)}>"
         self._function = self._compile_function(self.write_source())
 
     def write_source(self) -> Source:
         """Return the source of the function. It is not kept: who asks for it again gets the same."""
         issuing = {name: _get_issuing(lane) for name, lane in self._lanes.items()}
-        return write_source(self.schedule, issuing, f"Issue {self._file[1:-1]}.")
+        return write_source(self.schedule, issuing)
 
     def _issue(self, values: Values, enter: Enter, instrument: Instrument | None) -> None:
         if instrument is not None:
@@ -49,14 +47,14 @@ class GeneratedExecutor(Executor):
         for number, (_, _, _, task, event) in enumerate(self._instructions):
             namespace[f"task_{number}"] = task
             namespace[f"event_{number}"] = event
-        exec(compile(source.text, self._file, "exec", dont_inherit=True), namespace)
+        exec(compile(source.text, source.file, "exec", dont_inherit=True), namespace)
         function: Callable[[Values, Enter], None] = namespace.pop(FUNCTION)  # out of its own globals: no cycle
         return function
 
     def _explain(self, error: BaseException) -> None:
         """Say which op raised an error, if one did where it was called, and let tracebacks show the line."""
         source = self.write_source()
-        linecache.cache[self._file] = len(source.text), None, source.text.splitlines(keepends=True), self._file
+        linecache.cache[source.file] = len(source.text), None, source.text.splitlines(keepends=True), source.file
         traceback = error.__traceback__
         assert traceback is not None  # it was raised
         assert traceback.tb_next is not None  # by the function

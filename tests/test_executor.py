@@ -4,7 +4,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, SupportsFloat
 
 import pytest
 
@@ -12,30 +12,12 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import DeviceError, ProgramError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.policies import Policy, alternate, sequential
-from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
+from dbo_runtime.program import COMM, COMPUTE, ProgramBuilder
 from dbo_runtime.schedule import Instruction, lower
+from tests.executors import Prepare
 from tests.latch import Latch
 from tests.programs import record_chain, record_three_lanes, record_toy
-
-
-class Prepare(Protocol):
-    def __call__(
-        self, device: Any, program: Program, micro_batches: int = 2, policy: Policy = alternate
-    ) -> Executor: ...
-
-
-@pytest.fixture(params=[Executor, GeneratedExecutor])
-def prepare(request: pytest.FixtureRequest) -> Prepare:
-    """Make either executor of a program's micro-batches."""
-
-    def make(device: Any, program: Program, micro_batches: int = 2, policy: Policy = alternate) -> Executor:
-        programs = [program] * micro_batches
-        executor: Executor = request.param(lower(programs, policy(programs)), device, EventTable(device))
-        return executor
-
-    return make
 
 
 class Tensor:

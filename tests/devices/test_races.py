@@ -95,7 +95,7 @@ def record_send(latch: Any) -> Program:
 def without_wait(schedule: Schedule, label: str) -> Schedule:
     return replace(
         schedule,
-        steps=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.instructions),
+        instructions=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.instructions),
         forks=(*schedule.forks, "comm"),  # so that the lane still begins where it should
     )
 
@@ -135,7 +135,7 @@ def with_free_at(schedule: Schedule, name: str, label: str) -> Schedule:
     )
     return replace(
         schedule,
-        steps=tuple(replace(step, frees=(*step.frees, slot)) if step.label == label else step for step in steps),
+        instructions=tuple(replace(step, frees=(*step.frees, slot)) if step.label == label else step for step in steps),
     )
 
 
