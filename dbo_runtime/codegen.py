@@ -150,7 +150,7 @@ class _Writer:
 
     def _write_op(self, number: int, instruction: Instruction) -> None:
         mb, op = instruction.issue.micro_batch, instruction.op
-        comment = f"  # {number}  {' '.join(instruction.label.split())}"
+        comment = f"  # {number}  {instruction.label}"
         if self._issuing[op.lane] is Issuing.LAUNCHED:  # its task frees, reads and writes
             self._add(f"lane_{self._lanes[op.lane]}.launch(task_{number}, values){comment}")
             return
