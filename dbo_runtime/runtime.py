@@ -155,7 +155,7 @@ class MicroBatchRuntime:
         """
         if self.config.mode != "auto" or transport not in NOTHING_TO_HIDE:
             return None
-        if self.planner is not None and (transport == "one host" or self.planner.knows_side):
+        if self.planner is not None and (transport == "one host" or self.planner.can_use_side):
             return None
         return Decline("no communication to hide", NOTHING_TO_HIDE[transport])
 
@@ -264,8 +264,8 @@ class MicroBatchRuntime:
             "new plan",
             micro_batches=len(schedule.programs),
             policy=policy,
-            steps=len(schedule.instructions),
-            waits=sum(len(step.waits) for step in schedule.instructions),
+            instructions=len(schedule.instructions),
+            waits=sum(len(instruction.waits) for instruction in schedule.instructions),
             digest=name,
         )
         return name

@@ -1,4 +1,4 @@
-"""Is `auto` ever slower than leaving steps whole? Two hosts, links of several rates, prompts of many lengths.
+"""Is `auto` ever slower than leaving steps unsplit? Two hosts, links of several rates, prompts of many lengths.
 
 Makes two network namespaces on this machine (as root), serves a DeepSeek-V3 with random weights over both with an
 unmodified vLLM, and for each rate calibrates and then times every prompt in turn with DBO_MODE off, auto and always,
@@ -29,7 +29,7 @@ NO_LIMIT = "none"
 MAX_REPEATS, ENOUGH = 60, 3.0  # short steps are disturbed most: they are repeated so often, or for so many seconds
 TITLES = (
     f"{'tokens':>7}{'off':>11}{'always':>11}{'auto':>11}{'off/off':>9}{'off/auto':>10}  {'auto':<8}"
-    f"{'predicted whole':>17}{'split':>11}{'errors':>11}"
+    f"{'predicted unsplit':>17}{'split':>11}{'errors':>11}"
 )
 
 
@@ -41,7 +41,7 @@ class Point:
     tokens: int
     seconds: dict[str, list[float]]  # by what was timed
     mode: str  # of the step with auto
-    predicted: dict[str, float]  # seconds of a `whole` and of a `split` step
+    predicted: dict[str, float]  # seconds of a `unsplit` and of a `split` step
 
     def compare(self, run: str) -> float:
         """How much faster a run is than off: the median over pairs of the same turn."""
@@ -53,9 +53,9 @@ class Point:
 
     def errors(self) -> dict[str, float]:
         """How far predictions are off, relative to what was measured: for unsplit and for split steps."""
-        measured = {"whole": self.seconds["off"], "split": self.seconds["always"]}
-        medians = {way: statistics.median(seconds) for way, seconds in measured.items()}
-        return {way: abs(self.predicted[way] - medians[way]) / medians[way] for way in self.predicted}
+        measured = {"unsplit": self.seconds["off"], "split": self.seconds["always"]}
+        medians = {mode: statistics.median(seconds) for mode, seconds in measured.items()}
+        return {mode: abs(self.predicted[mode] - medians[mode]) / medians[mode] for mode in self.predicted}
 
 
 def main() -> int:
@@ -146,7 +146,8 @@ def measure_point(llm: Any, rate: str, tokens: int, repeat: int, enough: float =
             if turn:
                 seconds[run].append(step["seconds"])
         turn += 1
-    return Point(rate, tokens, seconds, mode, {way: predicted[way] for way in ("whole", "split") if way in predicted})
+    known = {name: predicted[name] for name in ("unsplit", "split") if name in predicted}
+    return Point(rate, tokens, seconds, mode, known)
 
 
 def describe_point(point: Point) -> str:

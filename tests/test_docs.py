@@ -17,6 +17,7 @@ import dbo_runtime
 from dbo_runtime import __main__ as program
 from dbo_runtime import errors
 from dbo_runtime.adapter import GROUP
+from dbo_runtime.observe.counts import HELP, PREFIX
 from tools.write_docs import fill_tables, list_documents, make_models_table, make_settings_table
 
 ROOT = Path(__file__).parents[1]
@@ -44,9 +45,9 @@ def test_models_are_in_a_table_that_comes_from_code() -> None:
 
 def test_the_page_on_vision_has_every_reason_to_decline() -> None:
     page = (ROOT / "docs" / "vision.md").read_text()
-    code = (ROOT / "dbo_runtime" / "vllm_plugin" / "encoder" / "forward.py").read_text()
-    reasons = re.findall(r'Decline\("([^"]+)"', code) + re.findall(r'return "([^"]+)"', code)
-    assert len(reasons) >= 6
+    room = ROOT / "dbo_runtime" / "vllm_plugin" / "encoder"
+    reasons = [reason for path in room.glob("*.py") for reason in re.findall(r'Decline\("([^"]+)"', path.read_text())]
+    assert len(reasons) >= 7
     for reason in reasons:
         assert reason in page
 
@@ -113,6 +114,13 @@ def test_the_errors_of_devices_are_those_in_the_code() -> None:
     parts = [part.strip() for error in errors for part in variable.split(error) if part]
     assert len(errors) >= 10
     assert not [part for part in parts if part not in code]
+
+
+def test_the_page_on_observing_has_every_metric() -> None:
+    page = (ROOT / "docs" / "observing.md").read_text()
+    table = page.partition("| metric |")[2].partition("\n\n")[0]
+    named = {name.removesuffix("_total") for name in re.findall(rf"`{PREFIX}(\w+)`", table)}
+    assert named == set(HELP)
 
 
 def list_commands(document: Path) -> list[list[str]]:

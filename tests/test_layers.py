@@ -1,4 +1,4 @@
-"""A decoder that adapters share, whole and in stages of a pipeline, on plain numbers."""
+"""A decoder that adapters share, complete and in stages of a pipeline, on plain numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIVEN = (3, 7)  # x and positions
 
 
 class Missing:
-    """Stands where vLLM has placeholders: whoever asks it for a part has come to a layer of another stage."""
+    """Replaces a layer of another stage, as placeholders of vLLM do: none of its parts may be used."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -167,8 +167,8 @@ def record_concurrent(decoder: Any, has_side: bool) -> Program:
 def test_latent_attention_with_concurrent_keys_gives_what_it_gives_as_one_op(has_latent: bool, count: int) -> None:
     """Any pieces of a batch see what the pieces before them wrote, whichever lane writes it."""
     inputs = [(3 + number, 7 + number) for number in range(count)]
-    whole = record_concurrent(make_latent_decoder(has_latent), has_side=False)
-    expected = run_sequential([whole] * count, inputs)
+    unsplit = record_concurrent(make_latent_decoder(has_latent), has_side=False)
+    expected = run_sequential([unsplit] * count, inputs)
     device = CpuDevice()
     for policy in (sequential, alternate):
         program = record_concurrent(make_latent_decoder(has_latent), has_side=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dbo_runtime.devices.rehearsal import simulate_ranks
+from dbo_runtime.devices.multi_rank_simulator import simulate_ranks
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
@@ -33,7 +33,7 @@ def put_first(name: str, program: Program) -> Program:
 
 
 def run(*programs: Program, order: Sequence[int] = ()) -> Schedule:
-    """Return the schedule that runs whole programs, in the order of these micro-batches."""
+    """Return the schedule that runs complete programs, in the order of these micro-batches."""
     orders = [Issue(mb, n) for mb in order or range(len(programs)) for n in range(len(programs[mb].ops))]
     return lower(programs, orders)
 

@@ -14,7 +14,7 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
@@ -90,7 +90,7 @@ def test_plans_of_one_shape_share_executor_and_digest(runtime: MicroBatchRuntime
 def test_each_new_plan_is_logged_once(runtime: MicroBatchRuntime, log: Log) -> None:
     for _ in range(3):
         two, three = plan(runtime), plan(runtime, cuts=[100, 200])
-    assert [(line["event"], line["micro_batches"], line["steps"]) for line in log.lines] == [
+    assert [(line["event"], line["micro_batches"], line["instructions"]) for line in log.lines] == [
         ("new plan", 2, 26),
         ("new plan", 3, 39),
     ]
@@ -211,7 +211,7 @@ def use_costs(runtime: MicroBatchRuntime, alpha: float) -> None:
         op.name: CommCost(alpha, 1e-9, 1000.0) if op.lane == "comm" else ComputeCost(1e-6, per_token=1e-6 / 2)
         for op in runtime.program.ops
     }
-    origin = Origin("modelled", "a test", "2026-01-31", {}, {}, {}, {})
+    origin = Provenance("modelled", "a test", "2026-01-31", {}, {}, {}, {})
     runtime.planner = Planner(
         runtime.program, CostTable(origin, describe_program(runtime.program), ops, {}, HostCost(), {})
     )
@@ -234,7 +234,7 @@ def test_what_costs_more_than_it_gains_is_declined_with_the_figures(runtime: Mic
     decline = runtime.plan(BATCH)
     assert isinstance(decline, Decline)
     assert decline.reason == "no gain predicted"
-    assert "ms whole, " in decline.detail
+    assert "ms unsplit, " in decline.detail
     assert decline.expected == pytest.approx(40.0, rel=0.01)
     runtime.config = replace(runtime.config, mode="always")
     assert plan(runtime).expected == pytest.approx(60.0, rel=0.4)

@@ -69,7 +69,7 @@ def main() -> int:
 class Report:
     """The rows of the table, part by part.
 
-    The communication here is a copy to the host and back, a stand-in: one GPU has nobody to talk to. It takes a copy
+    The communication here is a copy to the host and back, because there is one GPU only. It takes a copy
     engine and no multiprocessor; collectives of NCCL take some, so what is gained here is the most that could be.
     """
 

@@ -97,21 +97,21 @@ def compare_split_and_unsplit(rank: Any) -> dict[str, Any]:
     group = dist.new_group(backend="hccl")
     layers = [Layer(rank.number, rank.size, seed, group) for seed in range(LAYERS)]
     program = record(layers)
-    whole = run_whole(program, layers)
+    expected = run_unsplit(program, layers)
     device = NpuDevice(groups=[group])
     schedule = lower([program] * 2, alternate([program] * 2))
     validate(schedule)
     executor = Executor(schedule, device, EventTable(device))
-    apart = {cut: compute_relative_error(run_split(executor, layers, cut), whole) for cut in range(1, TOKENS)}
+    errors = {cut: compute_relative_error(run_split(executor, layers, cut), expected) for cut in range(1, TOKENS)}
     standin.delay("HcclAllReduce", SLOW)
     with standin.trace() as unsplit:
-        run_whole(program, layers)
+        run_unsplit(program, layers)
     with standin.trace() as split:
         run_split(executor, layers, TOKENS // 2)
     standin.calm()
     lanes = [lane.stream.stream_id for lane in device.open_lanes(schedule.lanes)]
     return {
-        "apart": apart,
+        "relative_error": errors,
         "concurrent": {"unsplit": list_concurrent(unsplit), "split": list_concurrent(split)},
         "lanes": lanes,
         "collectives": sorted(device.list_reserved()),
@@ -131,7 +131,7 @@ def find_streams_of_collectives(rank: Any) -> list[int]:
     return found
 
 
-def run_whole(program: Program, layers: list[Layer]) -> list[torch.Tensor]:
+def run_unsplit(program: Program, layers: list[Layer]) -> list[torch.Tensor]:
     """Run all tokens as one micro-batch, without a device."""
     for layer in layers:
         layer.forget()

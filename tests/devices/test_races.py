@@ -70,7 +70,7 @@ def run_late(kind: type[Executor], rig: Any, schedule: Schedule, latch: Any) -> 
     device = rig.device
     executor = kind(schedule, device, EventTable(device))
     x = torch.zeros(LENGTH, dtype=torch.int64, device=device.name)
-    for lane in device.open_lanes(schedule.lanes):  # so that memory nobody has written to does not look right
+    for lane in device.open_lanes(schedule.lanes):  # so that memory that was not written does not look right
         with device.backend.stream(lane.stream):
             poison = [torch.full((LENGTH,), POISON, dtype=torch.int64, device=device.name) for _ in range(8)]
             del poison

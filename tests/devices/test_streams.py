@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from itertools import pairwise
 from typing import Any
@@ -58,7 +59,7 @@ def assert_equal(outputs: Any, expected: Any) -> None:
 
 
 def test_each_lane_has_a_stream_of_its_own(device: StreamDevice) -> None:
-    """However many streams somebody else draws from the same pool."""
+    """However many other streams are drawn from the same pool."""
     for name in ("comm", "aux", "extra", "more"):
         [device.backend.Stream() for _ in range(POOL_STREAMS - 1)]
         device.open_lanes(["compute", name])
@@ -235,7 +236,7 @@ def test_a_schedule_is_captured_into_a_graph_and_replays(prepare: Prepare, devic
 def test_an_op_that_fails_under_capture_is_named_and_the_device_goes_on(
     prepare: Prepare, device: StreamDevice, lane: str
 ) -> None:
-    """A graph cannot end while a lane has left it: then nobody would hear of the op."""
+    """A graph cannot end while a lane has left it: then the op would not be reported."""
     fails = [False]
 
     def work(x: torch.Tensor) -> torch.Tensor:
@@ -291,7 +292,7 @@ def test_an_op_that_waits_for_the_device_is_refused_under_capture(prepare: Prepa
 def test_reserved_memory_is_enough_for_split_steps(
     prepare: Prepare, device: StreamDevice, record_property: Any
 ) -> None:
-    """Whoever sizes a cache by the peak of tensors leaves room for what all lanes together have cached."""
+    """A cache sized by the peak of tensors leaves room for what all lanes together have cached."""
     p = ProgramBuilder()
     x = p.input("x")
     for index in range(4):
@@ -308,6 +309,7 @@ def test_reserved_memory_is_enough_for_split_steps(
     def run_whole(tokens: int) -> None:
         run_sequential([program], [(torch.ones(2 * tokens, device=device.name),)])
 
+    gc.collect()  # errors of earlier tests hold tensors in reference cycles
     device.backend.empty_cache()
     weights = device.backend.memory_allocated()
     taken = device.reserve(lambda: (run_whole(largest), run(largest)))

@@ -1,14 +1,10 @@
-"""One of the ranks that share a vision encoder: it runs batches of images in all ways and tells how they compare.
-
-python -m tests.vllm_plugin.encoder_ranks FAMILY RANK RANKS FOLDER BATCHES
-"""
+"""One of the ranks that share a vision encoder: it runs batches of images in all ways and tells how they compare."""
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -219,16 +215,13 @@ def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
     return {"work": work, "runs": runs, "differing": differing, "statistics": statistics, "reads": reads}
 
 
-def main() -> None:
-    """Be the rank that the command line says."""
-    family, rank, ranks, folder, batches, *mistake = sys.argv[1:]
+def compare_on_rank(
+    rank: int, ranks: int, folder: Path, family: str, batches: int, is_forgetful: bool = False
+) -> dict[str, Any]:
+    """Be one of the ranks that share an encoder; return what `compare` does, as JSON would have it."""
+    os.environ.update(VLLM_DIST_IDENT=folder.name)
     with ExitStack() as stack:
-        group = stack.enter_context(join(int(rank), int(ranks), f"file://{folder}/rendezvous"))
-        if mistake:
+        group = stack.enter_context(join(rank, ranks, f"file://{folder}/rendezvous"))
+        if is_forgetful:
             stack.enter_context(forget_roles())
-        found = compare(family, group, range(int(batches)))
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        return compare(family, group, range(batches))

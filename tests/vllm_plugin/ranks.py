@@ -17,12 +17,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
 from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.rank_hosts import ForkedProcess, RankHosts
 
 Job = Callable[..., Any]
 
@@ -34,18 +33,19 @@ class Ranks:
         model: the model that they serve together.
         size: how many ranks.
         environment: settings for all of them.
-        hosts: what they are forked by; without, each starts as a new process and imports vLLM itself.
+        context: what makes their processes; without, they are spawned.
         options: for each `Engine`.
     """
 
     def __init__(
-        self, model: Path, size: int, environment: Mapping[str, str], hosts: RankHosts | None = None, **options: Any
+        self, model: Path, size: int, environment: Mapping[str, str], context: BaseContext | None = None, **options: Any
     ) -> None:
         port = find_free_port()
         self._pipes: list[Connection] = []
-        self._processes: list[ForkedProcess | SpawnProcess] = []
-        start = spawn if hosts is None else hosts.fork
+        self._processes = []
+        context = context or multiprocessing.get_context("spawn")
         for rank in range(size):
+            here, there = context.Pipe()
             variables = {
                 **environment,
                 "VLLM_DP_RANK": str(rank),
@@ -56,8 +56,10 @@ class Ranks:
                 "VLLM_HOST_IP": "127.0.0.1",
                 "GLOO_SOCKET_IFNAME": "lo",
             }
-            pipe, process = start(rank, serve_rank, rank, str(model), variables, options)
-            self._pipes.append(pipe)
+            process = context.Process(target=serve_rank, args=(rank, there, str(model), variables, options))
+            process.start()
+            there.close()
+            self._pipes.append(here)
             self._processes.append(process)
         self._collect(timeout=180)
 
@@ -101,18 +103,8 @@ class Ranks:
         raise AssertionError(why)
 
 
-def spawn(rank: int, target: Callable[..., None], *arguments: Any) -> tuple[Connection, SpawnProcess]:
-    """Run `target(pipe, *arguments)` in a new process; return the other end of its pipe, and the process."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(there, *arguments))
-    process.start()
-    there.close()
-    return here, process
-
-
 def serve_rank(
-    pipe: Connection, rank: int, model: str, environment: Mapping[str, str], options: Mapping[str, Any]
+    rank: int, pipe: Connection, model: str, environment: Mapping[str, str], options: Mapping[str, Any]
 ) -> None:
     """Be one rank: make the engine, then do what is asked."""
     os.setsid()  # so that its workers can be ended together with it

@@ -12,6 +12,8 @@ import pytest
 
 from dbo_runtime.config import ENABLE
 
+pytestmark = pytest.mark.vllm  # each starts it in a process of its own
+
 # Loads plugins as vLLM does, once for each of some environments, and tells what became of each.
 LOADER = """
 import json, os, sys

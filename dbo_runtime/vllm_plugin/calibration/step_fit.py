@@ -39,8 +39,8 @@ def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tu
     (unsplit_fixed, unsplit_per_token), (split_fixed, split_per_token) = fit_rest(unsplit), fit_rest(split)
     host = replace(
         table.host,
-        whole=unsplit_fixed,
-        whole_per_token=unsplit_per_token,
+        unsplit=unsplit_fixed,
+        unsplit_per_token=unsplit_per_token,
         split=split_fixed,
         split_per_token=split_per_token,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.metadata import IntArray
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
@@ -53,9 +54,9 @@ def check_agreed_context(context: ForwardContext, platform: Platform) -> Decline
 
 def check_prefix_cache(
     slices: Sequence[BatchSlice],
-    query_starts: np.ndarray[Any, Any],
-    seq_lens: np.ndarray[Any, Any],
-    block_table: np.ndarray[Any, Any],
+    query_starts: IntArray,
+    seq_lens: IntArray,
+    block_table: IntArray,
     block_size: int,
 ) -> Decline | None:
     """Decline if a request reads cached blocks that a later micro-batch has yet to write.
@@ -86,11 +87,11 @@ def check_prefix_cache(
 
 def _list_blocks_written_after(
     token: int,
-    query_starts: np.ndarray[Any, Any],
-    seq_lens: np.ndarray[Any, Any],
-    block_table: np.ndarray[Any, Any],
+    query_starts: IntArray,
+    seq_lens: IntArray,
+    block_table: IntArray,
     block_size: int,
-) -> np.ndarray[Any, Any]:
+) -> IntArray:
     """Return the KV blocks that the tokens from *token* on are written to."""
     blocks = []
     for request, (start, end) in enumerate(pairwise(query_starts.tolist())):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from vllm.config import set_current_vllm_config
 from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.forward_context import copy_unsplit, get_data, slice_context
-from dbo_runtime.vllm_plugin.api.metadata import read_block_table, slice_common_metadata
+from dbo_runtime.vllm_plugin.api.metadata import IntArray, read_block_table, slice_common_metadata
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder
 from dbo_runtime.vllm_plugin.context.checks import check_context, check_prefix_cache
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
@@ -130,10 +130,10 @@ class ContextSplitter:
             built = [builder.build(0, part, **source.arguments) for builder, part in zip(builders, parts, strict=True)]
         return [*built, *[None] * (padded - len(slices))]
 
-    def _read_blocks(self, source: MetadataSource) -> np.ndarray[Any, Any]:
+    def _read_blocks(self, source: MetadataSource) -> IntArray:
         """Return the KV blocks of each request [requests, blocks], from the host where it has them: no wait."""
         known = read_block_table(self._runner, source.layer_names)
-        blocks: np.ndarray[Any, Any] = source.common.block_table_tensor.cpu().numpy() if known is None else known
+        blocks: IntArray = source.common.block_table_tensor.cpu().numpy() if known is None else known
         return blocks
 
     def _check_context_data(self, context: ForwardContext, tokens: int) -> Decline | None:
@@ -211,12 +211,12 @@ def _without_padding(slices: Sequence[BatchSlice], common: CommonAttentionMetada
     return [replace(p, last_request=min(p.last_request, requests), last_token=min(p.last_token, tokens)) for p in kept]
 
 
-def _is_in_use(value: Any) -> bool:
+def _is_in_use(value: object) -> bool:
     """Return whether a field is set: 0 and {} are not, any tensor is."""
     return bool(value) if isinstance(value, int | dict) else value is not None
 
 
-def _get_extents(value: Any) -> set[int]:
+def _get_extents(value: object) -> set[int]:
     """Return the dimensions of an array, or the length of a list: those by which it could need to be sliced."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return set(value.shape)

@@ -208,5 +208,5 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.numel() == other.numel() and one.dtype == other.dtype
 
 
-def _name(module: Any) -> str:
+def _name(module: Callable[..., Any]) -> str:
     return getattr(getattr(module, "func", module), "__qualname__", type(module).__name__)

@@ -16,6 +16,7 @@ from vllm.sequence import IntermediateTensors
 from dbo_runtime.adapter import POSITIONS, X
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin.api.groups import get_pipeline_group, get_stage_layers
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 
 if TYPE_CHECKING:
@@ -91,23 +92,18 @@ WHOLE_MODEL = Stage()
 
 def get_stage(model: SupportsPP, vllm_config: VllmConfig) -> Stage:
     """Return the stage of a loaded model on this rank."""
-    from vllm.distributed.parallel_state import get_pp_group
-    from vllm.distributed.utils import get_pp_indices
-
-    group = get_pp_group()
+    group = get_pipeline_group()
     if group.world_size == 1:
         return WHOLE_MODEL
-    config = vllm_config.model_config
-    layers = get_pp_indices(config.get_total_num_hidden_layers(), group.rank_in_group, group.world_size)
-    empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=config.dtype, device=torch.device("cpu"))
-    return Stage(group.rank_in_group, group.world_size, range(*layers), tuple(empty.tensors))
+    dtype, device = vllm_config.model_config.dtype, torch.device("cpu")
+    empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=dtype, device=device)
+    layers = get_stage_layers(vllm_config, group.rank_in_group, group.world_size)
+    return Stage(group.rank_in_group, group.world_size, layers, tuple(empty.tensors))
 
 
 def any_stage(own: bool) -> bool:
     """Return whether *own* is true on any stage of this rank's pipeline. Collective over the stages."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    return any(gather(get_pp_group(), own))
+    return any(gather(get_pipeline_group(), own))
 
 
 def take_inputs(program: Program, given: IntermediateTensors) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
@@ -16,6 +16,7 @@ from dbo_runtime.vllm_plugin.platforms.platform import COMPARE, Platform
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
     import torch.distributed as dist
+    from structlog.typing import FilteringBoundLogger
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -84,14 +85,15 @@ class NpuPlatform(Platform):
 
         return check_communication(context)
 
-    def open_device(self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: Any) -> Device:
+    def open_device(
+        self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger
+    ) -> Device:
         """Open the NPU, whose side lane may be kept to some of its cores."""
-        limits: dict[str, Any] = {}
-        if config.side_cores:
-            from dbo_runtime.devices.npu import CoreLimit
+        if not config.side_cores:
+            return open_device(self.name, groups=process_groups)
+        from dbo_runtime.devices.npu import CoreLimit
 
-            limits = {"core_limits": {SIDE: CoreLimit(*config.side_cores)}}
-        return open_device(self.name, groups=process_groups, **limits)
+        return open_device(self.name, groups=process_groups, core_limits={SIDE: CoreLimit(*config.side_cores)})
 
     def get_encoder_attention(self) -> type[EncoderAttention]:
         """Return the attention of encoders that takes lengths from the host."""

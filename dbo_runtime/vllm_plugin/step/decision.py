@@ -177,11 +177,8 @@ class StepDecider:
         runtime = self._runtime
         if unsupported is not None or not runtime.forces_side or not context.attn_metadata:
             return starting
-        if (
-            runtime.config.check
-            or any(op.host_sync for op in runtime.program.ops)
-            or check_capture(context, self._splitter.platform)
-        ):
+        cannot_capture = runtime.config.check or any(op.host_sync for op in runtime.program.ops)
+        if cannot_capture or check_capture(context, self._splitter.platform):
             return starting
         concurrent = self._make_unsplit(context, tokens, "for a graph")
         return starting if isinstance(concurrent.plan, Decline) else concurrent

@@ -23,6 +23,7 @@ from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import SplitError
 from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.vllm_plugin.api.groups import get_groups
+from dbo_runtime.vllm_plugin.api.load_format import register_load_format
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
@@ -32,7 +33,7 @@ from dbo_runtime.vllm_plugin.verify.results import find_first_mismatch, find_fir
 from dbo_runtime.vllm_plugin.verify.stage_verification import StageVerification, record_stages
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.model_executor.models.interfaces_base import VllmModel
     from vllm.sequence import IntermediateTensors
@@ -134,7 +135,7 @@ def verify_adapter(
     from vllm import LLM, SamplingParams
 
     with patch.dict("os.environ", ENVIRONMENT):
-        _register_loader()
+        register_load_format(LOAD_FORMAT, fill_weights)
         trace_builders()
         llm = LLM(directory, **{**OPTIONS, **options})
         try:
@@ -186,23 +187,6 @@ def fill_weights(model: torch.nn.Module, seed: int = 0) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             scaled = noise / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 1 + NORM_DEVIATION * noise
             parameter.data.copy_(scaled)
-
-
-def _register_loader() -> None:
-    """Register the load format of random weights with vLLM, which warns if it is registered already."""
-    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    if LOAD_FORMAT in _LOAD_FORMAT_TO_MODEL_LOADER:
-        return
-
-    @register_model_loader(LOAD_FORMAT)
-    class RandomLoader(BaseModelLoader):  # type: ignore[misc] # vLLM is untyped to us
-        def download_model(self, model_config: ModelConfig) -> None:
-            """There is nothing to download."""
-
-        def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-            fill_weights(model)
 
 
 class _Comparison:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,8 +23,8 @@ from dbo_runtime.vllm_plugin.alternatives.compilation import (
     check_compilation,
 )
 from tests.programs import record_toy
-from tests.vllm_plugin.conftest import TINY, share_cores, start
 from tests.vllm_plugin.engine import Engine, find_difference, make_prompt
+from tests.vllm_plugin.engines import TINY, Engines, share_cores
 from tests.vllm_plugin.families import find_backend, make_family
 
 SETTINGS = {"DBO_COMPILE": "1"}
@@ -33,26 +32,15 @@ CHECKED = {"DBO_MODE": "always", "DBO_CHECK": "1"}
 SIZES = (1, 2, 3, 17, 64, 500)
 
 
-@pytest.fixture(scope="session")  # not shorter: ending one engine takes down the groups of others in this process
-def compiling_qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="session", params=[pytest.param("deepseek", marks=pytest.mark.slow), "qwen"])
+def compiling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Engine:
+    """Return an engine that compiles what it serves, and ops of split steps: the one with experts first."""
+    if request.param == "deepseek":
+        return engines.get(1, "nobind", settings=SETTINGS, enforce_eager=False)
     name = "Qwen3ForCausalLM"
     model = make_family(name, tmp_path_factory.mktemp("model"))
-    yield from start(1, "nobind", model, SETTINGS, enforce_eager=False, attention_backend=find_backend(name))
-
-
-@pytest.fixture(scope="session")
-def compiling_deepseek() -> Iterator[Engine]:
-    yield from start(1, "nobind", TINY, SETTINGS, enforce_eager=False)
-
-
-@pytest.fixture(params=["compiling_deepseek", "compiling_qwen"])
-def compiling(request: pytest.FixtureRequest) -> Engine:
-    """Return an engine that compiles what it serves, and ops of split steps.
-
-    The one with experts comes first: engines of one process share its first one's groups, and experts need theirs.
-    """
-    engine: Engine = request.getfixturevalue(request.param)
-    return engine
+    options = {"enforce_eager": False, "attention_backend": find_backend(name)}
+    return engines.get(1, "nobind", model, settings=SETTINGS, **options)
 
 
 def find_functions(engine: Engine) -> dict[str, CompiledFunction]:
@@ -125,8 +113,8 @@ def test_answers_are_those_of_eager_ops(compiling: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_reduces_are_left_out_of_what_is_compiled() -> None:
-    for engine in start(2, share_cores(), TINY, SETTINGS, enforce_eager=False):
+def test_reduces_are_left_out_of_what_is_compiled(engines: Engines) -> None:
+    with engines.start(2, share_cores(), TINY, SETTINGS, enforce_eager=False) as engine:
         engine.configure(**CHECKED)
         prompts = [make_prompt(length, length) for length in (33, 2, 64)]
         ours = engine.generate(prompts, tokens=3)  # compared, each step

@@ -20,10 +20,10 @@ from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives import generic
 from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapter
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results
-from tests.vllm_plugin.conftest import share_cores, start
 from tests.vllm_plugin.end_to_end.test_equivalence import run_cut
 from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_says_what_whole_does
 from tests.vllm_plugin.engine import Engine
+from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import find_backend, make_family
 
 LAYERS, RANKS = 3, 2
@@ -203,11 +203,12 @@ def test_tokens_that_are_dispatched_and_a_single_rank_are_declined(adapter: Gene
 
 
 @pytest.fixture(scope="module")
-def granite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def granite(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Iterator[Engine]:
     name = "GraniteForCausalLM"
     model = make_family(name, tmp_path_factory.mktemp(name))
     options = {"enable_prefix_caching": False, "attention_backend": find_backend(name)}
-    yield from start(2, share_cores(), model, {"DBO_GENERIC": "1"}, **options)
+    with engines.start(2, share_cores(), model, {"DBO_GENERIC": "1"}, **options) as engine:
+        yield engine
 
 
 @pytest.mark.vllm

@@ -61,13 +61,13 @@ def test_data_parallel_ranks_decline_graphs_together() -> None:
 
 
 BLOCK = 4
-HAZARD = Decline("a request reads prefix-cache blocks that a later micro-batch writes")
+DECLINE = Decline("a request reads prefix-cache blocks that a later micro-batch writes")
 
 
 def find(
     query_lens: list[int], computed: list[int], blocks: list[list[int]], *cuts: int, block_size: int = BLOCK
 ) -> Decline | None:
-    """Ask for the hazard of requests with these query lengths, computed tokens and KV blocks."""
+    """Return the decline of requests with these query lengths, computed tokens and KV blocks."""
     width = max(map(len, blocks))
     table = np.array([[*row, *[0] * (width - len(row))] for row in blocks], dtype=np.int32)  # vLLM pads rows, too
     starts = np.array([0, *accumulate(query_lens)], dtype=np.int32)
@@ -77,12 +77,12 @@ def find(
 
 
 def test_reading_blocks_that_a_later_micro_batch_writes_declines() -> None:
-    assert find([4, 8], [8, 0], [[5, 6, 7], [5, 6]], 4) == HAZARD
+    assert find([4, 8], [8, 0], [[5, 6, 7], [5, 6]], 4) == DECLINE
 
 
 def test_reading_a_block_of_which_a_later_micro_batch_writes_the_end_declines() -> None:
     """The writer has come half through block 6 in earlier steps, and fills it in this one."""
-    assert find([4, 2], [8, 6], [[5, 6, 7], [5, 6]], 4) == HAZARD
+    assert find([4, 2], [8, 6], [[5, 6, 7], [5, 6]], 4) == DECLINE
 
 
 def test_reading_blocks_that_an_earlier_micro_batch_writes_is_fine() -> None:
@@ -97,7 +97,7 @@ def test_reading_blocks_that_were_written_in_earlier_steps_is_fine() -> None:
     assert find([4, 4], [8, 8], [[5, 6, 7], [5, 6, 8]], 4) is None
 
 
-def test_blocks_of_its_own_are_no_hazard_to_a_request_cut_inside() -> None:
+def test_a_request_cut_inside_may_read_its_own_blocks() -> None:
     assert find([12], [6], [[5, 6, 7, 8, 9]], 6) is None
 
 
@@ -105,19 +105,19 @@ def test_a_writer_cut_inside_declines_only_if_its_later_part_writes_what_is_read
     """The writer's tokens 0 to 7 fill blocks 5 and 6; the reader before it reads block 5, or 5 and 6."""
     reads_one, reads_two = [5, 8, 9], [5, 6, 9]
     assert find([4, 12], [4, 0], [reads_one, [5, 6, 7]], 4 + 4) is None
-    assert find([4, 12], [4, 0], [reads_one, [5, 6, 7]], 4 + 3) == HAZARD
+    assert find([4, 12], [4, 0], [reads_one, [5, 6, 7]], 4 + 3) == DECLINE
     assert find([4, 12], [8, 0], [reads_two, [5, 6, 7]], 4 + 8) is None
-    assert find([4, 12], [8, 0], [reads_two, [5, 6, 7]], 4 + 7) == HAZARD
+    assert find([4, 12], [8, 0], [reads_two, [5, 6, 7]], 4 + 7) == DECLINE
 
 
 def test_a_reader_cut_inside_declines_if_a_later_micro_batch_writes_what_it_reads() -> None:
-    assert find([8, 4], [4, 0], [[5, 6, 7], [5]], 4) == HAZARD
+    assert find([8, 4], [4, 0], [[5, 6, 7], [5]], 4) == DECLINE
 
 
-def test_a_hazard_between_two_later_micro_batches_is_found() -> None:
+def test_a_read_between_two_later_micro_batches_declines() -> None:
     query_lens, computed, blocks = [4, 4, 8], [0, 8, 0], [[4], [5, 6, 7], [5, 6]]
     assert find(query_lens, computed, blocks, 4) is None
-    assert find(query_lens, computed, blocks, 4, 8) == HAZARD
+    assert find(query_lens, computed, blocks, 4, 8) == DECLINE
 
 
 def test_without_computed_tokens_nothing_is_read_and_nothing_declines() -> None:
@@ -140,7 +140,7 @@ def steps_with_hits(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[in
     blocks = [[100 * row + column for column in range(-(-lengths[row] // block_size))] for row in rows]
     for reader in draw(st.permutations(rows)):
         writer = draw(st.sampled_from(rows[::-1]))
-        hit = min(computed[reader], lengths[writer]) // block_size  # it is on whole blocks
+        hit = min(computed[reader], lengths[writer]) // block_size  # a hit is a multiple of a block
         blocks[reader][:hit] = blocks[writer][:hit]
     cuts = draw(st.sets(st.integers(1, sum(query_lens) - 1), min_size=1, max_size=3))
     return query_lens, computed, blocks, block_size, sorted(cuts)
@@ -174,11 +174,11 @@ def test_it_declines_exactly_where_a_token_would_read_too_early(
     expected = reads_too_early(query_lens, computed, blocks, block_size, cuts)
     event("declines" if expected else "runs split")
     found = find(query_lens, computed, blocks, *cuts, block_size=block_size)
-    assert found == (HAZARD if expected else None)
+    assert found == (DECLINE if expected else None)
 
 
 def test_the_end_of_the_batch_is_no_cut() -> None:
     """One slice that holds everything has no later micro-batch."""
-    whole = [BatchSlice(0, 2, 0, 8)]
+    unsplit = [BatchSlice(0, 2, 0, 8)]
     table = np.array([[5, 6], [5, 6]])
-    assert check_prefix_cache(whole, np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK) is None
+    assert check_prefix_cache(unsplit, np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK) is None

@@ -25,7 +25,7 @@ from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 BLOCK = 16
-CONFIG: Any = SimpleNamespace()  # stands for a VllmConfig, which is only handed on
+CONFIG: Any = SimpleNamespace()  # in place of a VllmConfig, which is only passed on
 QUERY_LENS = (5, 3, 8, 4)
 COMPUTED = (0, 20, 2, 7)
 TOKENS = sum(QUERY_LENS)
@@ -94,7 +94,7 @@ def expect(first: int, last: int) -> dict[str, Any]:
     pieces = [
         (request, [p for _, p in group]) for request, group in groupby(tokens[first:last], lambda token: token[0])
     ]
-    whole = make_common()
+    batch = make_common()
     rows = [request for request, _ in pieces]
     starts = torch.tensor([0, *accumulate(len(positions) for _, positions in pieces)], dtype=torch.int32)
     seq_lens = torch.tensor([positions[-1] + 1 for _, positions in pieces], dtype=torch.int32)
@@ -107,10 +107,10 @@ def expect(first: int, last: int) -> dict[str, Any]:
         num_actual_tokens=last - first,
         max_query_len=max(len(positions) for _, positions in pieces),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=whole.block_table_tensor[rows],
-        slot_mapping=whole.slot_mapping[first:last],
+        block_table_tensor=batch.block_table_tensor[rows],
+        slot_mapping=batch.slot_mapping[first:last],
         positions=torch.tensor([p for _, positions in pieces for p in positions]),
-        is_prefilling=whole.is_prefilling[rows],
+        is_prefilling=batch.is_prefilling[rows],
     )
     return as_dict(part)
 
@@ -120,7 +120,7 @@ def expect(first: int, last: int) -> dict[str, Any]:
     [(8,), (16,), (6,), (11,), (18,), (5, 16), (6, 11), (8, 12), (10, 13), (5, 8, 16)],
     ids=str,
 )
-def test_every_field_of_a_slice_is_what_its_tokens_say(cuts: tuple[int, ...]) -> None:
+def test_every_field_of_a_slice_is_that_of_its_tokens(cuts: tuple[int, ...]) -> None:
     parts = slice_common(make_common(), cut(*cuts))
     edges = [0, *cuts, TOKENS]
     assert [as_dict(part) for part in parts] == [expect(*edge) for edge in pairwise(edges)]
@@ -322,7 +322,7 @@ class SlottedMetadata:
 
 @pytest.fixture
 def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace builders, from vLLM's own accessor on, whatever an engine in this process has done before."""
+    """Trace builders, from vLLM's own accessor on, also where an engine of this process has traced them."""
     monkeypatch.setattr(AttentionGroup, "get_metadata_builder", UNTRACED)
     trace_builders()
     yield
@@ -352,7 +352,7 @@ def make_context(attn_metadata: Any, **changes: Any) -> ForwardContext:
 
 
 def build(group: AttentionGroup, common: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Build metadata the way vLLM's runner does, for each layer of the group."""
+    """Build metadata as vLLM's runner does, for each layer of the group."""
     metadata = group.get_metadata_builder().build(0, common or make_common(), *args, **kwargs)
     return dict.fromkeys(group.layer_names, metadata)
 
@@ -448,7 +448,7 @@ def test_unknown_data_for_each_token_in_the_context_declines_by_name() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_a_hazard_of_any_group_of_layers_declines() -> None:
+def test_one_group_of_layers_that_cannot_be_split_declines() -> None:
     one, other = make_group(FakeBuilder, "layers.0"), make_group(FakeBuilder, "layers.1")
     context = make_context({**build(one), **build(other, make_common(num_logits_indices=2))})
     found = make_splitter().read_batch(context, TOKENS)
@@ -456,7 +456,7 @@ def test_a_hazard_of_any_group_of_layers_declines() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_a_hazard_of_the_context_declines() -> None:
+def test_a_context_that_cannot_be_split_declines() -> None:
     context = make_context(build(make_group()), is_padding=torch.zeros(TOKENS + 4, dtype=torch.bool))
     assert make_splitter().read_batch(context, TOKENS) == Decline("padded batch")
 
@@ -486,7 +486,7 @@ def test_contexts_are_copies_that_share_nothing_that_a_step_changes() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_a_context_says_what_a_micro_batch_needs_to_run() -> None:
+def test_a_context_has_what_a_micro_batch_needs_to_run() -> None:
     mask = torch.arange(TOKENS) % 2 == 0
     parts = split(make_context(build(make_group()), is_padding=mask), 6, 11)
     for part, (first, last) in zip(parts, [(0, 6), (6, 11), (11, TOKENS)], strict=True):
@@ -524,19 +524,19 @@ def test_each_group_of_layers_is_built_by_its_own_backend() -> None:
 @pytest.mark.usefixtures("_traced")
 def test_each_micro_batch_has_a_separate_builder_and_keeps_it() -> None:
     group, splitter = make_group(), make_splitter()
-    whole = group.get_metadata_builder()
-    whole.set_kernel_block_size(32)
+    unsplit = group.get_metadata_builder()
+    unsplit.set_kernel_block_size(32)
 
     def get_builders(*cuts: int) -> list[FakeBuilder]:
         parts = split(make_context(build(group)), *cuts, splitter=splitter)
         return [part.attn_metadata["layers.0"].builder for part in parts]
 
     two, three = get_builders(8), get_builders(5, 11)
-    assert len({id(builder) for builder in (whole, *three)}) == 4
+    assert len({id(builder) for builder in (unsplit, *three)}) == 4
     assert all(one is other for one, other in zip(two, three, strict=False))
     for builder in three:
-        assert builder.kv_cache_spec is whole.kv_cache_spec
-        assert (builder.layer_names, builder.device) == (whole.layer_names, whole.device)
+        assert builder.kv_cache_spec is unsplit.kv_cache_spec
+        assert (builder.layer_names, builder.device) == (unsplit.layer_names, unsplit.device)
         assert builder.vllm_config is builder.current_config is CONFIG
         assert builder.kernel_block_size == 32
 

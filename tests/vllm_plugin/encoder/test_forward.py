@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +27,7 @@ from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encod
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from tests.vllm_plugin.engines import Engines
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ("qwen2.5", "qwen3")
@@ -38,34 +35,11 @@ CPU = get_platform("cpu")
 ALWAYS = RuntimeConfig(enabled=True, mode="always")
 
 
-def run_ranks(folder: Path, family: str, ranks: int, batches: int, *words: str) -> list[dict[str, Any]]:
-    """Let ranks run batches of images in all ways, and return what each of them found."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": folder.name, "VLLM_LOGGING_LEVEL": "ERROR"}
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.vllm_plugin.encoder_ranks",
-                family,
-                str(rank),
-                str(ranks),
-                folder,
-                str(batches),
-                *words,
-            ],
-            cwd=ROOT,
-            env=env,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        assert [process.wait(timeout=300) for process in processes] == [0] * ranks
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+def compare_on_ranks(engines: Engines, ranks: int, *arguments: Any) -> list[dict[str, Any]]:
+    """Let ranks that share an encoder run batches of images, and return what each of them reports."""
+    from tests.vllm_plugin.encoder_ranks import compare_on_rank  # and with it vLLM's models
+
+    return engines.run(ranks, compare_on_rank, ranks, *arguments)
 
 
 def count_operations(family: str, ranks: int) -> list[float]:
@@ -82,8 +56,10 @@ def count_operations(family: str, ranks: int) -> list[float]:
     [(2, 12), pytest.param(1, 200, marks=pytest.mark.slow), pytest.param(2, 200, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planned_cut_or_whole_embeddings_are_vllms_own(tmp_path: Path, family: str, ranks: int, batches: int) -> None:
-    found = run_ranks(tmp_path, family, ranks, batches)
+def test_planned_cut_or_whole_embeddings_are_vllms_own(
+    tmp_path: Path, family: str, ranks: int, batches: int, engines: Engines
+) -> None:
+    found = compare_on_ranks(engines, ranks, tmp_path, family, batches)
     for rank in found:
         assert rank["differing"] == []
         assert rank["runs"]["planned"] == batches
@@ -99,9 +75,9 @@ def test_planned_cut_or_whole_embeddings_are_vllms_own(tmp_path: Path, family: s
 
 
 @pytest.mark.vllm
-def test_lengths_that_the_first_block_left_for_all_are_found_out(tmp_path: Path) -> None:
+def test_lengths_that_the_first_block_left_for_all_are_found_out(tmp_path: Path, engines: Engines) -> None:
     """The mistake of vllm-ascend #6448: blocks that attend within whole images were given windows."""
-    (rank,) = run_ranks(tmp_path, "qwen2.5", 1, 6, "forgetful")
+    (rank,) = compare_on_ranks(engines, 1, tmp_path, "qwen2.5", 6, True)
     assert {line.split()[0] for line in rank["differing"]} == {"planned", "cut", "always"}
 
 

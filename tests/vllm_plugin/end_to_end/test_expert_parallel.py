@@ -15,7 +15,6 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.planner.online import correction
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements
 from tests.vllm_plugin.calibration.test_measurement import assert_complete
-from tests.vllm_plugin.conftest import ENVIRONMENT, TINY
 from tests.vllm_plugin.costs import calibrate_few, forget_costs, measure_few
 from tests.vllm_plugin.end_to_end.test_equivalence import (
     BOUNDARIES,
@@ -27,7 +26,7 @@ from tests.vllm_plugin.end_to_end.test_equivalence import (
     run_whole,
 )
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
-from tests.vllm_plugin.rank_hosts import RankHosts
+from tests.vllm_plugin.engines import Engines
 from tests.vllm_plugin.ranks import Ranks
 
 LENGTHS = ((96, 64, 160, 128, 80), (32, 200, 48, 48, 120, 16))
@@ -240,7 +239,7 @@ def test_data_parallel_ranks_measure_dispatch_alone_too(data_parallel: Ranks) ->
     ops = Counter(sample.op for sample in found.samples)
     assert {"dispatch", "combine", "shared_experts", "experts"} <= set(ops)
     assert_complete(found, ops)
-    assert any(sample.beside for sample in found.samples if sample.op == "dispatch")
+    assert any(sample.concurrent for sample in found.samples if sample.op == "dispatch")
 
 
 COUNTS = ((500, 400), (64, 2000), (3, 5), (1, 8))  # tokens of both ranks
@@ -284,7 +283,7 @@ def generate_by_costs(engine: Engine, rank: int, mode: str) -> tuple[list[Answer
     """Run this rank's prompts; return answers, and what both ranks must have done, counted and learnt alike."""
     engine.configure(DBO_MODE=mode, DBO_CHECK="1")
     before = engine.statistics()[0]
-    with patch.object(correction, "PERIOD", 3):  # ranks learn from each other after every third step
+    with patch.object(correction, "PERIOD_STEPS", 3):  # ranks learn from each other after every third step
         answers = run_prompts(engine, BATCHES[rank], 4, ARRIVALS[rank])
     engine.configure()
     after = engine.statistics()[0]
@@ -349,11 +348,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_layouts_of_ranks_are_close(layout: str, hosts: RankHosts) -> None:
+def test_other_layouts_of_ranks_are_close(layout: str, engines: Engines) -> None:
     size, settings, options = LAYOUTS[layout]
-    ranks = Ranks(TINY, size, {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **settings}, hosts, **options)
-    try:
+    with engines.start_ranks(size, settings=settings, **options) as ranks:
         batches = [BATCHES[rank % 2] for rank in range(size)]
         assert_split_is_close(ranks, None, 3, [ARRIVALS[rank % 2] for rank in range(size)], batches)
-    finally:
-        ranks.close()

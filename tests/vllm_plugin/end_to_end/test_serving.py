@@ -12,7 +12,7 @@ import pytest
 from examples.tiny_pictures import held_out as held_out_pictures
 from examples.tiny_tasks import held_out
 from tests.observe.trace_folders import check_traces
-from tests.vllm_plugin.conftest import TINY, share_cores
+from tests.vllm_plugin.engines import TINY, share_cores
 from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.server import serve
 from tests.vllm_plugin.vision_families import TINY as TINY_VISION

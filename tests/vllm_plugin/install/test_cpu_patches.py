@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import vllm
 
 from dbo_runtime.vllm_plugin.install.cpu_patches import UPSTREAM_BUGS
@@ -93,6 +94,7 @@ assert "along dimension 0 only" in refuses(communicator.all_gatherv, x, dim=1)
 """
 
 
+@pytest.mark.vllm
 def test_each_bug_is_there_and_is_gone_once_patched() -> None:
     """In a process of its own: mending changes vLLM's classes for good."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

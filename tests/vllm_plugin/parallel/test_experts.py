@@ -217,7 +217,7 @@ def test_a_lane_that_may_wait_by_itself_exchanges_sizes_within_dispatch() -> Non
     assert not any(op.host_sync for op in layer)
 
 
-def test_a_schedule_that_syncs_the_host_is_refused_for_capture_by_the_ops_name() -> None:
+def test_a_schedule_that_syncs_the_host_cannot_be_captured_and_names_the_op() -> None:
     programs = [record(ModelCollectives(NPU, ONE, TWO, "all_to_all"))] * 2
     schedule = lower(programs, alternate(programs))
     validate(schedule)

@@ -215,7 +215,9 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
 
         record = decline
 
-    rank = make_rank(LAST, make_vllm_config(), get_platform("cpu"))
+    vllm_config = make_vllm_config()
+    vllm_config.model_config.architecture = "SomeForCausalLM"
+    rank = make_rank(LAST, vllm_config, get_platform("cpu"))
     found = model_setup._record_model(Blind(), None, rank, None)  # type: ignore[arg-type]
     assert isinstance(found, Decline)
     assert found.reason == "the adapter takes no stages of a pipeline"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.platforms import npu
 from dbo_runtime.vllm_plugin.platforms.registry import PLATFORMS, get_platform
 
+PLUGIN = Path(__file__).parents[3] / "dbo_runtime" / "vllm_plugin"
 WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "vllm", "vllm_ascend", "torch_npu")))
@@ -26,6 +29,15 @@ print([str(get_platform(name).check_support(RuntimeConfig(check=True))) for name
 def test_platforms_are_read_without_torch_and_without_vllm() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == (str(["None"] * len(PLATFORMS)), "")
+
+
+def test_only_platforms_know_a_platform_by_its_name() -> None:
+    """What differs is asked of the platform's object, so that another one takes no change elsewhere."""
+    names = "|".join(PLATFORMS)
+    compared = re.compile(rf"""(==|!=|\bin) \(?["']({names})["']|is_cpu\(|is_out_of_tree\(|current_platform""")
+    files = [path for path in PLUGIN.rglob("*.py") if path.parent.name not in ("platforms", "api")]
+    assert len(files) > 30
+    assert [f"{path.name}: {found[0]}" for path in files for found in compared.finditer(path.read_text())] == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import measure_features
-from dbo_runtime.planner.online.correction import PERIOD, SPLIT
+from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -163,7 +163,7 @@ def test_auto_leaves_whole_what_costs_say_does_not_pay_and_tells_the_figures_onc
         "declined": {"no gain predicted": 3},
     }
     (line,) = log.find("step not split")
-    figures = r"\d+\.\d\d ms whole, \d+\.\d\d ms in 3 micro-batches: \d+\.\d% more \(\d+\.\d% more if costs are off\)"
+    figures = r"\d+\.\d\d ms unsplit, \d+\.\d\d ms in 3 micro-batches: \d+\.\d% more \(\d+\.\d% more if costs are off\)"
     assert re.fullmatch(rf"{figures}; DBO_MARGIN asks for more than 2\.0% less, .*", line["detail"])
     assert networked.last_step is not None
     assert networked.last_step.mode == "unsplit"
@@ -267,7 +267,7 @@ def test_ranks_plan_and_learn_alike(two_ranks: Engine, tmp_path: Path) -> None:
         assert_close(whole, two_ranks.generate(PROMPTS, 6, MIXED))
         two_ranks.configure()
         two_ranks.llm.collective_rpc(plan_by_paying_costs)
-        two_ranks.generate(PAIR, PERIOD)
+        two_ranks.generate(PAIR, PERIOD_STEPS)
         first, second = two_ranks.llm.collective_rpc(tell_correction)
     finally:
         two_ranks.llm.collective_rpc(set_transport, args=("shared memory",))
