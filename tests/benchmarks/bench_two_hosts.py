@@ -3,8 +3,8 @@
     python -m tests.benchmarks.bench_two_hosts --write-page
     python -m tests.benchmarks.bench_two_hosts --rates 200mbit --repeat 2 --workloads 1x2000 --parallel tensor
 
-It makes two network namespaces (as root), a DeepSeek-V3 with random weights, and an engine over both for each kind of parallelism,
-which then sees all rates, and measures its costs at each. Every workload runs unsplit, split without
+It makes two network namespaces (as root), a DeepSeek-V3 with random weights, and an engine over both for each kind of
+parallelism, which then sees all rates, and measures its costs at each. Every workload runs unsplit, split without
 overlap, split in two with overlap, and as planned from the costs, in turn. With pytest, only what there are targets for
 is measured, and held against them.
 """

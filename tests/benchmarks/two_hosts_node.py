@@ -113,7 +113,7 @@ def measure(llm: Any, parallel: str, rate: str, workload: Workload, repeat: int)
 
 
 def predict(llm: Any, workload: Workload) -> float | None:
-    """Return by how much the best split of a prefill is faster than the unsplit step, by the costs; None for other steps."""
+    """Return the predicted speed-up of the best split of a prefill; None for other steps."""
     if workload.answer > 1:
         return None
     found = llm.collective_rpc("dbo_predict", args=(list(workload.prompts),))[0]
