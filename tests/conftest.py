@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 profiles.load()
 
 from tests.devices import rigs  # noqa: E402 - torch must find the variable
+from tests.executors import EXECUTORS, Prepare, make_prepare  # noqa: E402
 
 
 @pytest.fixture(params=rigs.find_present())
@@ -47,6 +48,12 @@ def use_rig(name: str, record_property: Callable[[str, object], None]) -> Iterat
 def device(rig: Any) -> Any:
     """Each device there is."""
     return rig.device
+
+
+@pytest.fixture(params=EXECUTORS)
+def prepare(request: pytest.FixtureRequest) -> Prepare:
+    """Either executor."""
+    return make_prepare(request.param)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
