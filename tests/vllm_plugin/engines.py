@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and, with one rank, worker in this very process
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+END_SECONDS = 10.0
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -93,8 +94,8 @@ class Engines:
             answers = [pipe.recv() for pipe in pipes]
         finally:
             for process in processes:
+                process.join(END_SECONDS)
                 process.kill()
-                process.join()
         failed = [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(answers) if not succeeded]
         assert not failed, "\n".join(failed)
         return [result for _, result in answers]

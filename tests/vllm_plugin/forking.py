@@ -7,10 +7,12 @@ sets differently.
 from __future__ import annotations
 
 import os
+from glob import escape
 from itertools import cycle
 from multiprocessing import popen_forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.forkserver import ForkServer
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -66,4 +68,15 @@ class ForkedProcess(ForkServerProcess):
         """Take the variables over, then do what the process is for."""
         os.environ.clear()
         os.environ.update(self._environment)
-        super().run()
+        try:
+            super().run()
+        finally:
+            remove_shared_memory()
+
+
+def remove_shared_memory() -> None:
+    """Remove what vLLM's ranks share: a forked process ends without the destructors that would."""
+    identity = os.environ.get("VLLM_DIST_IDENT")
+    if identity is not None:
+        for segment in Path("/dev/shm").glob(f"{escape(identity)}-*"):
+            segment.unlink(missing_ok=True)
