@@ -65,7 +65,7 @@ def test_schedules_are_accepted_exactly_if_the_dry_run_comes_to_its_end() -> Non
 def test_a_deadlock_is_found_exactly_if_the_dry_run_has_it_also_where_collectives_use_two_lanes() -> None:
     seen: Counter[bool] = Counter()
 
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=5 * EXAMPLES)  # deadlocks are rare among them
     @given(rank_cases(TWO_LANES))
     def check(case: RankCase) -> None:
         assume(not meets_wrongly(case))
