@@ -1,4 +1,4 @@
-"""Virtual time: runs a schedule on paper, or for real with a clock that only counts what ops are said to cost."""
+"""Virtual time: simulate a schedule, or run it with a clock that counts what ops are assumed to take."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
-from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.devices.event_loop import Machine, run_ahead, run_schedule
+from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.schedule import Instruction, Schedule
 
-Cost = Callable[[Instruction], float]
+OpDuration = Callable[[Instruction], float]
+"""The seconds of an instruction's op."""
 
 
 @dataclass(slots=True)
 class VirtualEvent:
-    """A moment of the run it was recorded in."""
+    """A point in virtual time, of the run it was recorded in; seconds."""
 
     time: float = 0.0
     run: int = 0
 
 
 class VirtualLane:
-    """A lane with a clock: each task takes what the device says the tasks of its lane take."""
+    """A lane with a clock, which each task advances by its duration on this device."""
 
     def __init__(self, name: str, device: VirtualDevice) -> None:
         self.name = name
@@ -30,35 +32,35 @@ class VirtualLane:
         self._device = device
 
     def launch(self, task: Task, values: Values) -> None:
-        """Run the task now and let the lane's clock go on by its cost."""
+        """Run the task now, and advance the lane's clock by its duration."""
         self.ready += self._device.cost(task)
         task(values)
 
     def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Launch the task and tell its virtual times; all tasks are issued before time begins."""
+        """Launch the task and report its virtual times; all tasks are issued at time 0."""
         start = self.ready
         self.launch(task, values)
         note(0.0, start, self.ready)
 
     def record(self, event: VirtualEvent) -> None:
-        """Note the lane's time."""
+        """Keep the lane's time."""
         event.time, event.run = self.ready, self._device.run
 
     def wait(self, event: VirtualEvent) -> None:
-        """Move the lane's clock to the event, if that is later."""
+        """Advance the lane's clock to the event, if that is later."""
         check_recorded(event.run, self._device.run, self.name)
         self.ready = max(self.ready, event.time)
 
 
 class VirtualTimer:
-    """The clock of a device's latest run."""
+    """The virtual duration of a device's latest run."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
         self._seconds: float | None = None
 
     def stop(self) -> None:
-        """Take the time of the run that has ended."""
+        """Keep the duration of the run that has ended."""
         self._seconds = self._device.makespan
 
     def read(self) -> float | None:
@@ -67,7 +69,7 @@ class VirtualTimer:
 
 
 class VirtualDevice:
-    """A device whose time is counted, not taken. *cost* maps a task to seconds."""
+    """A device that runs tasks on the calling thread and counts virtual time; *cost* maps a task to seconds."""
 
     name = "virtual"
     is_capturing = False
@@ -80,11 +82,11 @@ class VirtualDevice:
 
     @property
     def makespan(self) -> float:
-        """When the last lane of the latest run came to its end, in seconds from its beginning."""
+        """Seconds from the start of the latest run to the end of its last lane."""
         return max((lane.ready for lane in self._lanes.values()), default=0.0)
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes, making those that are new."""
+        """Return the lanes; make those that are new."""
         return [self._lanes.setdefault(name, VirtualLane(name, self)) for name in names]
 
     def make_event(self) -> VirtualEvent:
@@ -92,7 +94,7 @@ class VirtualDevice:
         return VirtualEvent()
 
     def start_timer(self) -> VirtualTimer:
-        """Start a watch; the run to come counts."""
+        """Start a timer of the next run."""
         return VirtualTimer(self)
 
     def begin(self) -> None:
@@ -102,44 +104,34 @@ class VirtualDevice:
             lane.ready = 0.0
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Nothing to do: memory is not a lane's."""
+        """Do nothing: memory belongs to no lane."""
 
     def finish(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: tasks have run when they were launched."""
 
     def abort(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is nothing to undo."""
 
     def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
-        """Refuse: nothing is run there but on the host."""
+        """Raise DeviceError: tasks run on the host only."""
         raise make_refusal(self.name)
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: tasks have run when they were launched."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: the device holds no resources."""
 
 
-def simulate(schedule: Schedule, cost: Cost, issue: float = 0.0) -> Timeline:
-    """Return when each op of *schedule* would run if ops cost *cost* seconds; no op is run.
+def simulate(schedule: Schedule, duration: OpDuration, issue_seconds: float = 0.0) -> Timeline:
+    """Return when each op of *schedule* would run if it took *duration* seconds; no op is run.
 
-    Waits are honoured and frees cost nothing. The host issues one instruction after another and takes *issue* seconds
-    for each; it runs ahead of the lanes, but does not go on before a `host_sync` instruction begins: before its inputs
-    are there and its lane is free. `devices.rehearsal` simulates several ranks, with the strictest host.
+    Lanes wait for events, and frees cost nothing. The host issues one instruction after another and takes
+    *issue_seconds* for each; it runs ahead of the lanes, but does not go on before a `host_sync` instruction starts:
+    before its inputs are there and its lane is free. `multi_rank_simulator` simulates several ranks, with the strictest
+    host.
+
+    Raises:
+        ScheduleError: if instructions wait for each other.
     """
-    host = 0.0
-    ready = dict.fromkeys(schedule.lanes, 0.0)
-    recorded: dict[tuple[int, int], float] = {}
-    spans = []
-    for instruction in schedule.instructions:
-        lane = instruction.op.lane
-        host += issue
-        start = max([host, ready[lane], *(recorded[awaited] for awaited in instruction.waits)])
-        ready[lane] = start + cost(instruction)
-        spans.append(Span(lane, instruction.op.label, instruction.issue.micro_batch, start, ready[lane]))
-        if instruction.records:
-            recorded[instruction.issue] = ready[lane]
-        if instruction.op.host_sync:
-            host = start
-    return Timeline(tuple(spans))
+    return run_schedule(schedule, Machine(lambda _, instruction, __: duration(instruction), run_ahead, issue_seconds))

@@ -123,7 +123,7 @@ def test_a_host_sync_keeps_the_host_until_the_instruction_begins() -> None:
     program = p.build(p.compute("attention", lambda x: x, x))
     schedule = lower([program], sequential([program]))
     costs = {"reduce": 2.0, "reduce2": 5.0, "attention": 3.0}
-    spans = simulate(schedule, lambda instruction: costs[instruction.op.name], issue=1).spans
+    spans = simulate(schedule, lambda instruction: costs[instruction.op.name], issue_seconds=1).spans
     assert [(span.start, span.end) for span in spans] == [(1, 3), (3, 8), (4, 7)]
 
 

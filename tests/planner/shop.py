@@ -1,6 +1,6 @@
 """Micro-batches whose op times are known: recorded, drawn at random, and the best that any issue order makes of them.
 
-The best is found by trying all orders, each judged by lowering it and simulating the schedule. So it shares nothing
+The best is found by trying all orders, each judged by lowering it and a pass over the schedule. So it shares nothing
 with `dbo_runtime.planner`, and can tell whether that is right.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
 from dbo_runtime.schedule import Instruction, Issue, lower
+from tests.forward_pass import pass_forward
 
 LANES = {"A": COMPUTE, "C": COMM}
 
@@ -81,7 +81,7 @@ def simulate_order(programs: Sequence[Program], times: Sequence[Sequence[float]]
     def find_time(step: Instruction) -> float:
         return times[step.issue.micro_batch][step.issue.position]
 
-    return max(span.end for span in simulate(lower(programs, order), find_time).spans)
+    return max(span.end for span in pass_forward(lower(programs, order), find_time).spans)
 
 
 def interleave(lengths: Sequence[int], done: tuple[int, ...] = ()) -> Iterator[tuple[Issue, ...]]:

@@ -1,4 +1,4 @@
-"""Predicted timelines, against the two simulators that know less, and against small sums by hand."""
+"""Predicted timelines, against a pass in issue order, the simulators that know less, and small sums by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.devices.rehearsal import simulate_ranks
+from dbo_runtime.devices.multi_rank_simulator import simulate_ranks
 from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.observe.timeline import Timeline
@@ -18,6 +18,7 @@ from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Instruction, Schedule, lower
+from tests.forward_pass import pass_forward
 from tests.planner.shop import do_nothing
 from tests.profiles import scale
 from tests.strategies import Case, cases
@@ -54,14 +55,16 @@ def draw_host_sync(draw: st.DrawFn, program: Program) -> Program:
 @settings(max_examples=scale(300))
 @given(timed(with_host_sync=True), st.integers(0, 3))
 def test_without_contention_it_is_the_simulation(case: Timed, issue: int) -> None:
-    expected = simulate(case.schedule, case.cost, issue)
+    expected = pass_forward(case.schedule, case.cost, issue)
+    assert simulate(case.schedule, case.cost, issue) == expected
     assert predict_timeline(case.schedule, case.cost, host=HostCost(issue)) == expected
 
 
 @settings(max_examples=scale(300))
 @given(timed())
-def test_with_a_host_that_computes_it_is_the_rehearsal_of_one_rank(case: Timed) -> None:
-    (expected,) = simulate_ranks([case.schedule], lambda rank, step: case.cost(step))
+def test_with_a_host_that_computes_it_is_the_multi_rank_simulation_of_one_rank(case: Timed) -> None:
+    expected = pass_forward(case.schedule, case.cost, host_computes=True)
+    assert simulate_ranks([case.schedule], lambda rank, step: case.cost(step)) == (expected,)
     assert predict_timeline(case.schedule, case.cost, host=HostCost(computes=True)) == expected
 
 
@@ -215,7 +218,7 @@ def test_steps_that_wait_for_each_other_are_refused() -> None:
     schedule = lower_lanes(("compute", "comm"))
     first, second = schedule.instructions
     crossed = (replace(first, waits=(second.issue,)), replace(second, waits=(first.issue,)))
-    with pytest.raises(ScheduleError, match="instruction 1 waits for ever"):
+    with pytest.raises(ScheduleError, match="instruction 0 waits for ever"):
         predict_timeline(replace(schedule, instructions=crossed), lambda step: 1.0)
 
 
