@@ -59,8 +59,8 @@ def test_a_plan_says_all_that_there_is_to_know(costs: str, capsys: pytest.Captur
 
 def test_a_plan_of_a_pipelines_stage_says_which(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     table = load_costs(costs)
-    layout = {**table.origin.parallel, "pipeline": 2, "stage": 1}
-    save_costs(replace(table, origin=replace(table.origin, parallel=layout)), costs)
+    layout = {**table.provenance.parallel, "pipeline": 2, "stage": 1}
+    save_costs(replace(table, provenance=replace(table.provenance, parallel=layout)), costs)
     assert ", pipeline parallel 2, stage 1\n" in run_plan(capsys, "--costs", costs, "--tokens", "4096")
 
 

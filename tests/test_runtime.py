@@ -14,7 +14,7 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
@@ -211,7 +211,7 @@ def use_costs(runtime: MicroBatchRuntime, alpha: float) -> None:
         op.name: CommCost(alpha, 1e-9, 1000.0) if op.lane == "comm" else ComputeCost(1e-6, per_token=1e-6 / 2)
         for op in runtime.program.ops
     }
-    origin = Origin("modelled", "a test", "2026-01-31", {}, {}, {}, {})
+    origin = Provenance("modelled", "a test", "2026-01-31", {}, {}, {}, {})
     runtime.planner = Planner(
         runtime.program, CostTable(origin, describe_program(runtime.program), ops, {}, HostCost(), {})
     )

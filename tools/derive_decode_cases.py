@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dbo_runtime.planner.costs.cost_file import save_costs
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
 
 PUBLISHED = Path(__file__).parents[1] / "dbo_runtime" / "planner" / "whatif" / "published"
@@ -125,7 +125,7 @@ def join(one: ComputeCost, other: ComputeCost) -> ComputeCost:
     return ComputeCost(one.fixed + other.fixed, one.per_token + other.per_token, one.weights + other.weights)
 
 
-def derive_ops(machine: Machine) -> dict[str, Cost]:
+def derive_ops(machine: Machine) -> dict[str, OpCost]:
     """Return the cost of each op, by its name in `models/layers.py`."""
     absorbed = read(HEADS * HEAD * KV_RANK, 1, 1, BF16, 2)  # of keys into queries, and of values into the output
     # A query meets all heads of a cached token, of 576 numbers for the scores and 512 for the sum, read once in bf16.
@@ -189,8 +189,8 @@ def list_layers() -> tuple[LayerRun, ...]:
 def derive_table(machine: Machine) -> CostTable:
     """Return the costs of a case, rounded to what can be read."""
     outside = VOCABULARY * HIDDEN * 2 / BANDWIDTH  # the head of the vocabulary in bf16, split or not
-    host = HostCost(whole=round(outside, 7), split=round(outside, 7), handover=HANDOVER)
-    origin = Origin(
+    host = HostCost(unsplit=round(outside, 7), split=round(outside, 7), handover=HANDOVER)
+    provenance = Provenance(
         kind="modelled",
         source=machine.source,
         date="2026-11-22",
@@ -201,10 +201,10 @@ def derive_table(machine: Machine) -> CostTable:
     )
     program = ProgramSpec(("embedded", "positions"), list_layers(), ("final_norm",))
     ops = {name: round_cost(cost) for name, cost in derive_ops(machine).items()}
-    return CostTable(origin, program, ops, CONTENTION, host, {})
+    return CostTable(provenance, program, ops, CONTENTION, host, {})
 
 
-def round_cost(cost: Cost) -> Cost:
+def round_cost(cost: OpCost) -> OpCost:
     """Return a cost with six digits of each number."""
     numbers = (getattr(cost, name) for name in cost.__dataclass_fields__)
     return type(cost)(*(float(f"{number:.6g}") for number in numbers))

@@ -68,9 +68,10 @@ def check_costs(config: RuntimeConfig) -> Finding:
     except ConfigError as error:
         return Finding("costs", "warn", f"{error} Until then `auto` uses thresholds.", CALIBRATE)
     found = "; ".join(
-        f"{file}: {table.origin.kind}, {table.origin.date}, digest {table.digest}" for file, table in tables.items()
+        f"{file}: {table.provenance.kind}, {table.provenance.date}, digest {table.digest}"
+        for file, table in tables.items()
     )
-    if any(table.origin.kind != "measured" for table in tables.values()):
+    if any(table.provenance.kind != "measured" for table in tables.values()):
         return Finding("costs", "warn", f"{found}; such costs are not of a machine that serves", CALIBRATE)
     return Finding("costs", "ok", f"{found}; whether they are of this machine and model is checked at start")
 

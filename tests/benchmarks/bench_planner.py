@@ -17,7 +17,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.simulation import predict_timeline
@@ -28,9 +28,9 @@ from dbo_runtime.program import Program
 from dbo_runtime.schedule import lower
 from tests.benchmarks.bench_core import LAYERS, best, record_decoder
 
-MOST_SEARCH = 10.0  # seconds
-MOST_COLD = 20.0  # seconds
-MOST_CACHED = 50e-6  # seconds
+MAX_SEARCH_SECONDS = 10.0  # seconds
+MAX_COLD_SECONDS = 20.0  # seconds
+MAX_CACHED_SECONDS = 50e-6  # seconds
 BYTES = 14336.0  # a token
 LOAD = BatchFeatures(2047, 2e6)
 PROMPT = Batch((4096,), 4096)
@@ -38,7 +38,7 @@ MIXED = Batch((1,) * 200 + (800, 1700, 1200), 3700, context_lens=(1000,) * 203)
 DECODES = Batch((1,) * 256, 0, context_lens=(1000,) * 256)
 BATCHES = {"a prompt": PROMPT, "decodes and prompts": MIXED, "decodes": DECODES}
 
-COSTS: dict[str, Cost] = {
+COSTS: dict[str, OpCost] = {
     "attn_norm": ComputeCost(3e-6, 5e-9),
     "attention": ComputeCost(20e-6, 0.25e-6, 60e-6, 2e-11, 2e-11),
     "attn_reduce": CommCost(25e-6, 0.09e-6 / BYTES, BYTES),
@@ -52,9 +52,9 @@ COSTS: dict[str, Cost] = {
 
 
 def make_table(program: Program) -> CostTable:
-    origin = Origin("modelled", "bench_planner.py", "2026-11-21", {}, {}, {}, {})
+    provenance = Provenance("modelled", "bench_planner.py", "2026-11-21", {}, {}, {}, {})
     contention = {"compute": 1.05, "comm": 1.2}
-    return CostTable(origin, describe_program(program), COSTS, contention, HostCost(issue=5e-6), {})
+    return CostTable(provenance, describe_program(program), COSTS, contention, HostCost(issue=5e-6), {})
 
 
 def take(planner: Planner, batch: Batch, config: RuntimeConfig) -> float:
@@ -74,10 +74,11 @@ def test_an_order_is_found_in_seconds(micro_batches: int) -> None:
     found = find_order(jobs)
     seconds = time.perf_counter() - made
     print(
-        f"\n{LAYERS} layers, {micro_batches} micro-batches: order found in {seconds:.2f} s (target {MOST_SEARCH:.0f}), "
-        f"jobs made in {made - start:.3f} s; {'optimal' if found.is_optimal else f'gap {found.gap:.1%}'}"
+        f"\n{LAYERS} layers, {micro_batches} micro-batches: order found in {seconds:.2f} s "
+        f"(target {MAX_SEARCH_SECONDS:.0f}), jobs made in {made - start:.3f} s; "
+        f"{'optimal' if found.is_optimal else f'gap {found.gap:.1%}'}"
     )
-    assert seconds <= MOST_SEARCH
+    assert seconds <= MAX_SEARCH_SECONDS
 
 
 def test_a_step_is_predicted_in_milliseconds() -> None:
@@ -85,9 +86,12 @@ def test_a_step_is_predicted_in_milliseconds() -> None:
     table = make_table(program)
     times = table.times(program, LOAD)
     schedule = lower([program] * 2, alternate([program] * 2))
-    alone = best(5, lambda: predict_timeline(schedule, lambda step: times[step.issue.position]))
+    alone = best(5, lambda: predict_timeline(schedule, lambda instruction: times[instruction.issue.position]))
     full = best(
-        5, lambda: predict_timeline(schedule, lambda step: times[step.issue.position], table.contention, table.host)
+        5,
+        lambda: predict_timeline(
+            schedule, lambda instruction: times[instruction.issue.position], table.contention, table.host
+        ),
     )
     print(
         f"\n{len(schedule.instructions)} steps predicted in {alone * 1e3:.1f} ms, with contention {full * 1e3:.1f} ms"
@@ -107,8 +111,9 @@ def test_a_plan_takes_seconds_at_first_and_microseconds_when_remembered() -> Non
         choice = planner.choose(batch, config)
         outcome = choice if isinstance(choice, Decline) else choice.prediction
         print(
-            f"{name}: {cold:.2f} s at first (target {MOST_COLD:.0f}), {known_shape * 1e3:.1f} ms with one token more, "
-            f"{cached * 1e6:.1f} us when remembered (target {MOST_CACHED * 1e6:.0f})\n  {outcome}"
+            f"{name}: {cold:.2f} s at first (target {MAX_COLD_SECONDS:.0f}), "
+            f"{known_shape * 1e3:.1f} ms with one token more, {cached * 1e6:.1f} us when remembered "
+            f"(target {MAX_CACHED_SECONDS * 1e6:.0f})\n  {outcome}"
         )
-        assert cold <= MOST_COLD
-        assert cached <= MOST_CACHED
+        assert cold <= MAX_COLD_SECONDS
+        assert cached <= MAX_CACHED_SECONDS

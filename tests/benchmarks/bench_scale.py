@@ -22,7 +22,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.whatif.scale import set_layers
@@ -33,10 +33,10 @@ from dbo_runtime.validate import validate
 from tests.benchmarks.bench_core import FreeDevice, do_nothing, do_nothing_twice
 from tests.benchmarks.page import Publish, find_command, make_table
 
-MOST_GROWTH = 3.0  # by how much a unit may cost more at the largest size than at a moderate one
+MAX_GROWTH = 3.0  # by how much a unit may cost more at the largest size than at a moderate one
 PROMPT = Batch((4096,), 4096)
 BYTES = 14336.0  # a token
-COSTS: dict[str, Cost] = {
+COSTS: dict[str, OpCost] = {
     "norm": ComputeCost(3e-6, 5e-9),
     "work": ComputeCost(20e-6, 0.25e-6, 60e-6),
     "send": CommCost(25e-6, 0.2e-6 / BYTES, BYTES),
@@ -70,7 +70,7 @@ AXES = {
 }
 MODERATE = Size()
 PLANNING = "planning"
-MOST_WATCHED = 3 * MODERATE.units  # of planning
+MAX_TRACED_OPS = 3 * MODERATE.units  # of planning
 RUNS, PATIENCE = 5, 1.0  # of a stage; seconds after which there is no further run
 SIZES = list(dict.fromkeys(size for sizes in AXES.values() for size in sizes))
 Stages = dict[str, Callable[[], object]]
@@ -94,8 +94,8 @@ def make_costs(size: Size) -> CostTable:
     """Return costs as a file has them: measured with a few layers, and stretched to all."""
     few = record_layers(2, size.ops)
     costs = {op.name: COSTS[op.name.rstrip("0123456789")] for op in few.ops}
-    origin = Origin("modelled", "bench_scale.py", "2026-11-22", {}, {}, {}, {})
-    return set_layers(CostTable(origin, describe_program(few), costs, {}, HostCost(issue=5e-6), {}), (size.layers,))
+    provenance = Provenance("modelled", "bench_scale.py", "2026-11-22", {}, {}, {}, {})
+    return set_layers(CostTable(provenance, describe_program(few), costs, {}, HostCost(issue=5e-6), {}), (size.layers,))
 
 
 def make_stages(size: Size) -> Stages:
@@ -139,7 +139,7 @@ def figures() -> Figures:
     """What each stage takes at each size."""
     return {
         size: {
-            name: measure(stage, name != PLANNING or size.units <= MOST_WATCHED)
+            name: measure(stage, name != PLANNING or size.units <= MAX_TRACED_OPS)
             for name, stage in make_stages(size).items()
         }
         for size in SIZES
@@ -182,9 +182,9 @@ def tabulate_growth(figures: Figures) -> list[str]:
 def test_figures_of_all_sizes(publish: Publish, figures: Figures) -> None:
     growths = list_growths(figures)
     worst = max(growths, key=lambda key: growths[key])
-    verdict = "Reached" if growths[worst] <= MOST_GROWTH else "**Missed**"
+    verdict = "Reached" if growths[worst] <= MAX_GROWTH else "**Missed**"
     target = (
-        f"- Target: no op costs more than {MOST_GROWTH:.0f} times what it costs at {MODERATE.layers} layers of "
+        f"- Target: no op costs more than {MAX_GROWTH:.0f} times what it costs at {MODERATE.layers} layers of "
         f"{MODERATE.ops} ops in {MODERATE.micro_batches} micro-batches. {verdict}: at most {growths[worst]:.2f} times "
         f"({worst[0]}, {worst[2]}, against {worst[1]})."
     )
@@ -198,5 +198,5 @@ def list_growths(figures: Figures) -> dict[tuple[str, str, str], float]:
 
 
 def test_an_op_costs_no_more_in_a_larger_step(figures: Figures) -> None:
-    too_much = {key: growth for key, growth in list_growths(figures).items() if growth > MOST_GROWTH}
+    too_much = {key: growth for key, growth in list_growths(figures).items() if growth > MAX_GROWTH}
     assert not too_much

@@ -61,15 +61,15 @@ def test_overlap_that_is_turned_off_is_a_failure(config: RuntimeConfig, remedy: 
 
 def test_a_cost_file_that_was_measured_is_taken(tmp_path: Path) -> None:
     table = get_case("a3-layer-4894").table
-    save_costs(replace(table, origin=replace(table.origin, kind="measured")), tmp_path / "costs.json")
+    save_costs(replace(table, provenance=replace(table.provenance, kind="measured")), tmp_path / "costs.json")
     found = check_costs(RuntimeConfig(costs=str(tmp_path / "costs.json")))
     assert found.state == "ok"
-    assert f"measured, {table.origin.date}, digest" in found.found
+    assert f"measured, {table.provenance.date}, digest" in found.found
 
 
 def test_cost_files_of_a_pipelines_stages_are_found(tmp_path: Path) -> None:
     table = get_case("a3-layer-4894").table
-    measured = replace(table, origin=replace(table.origin, kind="measured"))
+    measured = replace(table, provenance=replace(table.provenance, kind="measured"))
     for stage in range(2):
         save_costs(measured, tmp_path / f"costs.pp{stage}.json")
     found = check_costs(RuntimeConfig(costs=str(tmp_path / "costs.json")))

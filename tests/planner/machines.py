@@ -10,17 +10,17 @@ from typing import NamedTuple
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import SplitChoice
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.program import Program, ProgramBuilder
-from tests.planner.costs.test_cost_table import make_origin
+from tests.planner.costs.test_cost_table import make_provenance
 from tests.planner.shop import do_nothing
 
 BYTES = 14336.0  # a token
-RATIOS = (0.1, 0.2, 0.35, 0.55, 1.0, 1.5)  # M / C of theory.md
+RATIOS = (0.1, 0.2, 0.35, 0.55, 1.0, 1.5)  # M / C of docs/theory.md
 WEIGHTS = (0.0, 0.1, 0.3, 0.5, 0.75, 1.0)  # w: the share of compute that does not shrink with the micro-batch
 ALPHAS = (0.0, 0.02, 0.1)  # the same of communication
 
@@ -40,21 +40,21 @@ def record_layers(layers: int = 16, ops: Sequence[str] = ("attention", "reduce")
 PROGRAM = record_layers()
 
 
-def make_table(program: Program, ops: dict[str, Cost], error: float | None = 0.0, **changes: object) -> CostTable:
+def make_table(program: Program, ops: dict[str, OpCost], error: float | None = 0.0, **changes: object) -> CostTable:
     """Return costs that are off by *error*; None if nobody knows."""
     errors = {} if error is None else dict.fromkeys(ops, error)
-    return replace(CostTable(make_origin(), describe_program(program), ops, {}, HostCost(), errors), **changes)
+    return replace(CostTable(make_provenance(), describe_program(program), ops, {}, HostCost(), errors), **changes)
 
 
 class Machine(NamedTuple):
-    """A point of the grid: what the ops of a step of *tokens* tokens cost, as theory.md has it."""
+    """A point of the grid: what the ops of a step of *tokens* tokens cost, as in docs/theory.md."""
 
     ratio: float
     weights: float
     alpha: float
     tokens: int
 
-    def find_costs(self, roofline: bool) -> dict[str, Cost]:
+    def make_costs(self, roofline: bool) -> dict[str, OpCost]:
         """Return the costs of ops of which the compute one takes 1 ms at this size."""
         compute, comm = 1e-3, self.ratio * 1e-3
         if roofline:  # half a step waits for the weights, and a whole one may not
@@ -70,28 +70,30 @@ def list_machines(tokens: Sequence[int]) -> Iterator[Machine]:
     return (Machine(*point) for point in product(RATIOS, WEIGHTS, ALPHAS, tokens))
 
 
-def simulate_split(program: Program, table: CostTable, choice: SplitChoice, loads: Sequence[BatchFeatures]) -> float:
+def simulate_split(
+    program: Program, table: CostTable, choice: SplitChoice, slice_features: Sequence[BatchFeatures]
+) -> float:
     """Return what a step takes with the very loads of its micro-batches."""
-    times = [table.times(program, load) for load in loads]
+    times = [table.times(program, features) for features in slice_features]
     timeline = predict_timeline(
         choice.order.schedule,
-        lambda step: times[step.issue.micro_batch][step.issue.position],
+        lambda instruction: times[instruction.issue.micro_batch][instruction.issue.position],
         table.contention,
         table.host,
     )
     return max(span.end for span in timeline.spans) + table.host.split
 
 
-def measure_whole(batch: Batch) -> BatchFeatures:
+def measure_unsplit(batch: Batch) -> BatchFeatures:
     """Return the load of a step that is not split."""
-    (load,) = measure_slices(batch, slice_batch(batch, ()))
-    return load
+    (features,) = measure_slices(batch, slice_batch(batch, ()))
+    return features
 
 
-def compute_gain(costs: dict[str, Cost], batch: Batch, choice: SplitChoice | Decline) -> float:
+def compute_gain(costs: dict[str, OpCost], batch: Batch, choice: SplitChoice | Decline) -> float:
     """Return the share of the unsplit time that a choice saves if ops cost *costs*."""
     if isinstance(choice, Decline):
         return 0.0
     table = make_table(PROGRAM, costs)
-    whole = sum(table.times(PROGRAM, measure_whole(batch)))
-    return 1 - simulate_split(PROGRAM, table, choice, measure_slices(batch, choice.slices)) / whole
+    unsplit = sum(table.times(PROGRAM, measure_unsplit(batch)))
+    return 1 - simulate_split(PROGRAM, table, choice, measure_slices(batch, choice.slices)) / unsplit

@@ -19,7 +19,7 @@ from tests.forward_pass import pass_forward
 LANES = {"A": COMPUTE, "C": COMM}
 
 Layer = Sequence[tuple[str, float]]
-"""The lanes (A: compute, C: communication, as in `theory.md`) and microseconds of a layer's ops."""
+"""The lanes (A: compute, C: communication, as in `docs/theory.md`) and microseconds of a layer's ops."""
 
 
 def do_nothing(*_: Any) -> Any:
@@ -78,10 +78,10 @@ def simulate_orders(programs: Sequence[Program], times: Sequence[Sequence[float]
 def simulate_order(programs: Sequence[Program], times: Sequence[Sequence[float]], order: Iterable[Issue]) -> float:
     """Return when the last op ends in this order."""
 
-    def find_time(step: Instruction) -> float:
-        return times[step.issue.micro_batch][step.issue.position]
+    def get_time(instruction: Instruction) -> float:
+        return times[instruction.issue.micro_batch][instruction.issue.position]
 
-    return max(span.end for span in pass_forward(lower(programs, order), find_time).spans)
+    return max(span.end for span in pass_forward(lower(programs, order), get_time).spans)
 
 
 def interleave(lengths: Sequence[int], done: tuple[int, ...] = ()) -> Iterator[tuple[Issue, ...]]:
@@ -96,11 +96,11 @@ def interleave(lengths: Sequence[int], done: tuple[int, ...] = ()) -> Iterator[t
 
 
 @st.composite
-def small_programs(draw: st.DrawFn, lanes: Sequence[str], most_ops: int) -> Program:
+def small_programs(draw: st.DrawFn, lanes: Sequence[str], max_ops: int) -> Program:
     """Ops that read up to two values each, some of them ordered, exclusive or in place."""
     p = ProgramBuilder()
     readable = [p.input("x")]
-    for number in range(draw(st.integers(1, most_ops))):
+    for number in range(draw(st.integers(1, max_ops))):
         reads = draw(st.lists(st.sampled_from(readable), max_size=2, unique=True)) if readable else []
         overwrites = tuple(reads[: draw(st.sampled_from([0, 0, 0, 1]))])
         written = p.op(
@@ -117,10 +117,10 @@ def small_programs(draw: st.DrawFn, lanes: Sequence[str], most_ops: int) -> Prog
 
 
 @st.composite
-def shops(draw: st.DrawFn, micro_batches: int = 2, most_ops: int = 5) -> Shop:
+def shops(draw: st.DrawFn, micro_batches: int = 2, max_ops: int = 5) -> Shop:
     """Micro-batches of equal or different programs, on two lanes or three. Times are whole, so that sums are exact."""
     lanes = draw(st.sampled_from([(COMPUTE, COMM), (COMPUTE, COMM), (COMPUTE, COMM, "aux")]))
-    kinds = draw(st.lists(small_programs(lanes, most_ops), min_size=1, max_size=micro_batches))
+    kinds = draw(st.lists(small_programs(lanes, max_ops), min_size=1, max_size=micro_batches))
     chosen = tuple(draw(st.sampled_from(kinds)) for _ in range(micro_batches))
     durations = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0])
     times = tuple(tuple(draw(durations) for _ in program.ops) for program in chosen)
@@ -128,10 +128,10 @@ def shops(draw: st.DrawFn, micro_batches: int = 2, most_ops: int = 5) -> Shop:
 
 
 @st.composite
-def chain_shops(draw: st.DrawFn, micro_batches: int = 2, most_ops: int = 5) -> Shop:
-    """Micro-batches that are chains on two lanes: the job shop of `theory.md`."""
+def chain_shops(draw: st.DrawFn, micro_batches: int = 2, max_ops: int = 5) -> Shop:
+    """Micro-batches that are chains on two lanes: the job shop of `docs/theory.md`."""
     layers = [
-        draw(st.lists(st.tuples(st.sampled_from("AC"), st.integers(0, 13)), min_size=1, max_size=most_ops))
+        draw(st.lists(st.tuples(st.sampled_from("AC"), st.integers(0, 13)), min_size=1, max_size=max_ops))
         for _ in range(micro_batches)
     ]
     return Shop(

@@ -6,7 +6,7 @@ import math
 from typing import Any
 from unittest.mock import patch
 
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.program import Program
@@ -69,11 +69,11 @@ def make_planner(program: Program, fixed: float = 0.0, split: float = 0.0) -> Pl
     Nothing is paid twice, so the more often a step is split, the shorter it is; but for *fixed* seconds of each
     attention, and *split* seconds of each step that is split.
     """
-    costs: dict[str, Cost] = {
+    costs: dict[str, OpCost] = {
         op.name: CommCost(0.0, 30e-6 / BYTES, BYTES) if op.lane == "comm" else ComputeCost(per_token=10e-6)
         for op in program.ops
     }
     costs["attention"] = ComputeCost(fixed=fixed, per_token=10e-6)
-    origin = Origin("modelled", "a test", "2026-01-31", {}, {}, {}, {})
+    origin = Provenance("modelled", "a test", "2026-01-31", {}, {}, {}, {})
     errors = dict.fromkeys(costs, 0.0)
     return Planner(program, CostTable(origin, describe_program(program), costs, {}, HostCost(split=split), errors))

@@ -1,4 +1,4 @@
-"""What a micro-batch, or a whole step, asks of the ops: counts, no costs."""
+"""The features of a batch on which the time of ops depends: counts, no costs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dbo_runtime.errors import ConfigError
 
 
 class BatchFeatures(NamedTuple):
-    """What a micro-batch, or a whole step, asks of the ops.
+    """What the ops of a micro-batch, or of an unsplit step, have to compute.
 
-    Attention takes decodes and prefills by kernels of their own, which cost differently, so their pairs are apart.
+    Attention computes decodes and prefills by different kernels, which cost differently, so their pairs are counted
+    separately.
     """
 
     tokens: int  # of all requests together
@@ -24,10 +25,10 @@ class BatchFeatures(NamedTuple):
 
 
 def measure_features(query_lens: Sequence[int], context_lens: Sequence[int], decode_len: int = 1) -> BatchFeatures:
-    """Return the load of requests with *query_lens* new tokens each [requests].
+    """Return the features of requests with *query_lens* new tokens each [requests].
 
-    *context_lens* are the tokens of each that are in the KV cache already [requests]; () stands for none anywhere. A
-    query token meets the whole context and, of the new tokens, those up to itself. Requests of up to *decode_len*
+    *context_lens* are the tokens of each that are in the KV cache already [requests]; () means none. A
+    query token attends to the whole context and, of the new tokens, those up to itself. Requests of up to *decode_len*
     tokens are decodes.
 
     Raises:

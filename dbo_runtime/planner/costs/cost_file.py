@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Origin, name_field
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Provenance, name_field
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
 
 FORMAT = 1
 _WIDTH = 140
 _REMEDY = "Correct the file, or measure anew: `python -m dbo_runtime calibrate`."
 
-# Turns a value of the file, found at a path, into what the table holds; ConfigError if it is none.
+# Converts a value of the file at a path to what the table holds; ConfigError if it is not allowed.
 _Read = Callable[[Any, str], Any]
 
 
 def save_costs(table: CostTable, path: str | os.PathLike[str]) -> None:
-    """Write *table* so that whoever reads the file meanwhile finds the old one or the new one, whole.
+    """Write *table*; concurrent readers see either the old file or the new one.
 
     Raises:
-        ConfigError: naming the file, if it cannot be written.
+        ConfigError: if it cannot be written; names the file.
     """
     target = Path(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
@@ -43,7 +43,7 @@ def load_costs(path: str | os.PathLike[str]) -> CostTable:
     """Read the table of a file; it is equal to the one saved there.
 
     Raises:
-        ConfigError: naming the file, the field and the remedy, if anything in the file is not as it must be.
+        ConfigError: if anything in the file is invalid; names the file, the field and the remedy.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -56,16 +56,16 @@ def load_costs(path: str | os.PathLike[str]) -> CostTable:
 
 
 def name_stage_file(path: str, stage: str | None) -> str:
-    """Return where the costs of a pipeline's stage are, such as `costs.pp0.json`; *path* itself without a stage."""
+    """Return the path of a pipeline stage's costs, such as `costs.pp0.json`; *path* itself without a stage."""
     file = Path(path)
     return path if stage is None else str(file.with_name(f"{file.stem}.{stage}{file.suffix}"))
 
 
 def list_stage_files(path: str) -> list[str]:
-    """Return the cost files of a pipeline's stages that are there for *path*, in their order."""
+    """Return the existing cost files of a pipeline's stages for *path*, in the order of stages."""
     file = Path(path)
-    found = file.parent.glob(f"{escape(file.stem)}.pp*{escape(file.suffix)}")
-    return [str(one) for one in sorted(found, key=lambda one: (len(one.name), one.name))]
+    files = file.parent.glob(f"{escape(file.stem)}.pp*{escape(file.suffix)}")
+    return [str(one) for one in sorted(files, key=lambda one: (len(one.name), one.name))]
 
 
 def format_costs(table: CostTable) -> str:
@@ -76,7 +76,7 @@ def format_costs(table: CostTable) -> str:
 def _describe_table(table: CostTable) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        **{item.name: _thaw(getattr(table.origin, item.name)) for item in fields(Origin)},
+        **{item.name: _thaw(getattr(table.provenance, item.name)) for item in fields(Provenance)},
         "program": {
             "inputs": table.program.inputs,
             "runs": [_describe_run(run) for run in table.program.runs],
@@ -95,7 +95,7 @@ def _describe_run(run: LayerRun) -> dict[str, Any]:
 
 
 def _describe_op(op: OpSpec) -> dict[str, Any]:
-    """Return what an op declares, without what it leaves at its default."""
+    """Return what an op declares, without defaults."""
     defaults = OpSpec._field_defaults
     return {name: value for name, value in op._asdict().items() if name not in defaults or value != defaults[name]}
 
@@ -109,7 +109,7 @@ def _thaw(value: Any) -> Any:
 
 
 def _render(node: Any, indent: str = "", room: int = _WIDTH) -> str:
-    """Return JSON in which what fits into a line stands in one line. *room* is the line's, without the indent."""
+    """Return JSON in which a value that fits into *room* characters, indent included, is on one line."""
     flat = json.dumps(node, allow_nan=False)
     if len(indent) + len(flat) < room or not (node and isinstance(node, (dict, list, tuple))):
         return flat
@@ -125,26 +125,26 @@ def parse_costs(text: str) -> CostTable:
     """Read a table from what `format_costs` returned.
 
     Raises:
-        ConfigError: naming the field, if anything is not as it must be.
+        ConfigError: if anything is invalid; names the field.
     """
     try:
-        content = json.loads(text, object_pairs_hook=_refuse_twins)
+        content = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"it is not JSON ({error}).") from None
-    found = content.get("format") if isinstance(content, dict) else None
-    if type(found) is not int or found != FORMAT:
-        raise ConfigError(f"format is {found!r}; this version of dbo_runtime reads format {FORMAT}.")
+    actual = content.get("format") if isinstance(content, dict) else None
+    if type(actual) is not int or actual != FORMAT:
+        raise ConfigError(f"format is {actual!r}; this version of dbo_runtime reads format {FORMAT}.")
     values = _FILE(content, "")
-    origin = Origin(**{item.name: values[item.name] for item in fields(Origin)})
+    provenance = Provenance(**{item.name: values[item.name] for item in fields(Provenance)})
     rest = {item.name for item in fields(CostTable)} & values.keys()
-    return CostTable(origin, **{name: values[name] for name in rest})
+    return CostTable(provenance, **{name: values[name] for name in rest})
 
 
-def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ConfigError(f"{max(names, key=names.count)} stands twice in one object.")
+        raise ConfigError(f"{max(names, key=names.count)} appears twice in one object.")
     return content
 
 
@@ -187,7 +187,7 @@ def _read_optional(read_item: _Read) -> _Read:
 
 
 def _read_record(make: Callable[..., Any], readers: Mapping[str, _Read], optional: Collection[str] = ()) -> _Read:
-    """Read an object that has the fields of *readers* and no others, and hand them to *make* by name."""
+    """Read an object that has the fields of *readers* and no others, and pass them to *make* by name."""
 
     def read(value: Any, path: str) -> Any:
         given = _read_object(value, path)
@@ -234,7 +234,7 @@ def _refuse(value: Any, path: str, allowed: str) -> ConfigError:
 
 
 _TEXT = _read_plain(str, "text")
-_WHOLE = _read_plain(int, "a whole number")
+_INTEGER = _read_plain(int, "a whole number")
 _SWITCH = _read_plain(bool, "true or false")
 _NAMES = _read_list(_TEXT)
 _COMPUTE, _COMM, _HOST = _read_part(ComputeCost), _read_part(CommCost), _read_part(HostCost)
@@ -244,7 +244,7 @@ _OP = _read_record(
         "name": _TEXT,
         "lane": _TEXT,
         "reads": _NAMES,
-        "outputs": _WHOLE,
+        "outputs": _INTEGER,
         "ordered": _SWITCH,
         "exclusive": _read_optional(_TEXT),
         "communicator": _read_optional(_TEXT),
@@ -253,17 +253,17 @@ _OP = _read_record(
     },
     optional=OpSpec._field_defaults,
 )
-_RUN = _read_record(LayerRun, {"repeat": _WHOLE, "layered": _SWITCH, "ops": _read_list(_OP)})
+_RUN = _read_record(LayerRun, {"repeat": _INTEGER, "layered": _SWITCH, "ops": _read_list(_OP)})
 _FILE = _read_record(
     dict,
     {
-        "format": _WHOLE,
+        "format": _INTEGER,
         "kind": _TEXT,
         "source": _TEXT,
         "date": _TEXT,
         "machine": _read_mapping(_TEXT),
         "model": _read_mapping(_TEXT),
-        "parallel": _read_mapping(_WHOLE),
+        "parallel": _read_mapping(_INTEGER),
         "versions": _read_mapping(_TEXT),
         "program": _read_record(ProgramSpec, {"inputs": _NAMES, "runs": _read_list(_RUN), "outputs": _NAMES}),
         "ops": _read_mapping(_read_cost),

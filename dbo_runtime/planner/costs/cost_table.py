@@ -1,4 +1,4 @@
-"""What ops cost: seconds as a function of what a micro-batch asks of them."""
+"""The costs of ops: seconds as a function of batch features."""
 
 from __future__ import annotations
 
@@ -28,31 +28,34 @@ ATTENTION = MappingProxyType(
         "per_decode_pair": "decode_pairs",
     }
 )
-"""What attention may add: the cost's name for it -> the load's name for what it is paid for."""
+"""The terms that attention may add: name of the cost -> name of the feature that it is multiplied with."""
+
+# Class names in digests. They stay when classes are renamed, so that the digest of a cost file does.
+_DIGEST_NAMES = MappingProxyType({"ProgramSpec": "Sketch", "Provenance": "Origin"})
 
 
 def _in_file(name: str, least: float = 0.0, optional: bool = False) -> dict[str, Any]:
-    """Describe a number of a cost file: its name there, in microseconds if that says so, and its least value.
+    """Describe a number of a cost file: its name there, with `_us` if it is in microseconds, and its minimum.
 
-    An optional one is left out where it is 0.
+    An optional number is left out of files if it is 0.
     """
     return {"name": name, "least": least, "is_time": "_us" in name, "optional": optional}
 
 
 class _Numbers:
-    """What a cost file has as numbers and switches. Times are rounded to what the file keeps of them."""
+    """A group of numbers and switches of a cost file. Times are rounded to the digits that the file keeps."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]  # whoever inherits is a dataclass
+        for item in fields(self):  # type: ignore[arg-type]  # all subclasses are dataclasses
             if item.metadata:
                 value = float(getattr(self, item.name))
                 kept = to_microseconds(value) / 1e6 if item.metadata["is_time"] else value
                 object.__setattr__(self, item.name, kept + 0.0)  # no -0.0, which is equal but written differently
 
     def list_numbers(self) -> Iterator[tuple[str, float | bool, float]]:
-        """Yield the name in a cost file, the value (times in microseconds) and the least value of each."""
+        """Yield the name in a cost file, the value (times in microseconds) and the minimum of each."""
         for item in fields(self):  # type: ignore[arg-type]  # as above
             value = getattr(self, item.name)
             if item.metadata.get("optional") and value == 0:
@@ -63,20 +66,20 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class ComputeCost(_Numbers):
-    """What a compute op takes: fixed + max(weights, per_token * tokens) + what attention adds; see `ATTENTION`.
+    """The time of a compute op: fixed + max(weights, per_token * tokens) + attention terms; see `ATTENTION`.
 
-    The maximum is the roofline (Williams, Waterman and Patterson 2009): few tokens wait for the weights to be read.
+    The maximum is the roofline (Williams, Waterman and Patterson 2009): with few tokens, reading the weights dominates.
 
     Attributes:
-        fixed: seconds whatever the load.
+        fixed: seconds, independent of the batch.
         per_token: seconds a token.
-        weights: seconds that reading the weights takes.
+        weights: seconds to read the weights.
         per_pair: seconds a query-key pair among the new tokens of a prefill. A kernel that computes masked pairs, too,
-            pays for two where we count one.
+            computes two for each that is counted.
         per_context_pair: seconds a pair of a new token and a cached one.
-        per_prefill: seconds a prefill, however short.
+        per_prefill: seconds a prefill, independent of its length.
         per_context: seconds a token of prefills that is fetched from the KV cache.
-        per_decode: seconds a token of decodes, beside what any token takes.
+        per_decode: seconds a token of decodes, in addition to `per_token`.
         per_decode_pair: seconds a query-key pair of decodes.
     """
 
@@ -90,31 +93,24 @@ class ComputeCost(_Numbers):
     per_decode: float = field(default=0.0, metadata=_in_file("per_decode_us", optional=True))
     per_decode_pair: float = field(default=0.0, metadata=_in_file("per_decode_pair_us", optional=True))
 
-    def time(self, load: BatchFeatures) -> float:
+    def time(self, features: BatchFeatures) -> float:
         """Return seconds."""
-        return self._time(load, 1.0)
-
-    def weight_share(self, load: BatchFeatures) -> float:
-        """Return the w of theory.md, in [0, 1]: the share of time that does not shrink when the load halves."""
-        whole = self._time(load, 1.0)
-        return min(max(2 * self._time(load, 0.5) / whole - 1, 0.0), 1.0) if whole else 0.0
-
-    def _time(self, load: BatchFeatures, share: float) -> float:
-        attention: float = sum(getattr(self, rate) * getattr(load, amount) for rate, amount in ATTENTION.items())
-        return self.fixed + max(self.weights, self.per_token * load.tokens * share) + attention * share
+        attention: float = sum(getattr(self, rate) * getattr(features, amount) for rate, amount in ATTENTION.items())
+        return self.fixed + max(self.weights, self.per_token * features.tokens) + attention
 
 
 @dataclass(frozen=True, slots=True)
 class CommCost(_Numbers):
-    """What a communication op takes: alpha + beta * (bytes - free_bytes), the model of Hockney (1994) with a buffer.
+    """The time of a communication op: alpha + beta * (bytes - free_bytes), Hockney's model (1994) with a buffer.
 
-    The buffer empties while nothing is sent: what follows another op at once finds it full, and takes `credit` longer.
+    The buffer empties while nothing is sent: an op that directly follows another finds it full and takes
+    `credit` longer.
 
     Attributes:
-        alpha: seconds however little is sent.
+        alpha: seconds, independent of the size.
         beta: seconds a byte.
         bytes_per_token: bytes that a token adds to the message.
-        free_bytes: how much of a message costs nothing, because buffers take it at once.
+        free_bytes: bytes of a message that cost nothing, because buffers take them at once.
     """
 
     alpha: float = field(metadata=_in_file("alpha_us"))
@@ -122,43 +118,45 @@ class CommCost(_Numbers):
     bytes_per_token: float = field(metadata=_in_file("bytes_per_token"))
     free_bytes: float = field(default=0.0, metadata=_in_file("free_bytes", optional=True))
 
-    def time(self, load: BatchFeatures) -> float:
+    def time(self, features: BatchFeatures) -> float:
         """Return seconds."""
-        return self.alpha + self.beta * max(self.bytes_per_token * load.tokens - self.free_bytes, 0.0)
+        return self.alpha + self.beta * max(self.bytes_per_token * features.tokens - self.free_bytes, 0.0)
 
-    def credit(self, load: BatchFeatures) -> float:
-        """Return the seconds that the buffer saves."""
-        return self.beta * min(self.bytes_per_token * load.tokens, self.free_bytes)
+    def credit(self, features: BatchFeatures) -> float:
+        """Return the seconds that an empty buffer saves."""
+        return self.beta * min(self.bytes_per_token * features.tokens, self.free_bytes)
 
 
-Cost = ComputeCost | CommCost
+OpCost = ComputeCost | CommCost
+"""The cost of an op, by the kind of its lane."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCost(_Numbers):
-    """What the host adds.
+    """The time that the host adds.
 
     Attributes:
-        issue: seconds the host needs to issue one op.
-        handover: seconds from an op's end until one on another lane that waits for it can begin.
+        issue: seconds to issue one op.
+        handover: seconds from an op's end until one on another lane that waits for it can start.
         computes: the compute lane is the issuing thread itself (CPU), so nothing is issued while it computes.
-        whole: seconds of a whole step outside its ops; negative where the whole step is compiled and its ops are not.
+        unsplit: seconds of an unsplit step outside its ops; negative if the step is compiled as one graph and its
+            ops are not.
         split: seconds of a split step outside its ops, such as for the metadata of the slices.
-        whole_per_token, split_per_token: the same for each token, such as for the embedding.
+        unsplit_per_token, split_per_token: the same for each token, such as for the embedding.
     """
 
     issue: float = field(default=0.0, metadata=_in_file("issue_us"))
     computes: bool = False
-    whole: float = field(default=0.0, metadata=_in_file("whole_us", least=-math.inf))
+    unsplit: float = field(default=0.0, metadata=_in_file("whole_us", least=-math.inf))
     split: float = field(default=0.0, metadata=_in_file("split_us", least=-math.inf))
-    whole_per_token: float = field(default=0.0, metadata=_in_file("whole_us_per_token", -math.inf, optional=True))
+    unsplit_per_token: float = field(default=0.0, metadata=_in_file("whole_us_per_token", -math.inf, optional=True))
     split_per_token: float = field(default=0.0, metadata=_in_file("split_us_per_token", -math.inf, optional=True))
     handover: float = field(default=0.0, metadata=_in_file("handover_us", optional=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where costs come from, and what they hold for.
+class Provenance:
+    """Where costs come from, and what they are valid for.
 
     Attributes:
         kind: `measured` or `modelled`.
@@ -170,7 +168,7 @@ class Origin:
         versions: of the software that was measured.
 
     Raises:
-        ConfigError: if kind or date are not of these forms, or a mapping holds something else.
+        ConfigError: if a field is not of this form.
     """
 
     kind: str
@@ -196,28 +194,28 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """What the ops of a program cost on one machine. Equal tables have equal digests, on every rank.
+    """The costs of a program's ops on one machine. Equal tables have equal digests, on every rank.
 
     Attributes:
         origin: where the costs come from.
         program: the program they belong to.
-        ops: by op name without the layer: ops named alike cost alike.
-        contention: by how much a lane is slower while another one runs, by lane; 1 for lanes left out. Two lanes that
-            compute share more than one that communicates does: `compute/side` is by how much `compute` is slower while
-            `side` runs, where that is known by itself.
-        host: what the host adds.
+        ops: by op name without the layer; ops of one name share one cost.
+        contention: factor by which a lane is slower while another one runs, by lane; 1 for lanes left out. Two lanes
+            that compute share more than one that communicates does: `compute/side` is the factor of `compute` while
+            `side` runs, if that was measured separately.
+        host: the time that the host adds.
         errors: relative error of the fit by op name; empty if modelled.
-        split_error: by which share of their time split steps may take longer than these costs say, next to whole ones;
-            0 if modelled.
+        split_error: share of their time by which split steps may take longer than predicted, compared with unsplit
+            ones; 0 if modelled.
 
     Raises:
         ConfigError: if a number is impossible, or an op of the program has no cost of the kind that its lane needs;
             fields are named as in a cost file, such as `ops.attention.per_token_us`.
     """
 
-    origin: Origin
+    provenance: Provenance
     program: ProgramSpec
-    ops: Mapping[str, Cost]
+    ops: Mapping[str, OpCost]
     contention: Mapping[str, float]
     host: HostCost
     errors: Mapping[str, float]
@@ -233,18 +231,18 @@ class CostTable:
                 raise ConfigError(f"{path} is {value:g}; it must be a finite number{bound}.")
         _check_names(self)
 
-    def times(self, program: Program, load: BatchFeatures) -> list[float]:
-        """Return the seconds of each op alone, in program order; ConfigError names an op without a cost."""
-        seconds = {name: cost.time(load) for name, cost in self.ops.items()}
+    def times(self, program: Program, features: BatchFeatures) -> list[float]:
+        """Return the seconds of each op alone, in program order [ops]; ConfigError names an op without a cost."""
+        seconds = {name: cost.time(features) for name, cost in self.ops.items()}
         try:
             return [seconds[op.name] for op in program.ops]
         except KeyError as name:
             raise ConfigError(f"op {name} has no cost: the costs are of another program; {CALIBRATE}.") from None
 
-    def credits(self, program: Program, load: BatchFeatures) -> list[float]:
-        """Return the seconds of each op that a lane which has rested spares, in program order."""
-        spared = {name: cost.credit(load) for name, cost in self.ops.items() if isinstance(cost, CommCost)}
-        return [spared.get(op.name, 0.0) for op in program.ops]
+    def credits(self, program: Program, features: BatchFeatures) -> list[float]:
+        """Return the seconds of each op that an idle lane saves, in program order [ops]."""
+        saved = {name: cost.credit(features) for name, cost in self.ops.items() if isinstance(cost, CommCost)}
+        return [saved.get(op.name, 0.0) for op in program.ops]
 
     def check_fits(self, machine: Mapping[str, str], model: Mapping[str, str], parallel: Mapping[str, int]) -> None:
         """Raise ConfigError, listing all that differs, unless the costs are of this machine, model and layout."""
@@ -252,7 +250,7 @@ class CostTable:
         differing = [
             f"{name}.{key} is {recorded.get(key)!r}, here it is {values.get(key)!r}"
             for name, values in here.items()
-            for recorded in [getattr(self.origin, name)]
+            for recorded in [getattr(self.provenance, name)]
             for key in sorted({*recorded, *values})
             if recorded.get(key) != values.get(key)
         ]
@@ -261,17 +259,17 @@ class CostTable:
 
     @property
     def digest(self) -> str:
-        """A short hash of all that the table says. Ranks whose digests agree plan alike."""
+        """A short hash of the whole table. Ranks with equal digests make equal plans."""
         return hashlib.sha256(repr(_canonicalise(self)).encode()).hexdigest()[:16]
 
 
 def to_microseconds(seconds: float) -> float:
-    """Return microseconds to 12 digits. Divided by 1e6 and passed here again, they stay what they are."""
+    """Return microseconds to 12 digits; converting them to seconds and back does not change them."""
     return float(f"{seconds * 1e6:.12g}")
 
 
 def name_field(item: Field[Any]) -> str:
-    """Return what a cost file calls a field of a cost."""
+    """Return the name of a field in cost files."""
     return str(item.metadata.get("name", item.name))
 
 
@@ -288,7 +286,7 @@ def _is_date(text: str) -> bool:
 
 
 def _list_numbers(table: CostTable) -> Iterator[tuple[str, float, float]]:
-    """Yield the path, value and least value of each number."""
+    """Yield the path, value and minimum of each number."""
     for path, part in (*((f"ops.{name}", cost) for name, cost in table.ops.items()), ("host", table.host)):
         yield from ((f"{path}.{name}", value, least) for name, value, least in part.list_numbers())
     yield from ((f"contention.{lane}", factor, 1.0) for lane, factor in table.contention.items())
@@ -302,9 +300,9 @@ def _check_names(table: CostTable) -> None:
         lanes.add(op.lane)
         if op.name not in table.ops:
             raise ConfigError(f"ops.{op.name} is missing, but the program has this op.")
-        wanted = CommCost if op.lane == COMM else ComputeCost
-        if not isinstance(table.ops[op.name], wanted):
-            names = ", ".join(map(name_field, fields(wanted)))
+        expected = CommCost if op.lane == COMM else ComputeCost
+        if not isinstance(table.ops[op.name], expected):
+            names = ", ".join(map(name_field, fields(expected)))
             raise ConfigError(f"ops.{op.name} must have {names}, because the op is on lane {op.lane}.")
     slowed = {*lanes, *(f"{lane}/{other}" for lane in lanes for other in lanes if lane != other)}
     for path, known, given in (("contention", slowed, table.contention), ("errors", table.ops, table.errors)):
@@ -318,7 +316,8 @@ def _canonicalise(part: Any) -> Any:
     if isinstance(part, Mapping):
         return tuple((key, _canonicalise(part[key])) for key in sorted(part))
     if is_dataclass(part):
-        return (type(part).__name__, *(_canonicalise(getattr(part, item.name)) for item in fields(part)))
+        name = type(part).__name__
+        return (_DIGEST_NAMES.get(name, name), *(_canonicalise(getattr(part, item.name)) for item in fields(part)))
     if isinstance(part, tuple):
         return tuple(_canonicalise(item) for item in part)
     return part

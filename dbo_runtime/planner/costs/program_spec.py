@@ -1,4 +1,4 @@
-"""A program without its functions: what a cost file says it measured, and what can be planned with no model at hand."""
+"""A program without its functions, as cost files have it: enough to plan with, without the model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from dbo_runtime.errors import ConfigError, ProgramError
 from dbo_runtime.program import Op, Program, ProgramBuilder, Value
 
-# A sketch comes from a file and is unrolled when it is recorded: what no model has is a slip of the pen.
-MOST_LAYERS = 10_000
-MOST_OUTPUTS = 1_000
+# A program spec is read from a file and its layers are unrolled: larger numbers than any model has are errors.
+MAX_LAYERS = 10_000
+MAX_OUTPUTS = 1_000
 
 
 class OpSpec(NamedTuple):
     """An op without its function; the attributes are those of `dbo_runtime.program.Op`.
 
-    A value is named after the op or input that wrote it, `attn_norm`, or `attn_norm.1` for an op's second output. Such
-    a name means the latest earlier write of that name.
+    A value is named after the op or input that wrote it, `attn_norm`, or `attn_norm.1` for an op's second output. A
+    name refers to the latest earlier write of that name.
     """
 
     name: str
@@ -35,7 +35,7 @@ class OpSpec(NamedTuple):
 
 
 class LayerRun(NamedTuple):
-    """Equal layers in a row; with *layered* false, ops outside any layer, which do not repeat."""
+    """Consecutive equal layers; with *layered* false, ops outside any layer, which do not repeat."""
 
     repeat: int
     ops: tuple[OpSpec, ...]
@@ -44,15 +44,15 @@ class LayerRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """The ops of one micro-batch in program order. Its layers are numbered from 0, wherever the program's begin.
+    """The ops of one micro-batch in program order. Layers are numbered from 0.
 
     Attributes:
-        inputs: names of the values handed in.
+        inputs: names of the input values.
         runs: the ops.
         outputs: names of the values returned.
 
     Raises:
-        ConfigError: if no program can be recorded from it, naming the field.
+        ConfigError: if no program can be built from it; names the field.
     """
 
     inputs: tuple[str, ...]
@@ -64,9 +64,9 @@ class ProgramSpec:
 
 
 def describe_program(program: Program) -> ProgramSpec:
-    """Return the sketch of *program*, from which `build_program` makes an equal one.
+    """Return the spec of *program*, from which `build_program` makes an equal one.
 
-    But for the functions, the names that outputs have, and the number of the first layer.
+    Functions, the names of outputs and the number of the first layer are lost.
 
     Raises:
         ProgramError: if it reads a value that a later write of the same name hides, or if its layers do not count up.
@@ -74,21 +74,21 @@ def describe_program(program: Program) -> ProgramSpec:
     names = _Names()
     for value in program.inputs:
         names.write(value.name, value)
-    sketches = [_describe_op(op, names) for op in program.ops]
-    outputs = tuple(names.find(value, "the program's result") for value in program.outputs)
-    return ProgramSpec(tuple(value.name for value in program.inputs), _find_runs(program.ops, sketches), outputs)
+    specs = [_describe_op(op, names) for op in program.ops]
+    outputs = tuple(names.get(value, "the program's result") for value in program.outputs)
+    return ProgramSpec(tuple(value.name for value in program.inputs), _group_runs(program.ops, specs), outputs)
 
 
-def build_program(sketch: ProgramSpec) -> Program:
-    """Return the program of a sketch. It can be planned, but its ops refuse to run.
+def build_program(spec: ProgramSpec) -> Program:
+    """Return the program of a spec. It can be planned, but its ops raise ProgramError when run.
 
     Raises:
-        ConfigError: if the sketch is against the rules of programs, naming the field.
+        ConfigError: if the spec violates the rules of programs; names the field.
     """
     p = ProgramBuilder()
-    written = {name: p.input(name) for name in sketch.inputs}
+    written = {name: p.input(name) for name in spec.inputs}
     layers = 0
-    for number, run in enumerate(sketch.runs):
+    for number, run in enumerate(spec.runs):
         path = f"program.runs[{number}]"
         _check_run(run, path)
         for _ in range(run.repeat):
@@ -96,7 +96,7 @@ def build_program(sketch: ProgramSpec) -> Program:
                 for position, op in enumerate(run.ops):
                     _record_op(p, op, written, f"{path}.ops[{position}]")
             layers += run.layered
-    outputs = [_find_write(written, name, "program.outputs") for name in sketch.outputs]
+    outputs = [_get_write(written, name, "program.outputs") for name in spec.outputs]
     try:
         return p.build(*outputs)
     except ProgramError as error:
@@ -104,7 +104,7 @@ def build_program(sketch: ProgramSpec) -> Program:
 
 
 class _Names:
-    """What the values of a program are called in its sketch."""
+    """The names that the values of a program have in its spec."""
 
     def __init__(self) -> None:
         self._names: dict[Value, str] = {}
@@ -114,12 +114,12 @@ class _Names:
         self._names[value] = name
         self._latest[name] = value
 
-    def find(self, value: Value, reader: str) -> str:
+    def get(self, value: Value, reader: str) -> str:
         name = self._names.get(value, value.name)
         if self._latest.get(name) != value:
             raise ProgramError(
-                f"{reader} reads {value}, but the latest {name!r} before it is {self._latest.get(name)}; a sketch "
-                f"cannot tell them apart. Rename one of the ops that write them."
+                f"{reader} reads {value}, but the latest {name!r} before it is {self._latest.get(name)}; a program "
+                f"spec cannot distinguish them. Rename one of the ops that write them."
             )
         return name
 
@@ -130,8 +130,8 @@ def _name_output(op: str, number: int) -> str:
 
 def _describe_op(op: Op, names: _Names) -> OpSpec:
     reader = f"op {op.label!r} ({op.declared_at})"
-    reads = tuple(names.find(value, reader) for value in op.reads)
-    overwrites = tuple(names.find(value, reader) for value in op.overwrites)
+    reads = tuple(names.get(value, reader) for value in op.reads)
+    overwrites = tuple(names.get(value, reader) for value in op.overwrites)
     for number, value in enumerate(op.writes):
         names.write(_name_output(op.name, number), value)
     return OpSpec(
@@ -139,32 +139,32 @@ def _describe_op(op: Op, names: _Names) -> OpSpec:
     )
 
 
-def _find_runs(ops: Sequence[Op], sketches: Sequence[OpSpec]) -> tuple[LayerRun, ...]:
-    by_layer = groupby(zip(ops, sketches, strict=True), key=lambda pair: pair[0].layer)
-    layers = [(layer, tuple(sketch for _, sketch in pairs)) for layer, pairs in by_layer]
+def _group_runs(ops: Sequence[Op], specs: Sequence[OpSpec]) -> tuple[LayerRun, ...]:
+    by_layer = groupby(zip(ops, specs, strict=True), key=lambda pair: pair[0].layer)
+    layers = [(layer, tuple(spec for _, spec in pairs)) for layer, pairs in by_layer]
     numbers = [layer for layer, _ in layers if layer is not None]
     first = numbers[0] if numbers else 0
     if numbers != list(range(first, first + len(numbers))):
         raise ProgramError(
-            f"the program's layers are {numbers}, in this order; a sketch needs them to count up, each in one piece."
+            f"the program's layers are {numbers}, in this order; a program spec needs consecutive numbers, each once."
         )
     alike = groupby(layers, key=lambda layer: (layer[0] is not None, layer[1]))
     return tuple(LayerRun(len(list(same)), body, layered) for (layered, body), same in alike)
 
 
 def _check_run(run: LayerRun, path: str) -> None:
-    if not 1 <= run.repeat <= (MOST_LAYERS if run.layered else 1):
-        allowed = f"from 1 to {MOST_LAYERS}" if run.layered else "1 for ops outside any layer"
+    if not 1 <= run.repeat <= (MAX_LAYERS if run.layered else 1):
+        allowed = f"from 1 to {MAX_LAYERS}" if run.layered else "1 for ops outside any layer"
         raise ConfigError(f"{path}.repeat is {run.repeat}; it must be {allowed}.")
     if not run.ops:
         raise ConfigError(f"{path}.ops is empty; a run needs at least one op.")
 
 
 def _record_op(p: ProgramBuilder, op: OpSpec, written: dict[str, Value], path: str) -> None:
-    if not 0 <= op.outputs <= MOST_OUTPUTS:
-        raise ConfigError(f"{path}.outputs is {op.outputs}; it must be from 0 to {MOST_OUTPUTS}.")
-    reads = [_find_write(written, name, f"{path}.reads") for name in op.reads]
-    overwrites = tuple(_find_write(written, name, f"{path}.overwrites") for name in op.overwrites)
+    if not 0 <= op.outputs <= MAX_OUTPUTS:
+        raise ConfigError(f"{path}.outputs is {op.outputs}; it must be from 0 to {MAX_OUTPUTS}.")
+    reads = [_get_write(written, name, f"{path}.reads") for name in op.reads]
+    overwrites = tuple(_get_write(written, name, f"{path}.overwrites") for name in op.overwrites)
     try:
         result = p.op(
             op.name,
@@ -184,11 +184,11 @@ def _record_op(p: ProgramBuilder, op: OpSpec, written: dict[str, Value], path: s
         written[_name_output(op.name, number)] = value
 
 
-def _find_write(written: dict[str, Value], name: str, path: str) -> Value:
+def _get_write(written: dict[str, Value], name: str, path: str) -> Value:
     if name not in written:
         raise ConfigError(f"{path} has {name!r}, which no input and no earlier op writes.")
     return written[name]
 
 
 def _refuse_to_run(*_: Any) -> Any:
-    raise ProgramError("this program was recorded from a sketch: it can be planned, but has no functions to run.")
+    raise ProgramError("this program was built from a program spec: it can be planned, but has no functions to run.")

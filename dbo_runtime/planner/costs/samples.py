@@ -16,19 +16,19 @@ class Sample(NamedTuple):
 
     op: str
     lane: str
-    load: BatchFeatures
+    features: BatchFeatures
     seconds: float
-    beside: float = 0.0  # seconds of it during which another lane ran; see `Timeline.measure_concurrent`
+    concurrent: float = 0.0  # seconds of it while another lane ran; see `Timeline.measure_concurrent`
 
 
 def group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    """Return the samples of each op; ConfigError if a duration is impossible."""
+    """Return the samples of each op; ConfigError if a duration is negative or not finite."""
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
-        if not (0 <= sample.beside <= sample.seconds < math.inf):
+        if not (0 <= sample.concurrent <= sample.seconds < math.inf):
             raise ConfigError(
-                f"op {sample.op} has a sample of {sample.seconds:g} s, of which {sample.beside:g} s beside another "
-                f"lane; durations are finite, and a part is at most the whole. Measure again."
+                f"op {sample.op} has a sample of {sample.seconds:g} s, of which {sample.concurrent:g} s concurrent "
+                f"with another lane; durations are finite, and a part is at most the total. Measure again."
             )
         groups[sample.op].append(sample)
     return groups
@@ -38,5 +38,5 @@ def get_lane(op: str, samples: Sequence[Sample]) -> str:
     """Return the lane of the samples of an op; ConfigError if they have several."""
     lanes = sorted({sample.lane for sample in samples})
     if len(lanes) > 1:
-        raise ConfigError(f"op {op} runs on lanes {' and '.join(lanes)}; ops named alike cost alike: rename one.")
+        raise ConfigError(f"op {op} runs on lanes {' and '.join(lanes)}; ops of one name share one cost: rename one.")
     return lanes[0]

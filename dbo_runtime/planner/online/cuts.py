@@ -1,4 +1,4 @@
-"""Where to cut so that micro-batches cost alike, and what each of them asks of the ops."""
+"""Where to cut so that micro-batches cost the same, and the features of each of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dbo_runtime.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Density:
-    """What the compute ops of a whole forward pass cost beside their fixed parts, in seconds.
+    """The cost of all compute ops of a forward pass, without fixed parts, in seconds.
 
     Attributes:
         token: of each token.
         pair, context_pair: of each query-key pair; see `BatchFeatures`.
         prefill: of each prefill; cutting one makes two of it.
         context: of each token that prefills fetch from the KV cache.
-        decode: of each token of decodes, beside what any token costs.
+        decode: of each token of decodes, in addition to `token`.
         decode_pair: of each query-key pair of decodes.
     """
 
@@ -33,14 +33,14 @@ class Density:
     decode: float = 0.0
     decode_pair: float = 0.0
 
-    def estimate_flops(self, load: BatchFeatures) -> float:
-        """Return the seconds that a load costs."""
-        seconds: float = sum(rate * amount for rate, amount in zip(astuple(self), load, strict=True))
+    def estimate_seconds(self, features: BatchFeatures) -> float:
+        """Return the seconds of a batch."""
+        seconds: float = sum(rate * amount for rate, amount in zip(astuple(self), features, strict=True))
         return seconds
 
 
 def compute_density(table: CostTable, program: Program) -> Density:
-    """Sum up what tokens and pairs cost over all ops of *program*."""
+    """Return the sums of what tokens and pairs cost over all ops of *program*."""
     costs = [cost for op in program.ops if isinstance(cost := table.ops[op.name], ComputeCost)]
     return Density(
         token=sum(cost.per_token for cost in costs),
@@ -54,27 +54,27 @@ def compute_density(table: CostTable, program: Program) -> Density:
 
 
 def balance_targets(batch: Batch, micro_batches: int, density: Density) -> tuple[int, ...]:
-    """Return the token offsets at which what comes before costs its share of the whole, attention included.
+    """Return the token offsets that cut a batch into parts of equal cost, attention included.
 
-    The last tokens of a long prompt look back on all the others, so an even cut by tokens leaves the last micro-batch
-    the most to do. Where the kernel computes masked pairs, too, cutting makes the whole cheaper, and the best cut of a
-    single prompt of nothing but attention is at 62 % of it.
+    The last tokens of a long prompt attend to all the others, so of an even cut by tokens the last micro-batch costs
+    the most. Where the kernel computes masked pairs, too, cutting makes the sum cheaper, and the best cut of a single
+    prompt that costs nothing but attention is at 62 % of it.
     """
     return tuple(_find_offset(batch, part / micro_batches, density) for part in range(1, micro_batches))
 
 
 def measure_slices(batch: Batch, slices: Sequence[BatchSlice]) -> tuple[BatchFeatures, ...]:
-    """Return the load of each micro-batch; the tail of a cut request has its head in the KV cache."""
+    """Return the features of each micro-batch; the second part of a cut request has the first in the KV cache."""
     return tuple(_measure_range(batch, piece.first_token, piece.last_token) for piece in slices)
 
 
 def _find_offset(batch: Batch, share: float, density: Density) -> int:
-    """Return the first offset before which at least *share* of the cost lies, by bisection."""
+    """Return the first offset before which lies at least *share* of the cost, by bisection."""
     low, high = 0, batch.tokens
     while low < high:
         middle = (low + high) // 2
-        before = density.estimate_flops(_measure_range(batch, 0, middle))
-        after = density.estimate_flops(_measure_range(batch, middle, batch.tokens))
+        before = density.estimate_seconds(_measure_range(batch, 0, middle))
+        after = density.estimate_seconds(_measure_range(batch, middle, batch.tokens))
         if before < share * (before + after):
             low = middle + 1
         else:

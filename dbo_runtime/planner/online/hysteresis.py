@@ -1,78 +1,81 @@
-"""Split or not: the last word, with a memory so that it does not flicker."""
+"""Whether a predicted split pays, with hysteresis so that decisions do not flicker."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import NamedTuple
 
-STAY = 0.5  # of the margin: what a split has to gain to stay where it is done already
+REMAIN_SHARE_OF_MARGIN = 0.5  # what steps that are split already have to gain
 
 
 class Prediction(NamedTuple):
-    """What is predicted of a step.
+    """The predicted time of a step.
 
     Attributes:
-        whole: seconds unsplit.
+        unsplit: seconds unsplit.
         split: seconds split into so many *micro_batches*.
-        doubtful: the gain if costs are off by as much as may be, and all of it speaks against splitting.
-        beside: names of the ops that are on the `side` lane; of a single micro-batch, what makes the difference.
+        worst_case: the gain if costs are wrong by their uncertainty, in the direction that is worst for splitting.
+        side_ops: names of the ops that are on the `side` lane, the only difference if there is one micro-batch.
     """
 
-    whole: float
+    unsplit: float
     split: float
     micro_batches: int
     worst_case: float = 0.0
-    beside: tuple[str, ...] = ()
+    side_ops: tuple[str, ...] = ()
 
     @property
     def gain(self) -> float:
-        """The share of the whole step's time that splitting saves; negative if it costs."""
-        return compute_gain(self.whole, self.split)
+        """The share of the unsplit time that splitting saves; negative if it costs time."""
+        return compute_gain(self.unsplit, self.split)
 
     def pays(self, margin: float) -> bool:
-        """Whether more than *margin* is gained, and nothing lost even if costs are off."""
+        """Whether more than *margin* is gained, and nothing is lost in the worst case."""
         return self.gain > margin and self.worst_case >= 0
 
     @property
-    def way(self) -> str:
-        """Such as `2 micro-batches`, or `1 micro-batch, keys beside`."""
-        return describe_mode(self.micro_batches, self.beside)
+    def description(self) -> str:
+        """Such as `2 micro-batches`, or `1 micro-batch, keys concurrent`."""
+        return describe_split(self.micro_batches, self.side_ops)
 
     def __str__(self) -> str:
-        """Such as `12.10 ms whole, 9.80 ms in 2 micro-batches: 19.0% less (12.0% less if costs are off)`."""
-        times = f"{self.whole * 1e3:.2f} ms whole, {self.split * 1e3:.2f} ms in {self.way}"
+        """Such as `12.10 ms unsplit, 9.80 ms in 2 micro-batches: 19.0% less (12.0% less if costs are off)`."""
+        times = f"{self.unsplit * 1e3:.2f} ms unsplit, {self.split * 1e3:.2f} ms in {self.description}"
         return f"{times}: {_describe(self.gain)} ({_describe(self.worst_case)} if costs are off)"
 
 
 class SplitHysteresis:
-    """Opens where the predicted gain exceeds a margin, and nothing is lost even if costs are off.
+    """Splits steps of a kind once the predicted gain exceeds a margin and nothing is lost in the worst case.
 
-    It closes again where the gain falls below half of the margin. A pure function of the questions it was asked: ranks
+    They stay split until the gain falls below half of the margin. Decisions depend on earlier questions only: ranks
     that ask the same get the same answers.
     """
 
     def __init__(self) -> None:
-        self._open: set[Hashable] = set()
+        self._split: set[Hashable] = set()
 
     def decide(self, key: Hashable, prediction: Prediction, margin: float) -> bool:
         """Return whether to split steps like *key*, for which *margin* is a share of the unsplit time."""
-        stays = prediction.gain > margin * STAY and prediction.worst_case >= -margin * STAY
-        if prediction.pays(margin) or (key in self._open and stays):
-            self._open.add(key)
+        still_pays = (
+            prediction.gain > margin * REMAIN_SHARE_OF_MARGIN
+            and prediction.worst_case >= -margin * REMAIN_SHARE_OF_MARGIN
+        )
+        if prediction.pays(margin) or (key in self._split and still_pays):
+            self._split.add(key)
             return True
-        self._open.discard(key)
+        self._split.discard(key)
         return False
 
 
-def compute_gain(whole: float, split: float) -> float:
-    """Return the share of *whole* seconds that *split* seconds save."""
-    return 1 - split / whole if whole > 0 else 0.0
+def compute_gain(unsplit: float, split: float) -> float:
+    """Return the share of *unsplit* seconds that *split* seconds save."""
+    return 1 - split / unsplit if unsplit > 0 else 0.0
 
 
-def describe_mode(micro_batches: int, beside: tuple[str, ...]) -> str:
-    """Return what is done to a step: into how many micro-batches it is split, and which ops are on `side`."""
+def describe_split(micro_batches: int, side_ops: tuple[str, ...]) -> str:
+    """Return how a step is split: into how many micro-batches, and which ops are concurrent on `side`."""
     count = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
-    return f"{count}, {' and '.join(beside)} beside" if beside else count
+    return f"{count}, {' and '.join(side_ops)} concurrent" if side_ops else count
 
 
 def _describe(gain: float) -> str:

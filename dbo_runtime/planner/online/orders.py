@@ -1,4 +1,4 @@
-"""Issue orders for loads, and the lanes on which a program's ops are best placed: from costs."""
+"""Issue orders for micro-batches, and the lanes on which a program's ops are best placed, from costs."""
 
 from __future__ import annotations
 
@@ -14,61 +14,61 @@ from dbo_runtime.policies import Order, alternate, get_policy, staggered
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import lower
 
-ORDER_BUCKETS = 2  # an octave of an op's share of the time: few orders are needed
-LEAST_SHARE = -6.0  # the logarithm below which shares count as equal
+ORDER_BUCKETS_PER_OCTAVE = 2  # of an op's share of the time: few orders are needed
+MIN_LOG_SHARE = -6.0  # log2 below which shares count as equal
 SEQUENTIAL = ("sequential", 0)
 
 
 class Orders:
-    """Finds issue orders, and keeps them: an order that is good for some shares of time is good for any length of step.
+    """Finds and caches issue orders: an order that is good for some shares of time is good for steps of any length.
 
     Args:
         program: of one micro-batch.
         table: the costs of its ops.
         predictor: of steps, by these costs.
-        most_states: what each search may look at; see `search.find_order`.
+        max_states: states that each search may visit; see `search.find_order`.
 
     Attributes:
-        placements: the program with its `side` ops on `compute`, and otherwise; see `list_placements`.
-        knows_side: whether there are such ops, and costs that say how lanes that compute slow each other.
+        placements: the program with its `side` ops on `compute`, and other placements; see `list_placements`.
+        can_use_side: whether there are such ops, and costs that say how lanes that compute slow each other.
     """
 
-    def __init__(self, program: Program, table: CostTable, predictor: Predictor, most_states: int) -> None:
+    def __init__(self, program: Program, table: CostTable, predictor: Predictor, max_states: int) -> None:
         self.placements = list_placements(program)
-        self.knows_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
+        self.can_use_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
         self._host = HostCost(computes=table.host.computes)
         self._predictor = predictor
-        self._most_states = most_states
-        self._found: dict[tuple[object, ...], tuple[NamedOrder, ...]] = {}
+        self._max_states = max_states
+        self._known: dict[tuple[object, ...], tuple[NamedOrder, ...]] = {}
 
     def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
-        """Return the program with its ops on such lanes as the settings allow, and costs say something of."""
+        """Return the program with its ops on the lanes that the settings allow and the costs cover."""
         if config.side == "on":
             return self.placements[-1:]
-        return self.placements if config.side == "auto" and self.knows_side else self.placements[:1]
+        return self.placements if config.side == "auto" and self.can_use_side else self.placements[:1]
 
-    def choose_best(self, loads: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
-        """Return the order for loads like these, on the lanes on which that is predicted to end soonest."""
-        first, *others = self.find(loads, config)
+    def choose_best(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
+        """Return the order for micro-batches like these, on the lanes that are predicted to be fastest."""
+        first, *others = self.list_orders(slice_features, config)
         if not others:
             return first
-        return min((first, *others), key=lambda ordered: self._predictor.predict_split(ordered, loads))
+        return min((first, *others), key=lambda ordered: self._predictor.predict_split(ordered, slice_features))
 
-    def find(self, loads: Sequence[BatchFeatures], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
-        """Return the order for loads like these: what the settings name, or the best for such shares of time.
+    def list_orders(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
+        """Return the orders for micro-batches like these: that of the settings, or the best for their shares of time.
 
-        Where ops may be on a lane beside there are two: the best with some of them there, after the best with none.
+        If ops may be on `side` there are two: the best without any of them there, and the best with some.
         """
-        count = len(loads)
+        count = len(slice_features)
         policy = config.policy if count > 1 else SEQUENTIAL  # one micro-batch has one order
         placements = self.list_placements(config)
-        each = BatchFeatures(*(sum(values) / count for values in zip(*loads, strict=True)))
-        judges = policy[0] == "optimal" or len(placements) > 1
-        shares = self._predictor.measure_shares(each, ORDER_BUCKETS, LEAST_SHARE) if judges else ()
+        each = BatchFeatures(*(sum(values) / count for values in zip(*slice_features, strict=True)))
+        is_judged = policy[0] == "optimal" or len(placements) > 1
+        shares = self._predictor.measure_shares(each, ORDER_BUCKETS_PER_OCTAVE, MIN_LOG_SHARE) if is_judged else ()
         key = count, policy, config.side, shares
-        if key not in self._found:
+        if key not in self._known:
             figures = [str(figure) for figure in (config.policy[1], count, *map(abs, shares))]
-            self._found[key] = tuple(
+            self._known[key] = tuple(
                 NamedOrder(
                     "-".join([config.policy[0], *list_side_ops(program), *figures]), order, lower(programs, order)
                 )
@@ -76,42 +76,42 @@ class Orders:
                 for programs in [(program,) * count]
                 for order in [self._search(program, count, policy, shares)]
             )
-        return self._found[key]
+        return self._known[key]
 
     def _pick(
         self, placements: Sequence[Program], count: int, policy: tuple[str, int], shares: tuple[int, ...]
     ) -> Sequence[Program]:
-        """Return the first placement, and of the others the one that is best in the order that everyone else uses."""
+        """Return the first placement, and of the others the best one under the policy."""
         if len(placements) <= 2:
             return placements
-        follow = get_policy(*policy)
+        apply_policy = get_policy(*policy)
 
         def judge(program: Program) -> float:
-            return self._judge(program, follow((program,) * count), shares)
+            return self._judge(program, apply_policy((program,) * count), shares)
 
         return placements[0], min(placements[1:], key=judge)
 
     def _search(self, program: Program, count: int, policy: tuple[str, int], shares: tuple[int, ...]) -> Order:
-        """Return the best order. What is optimal without contention is compared with what everyone uses, with it."""
+        """Return the best order: the optimum without contention or a common policy, compared with contention."""
         programs = (program,) * count
         if policy[0] != "optimal":
             return get_policy(*policy)(programs)
-        found = find_order(make_jobs(programs, [self._restore_times(shares)] * count), self._most_states)
-        candidates = (found.order, alternate(programs), staggered(programs, 1))
+        best = find_order(make_jobs(programs, [self._restore_times(shares)] * count), self._max_states)
+        candidates = (best.order, alternate(programs), staggered(programs, 1))
         return min(candidates, key=lambda order: self._judge(program, order, shares))
 
     def _judge(self, program: Program, order: Order, shares: tuple[int, ...]) -> float:
-        """Return when micro-batches with such shares of time end, in no unit."""
+        """Return when micro-batches with such shares of time end; the unit is arbitrary."""
         count = 1 + max(issue.micro_batch for issue in order)
         times = [self._restore_times(shares)] * count
         return compute_end(self._predictor.simulate_times(lower((program,) * count, order), times, self._host))
 
     def _restore_times(self, shares: tuple[int, ...]) -> list[float]:
-        return self._predictor.restore_times(shares, ORDER_BUCKETS)
+        return self._predictor.restore_times(shares, ORDER_BUCKETS_PER_OCTAVE)
 
 
 def list_placements(program: Program) -> tuple[Program, ...]:
-    """Return *program* with its `side` ops on `compute`, with each kind of them alone where it is, and with all."""
+    """Return *program* with its `side` ops on `compute`, with each kind of them alone on `side`, and with all."""
     kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
     alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
     return (program.fold_side(), *alone, program) if kinds else (program,)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
@@ -17,15 +16,15 @@ from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
 from dbo_runtime.planner.online.cuts import balance_targets, compute_density, measure_slices
 from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis, compute_gain
 from dbo_runtime.planner.online.orders import Orders, list_side_ops
-from dbo_runtime.planner.online.predictor import FINE, NamedOrder, Predictor, get_bucket, make_worst_cases
+from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, NamedOrder, Predictor, get_bucket, make_worst_cases
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import Schedule
 
-MOST_MICRO_BATCHES = 3  # that `auto` tries: more add little where phases match, and pay every fixed cost again
-MOST_STATES = 40_000  # of the search while a step waits for its plan: about a second
-DEFAULT_UNCERTAINTY = 0.2  # by which share costs may be off that do not say it of themselves
-MAX_UNCERTAINTY = 0.3  # and at most
-REMEMBERED = 4096  # batches whose decision is kept
+MAX_MICRO_BATCHES = 3  # that `auto` tries: more add little if phases match, and each pays the fixed costs
+ONLINE_SEARCH_STATES = 40_000  # of the search for an order while a step waits: about a second
+DEFAULT_UNCERTAINTY = 0.2  # share by which costs may be wrong whose errors are not known
+MAX_UNCERTAINTY = 0.3
+MAX_REMEMBERED_BATCHES = 4096  # batches whose decision is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,46 +47,46 @@ class SplitChoice:
 class Planner:
     """Plans steps of one model from its costs.
 
-    A pure function of the batches it is asked about and of the corrections it is given: ranks that hold the same
-    costs, and are asked the same, decide alike.
+    Decisions depend only on the batches that were asked about and on the corrections that were applied: ranks with the
+    same costs that are asked the same decide the same.
 
     Args:
-        program: of one micro-batch. Its ops on `side` are there only where that is predicted to pay.
-        table: the costs of its ops. Where it does not say how lanes that compute slow each other, `auto` leaves all of
-            them on `compute`.
-        most_states: what the search for an order may look at; see `search.find_order`.
+        program: of one micro-batch. Its `side` ops run on `side` only if that is predicted to pay.
+        table: the costs of its ops. If it has no contention of lanes that compute, `auto` leaves all of them on
+            `compute`.
+        max_states: states that the search for an order may visit; see `search.find_order`.
     """
 
-    def __init__(self, program: Program, table: CostTable, most_states: int = MOST_STATES) -> None:
+    def __init__(self, program: Program, table: CostTable, max_states: int = ONLINE_SEARCH_STATES) -> None:
         self.program = program
         self.table = table
         self.correction = Correction()
         self._predictor = Predictor(program, table)
-        doubted = make_worst_cases(table, get_uncertainty(table))
-        self._worst_cases = [Predictor(program, worst_case) for worst_case in doubted]
-        self._gate = SplitHysteresis()
+        worst_tables = make_worst_cases(table, get_uncertainty(table))
+        self._worst_cases = [Predictor(program, worst_case) for worst_case in worst_tables]
+        self._hysteresis = SplitHysteresis()
         self._density = compute_density(table, program)
-        self._orders = Orders(program, table, self._predictor, most_states)
+        self._orders = Orders(program, table, self._predictor, max_states)
         self._decisions: dict[tuple[Batch | tuple[int, ...], RuntimeConfig], SplitChoice | Decline] = {}
         self._too_small: dict[int, Decline | None] = {}
 
     @property
-    def plain(self) -> Program:
-        """The program as models run by themselves: without a `side` lane."""
+    def unsplit_program(self) -> Program:
+        """The program of an unsplit step: as models run it, without a `side` lane."""
         return self._orders.placements[0]
 
     @property
-    def knows_side(self) -> bool:
-        """Whether there are ops for `side`, and costs that say how lanes that compute slow each other."""
-        return self._orders.knows_side
+    def can_use_side(self) -> bool:
+        """Whether there are ops for `side`, and contention of lanes that compute."""
+        return self._orders.can_use_side
 
     def decline_early(self, tokens: int) -> Decline | None:
-        """Return why a step of *tokens* tokens is not worth a look at what is in it, if it is not.
+        """Return why no step of *tokens* tokens can gain; None if its requests have to be considered.
 
-        It is not if all its communication, and what attention saves where it does not mask, is less than what the
-        compute lane pays again for every micro-batch; unless a `side` lane may save something without any cut.
+        None can if all communication, and what attention saves by not masking, is less than the fixed costs that the
+        compute lane pays per micro-batch; unless a `side` lane may gain without any cut.
         """
-        if self.knows_side:
+        if self.can_use_side:
             return None
         if tokens not in self._too_small:
             self._too_small[tokens] = self._judge_size(tokens)
@@ -96,108 +95,110 @@ class Planner:
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
 
-        A batch that was seen before is decided at once, as long as the correction stays what it was.
+        Decisions are cached until the correction changes.
         """
         known = self._decisions.get((batch, config))
         return self._remember(batch, config, self._choose(batch, config)) if known is None else known
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
-        """Return how all data parallel ranks split a step: *tokens* of each [ranks] are all they know of each other.
+        """Return how all data parallel ranks split a step, from the *tokens* of each [ranks].
 
-        The slowest rank keeps the others waiting, so the largest load counts. Contexts and the lengths of requests are
-        not known, and attention to them is left out.
+        The others wait for the slowest rank, so the largest number of tokens counts. Contexts and lengths of requests
+        of other ranks are not known, and attention to them is left out.
         """
         key = tuple(tokens)
         if (key, config) in self._decisions:
             return self._decisions[key, config]
-        load = BatchFeatures(max(tokens))
+        features = BatchFeatures(max(tokens))
         options = []
         for parts in self.list_parts(config):
             sizes = share_data_parallel(tokens, parts)
             if not isinstance(sizes, Decline):
-                loads = [BatchFeatures(max(part)) for part in sizes]
-                options.extend(self._make_choices(load, loads, config, sizes=sizes))
-        return self._remember(key, config, self._decide(options, load, config))
+                slice_features = [BatchFeatures(max(part)) for part in sizes]
+                options.extend(self._make_choices(features, slice_features, config, sizes=sizes))
+        return self._remember(key, config, self._decide(options, features, config))
 
     def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
-        """Return the numbers of micro-batches to choose from; one, too, where ops of it may be on a lane beside."""
+        """Return the numbers of micro-batches to choose from; also one, if its ops may run concurrently on `side`."""
         parts = list_parts(config)
-        return (1, *parts) if self._orders.list_placements(config)[-1] is not self.plain else parts
+        return (1, *parts) if self._orders.list_placements(config)[-1] is not self.unsplit_program else parts
 
-    def predict_unsplit(self, load: BatchFeatures) -> float:
-        """Return the seconds of a step that is not split."""
-        return self._predictor.predict_unsplit(load) * self.correction.factor(UNSPLIT)
+    def predict_unsplit(self, features: BatchFeatures) -> float:
+        """Return the seconds of an unsplit step."""
+        return self._predictor.predict_unsplit(features) * self.correction.factor(UNSPLIT)
 
-    def predict_split(self, loads: Sequence[BatchFeatures], config: RuntimeConfig) -> float:
-        """Return the seconds of a step split into micro-batches of these loads."""
-        ordered = self._orders.choose_best(loads, config)
-        return self._predictor.predict_split(ordered, loads) * self.correction.factor(SPLIT)
+    def predict_split(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> float:
+        """Return the seconds of a step split into micro-batches with these features."""
+        ordered = self._orders.choose_best(slice_features, config)
+        return self._predictor.predict_split(ordered, slice_features) * self.correction.factor(SPLIT)
 
-    def draw_timeline(self, schedule: Schedule, loads: Sequence[BatchFeatures]) -> Timeline:
-        """Return when each op would run in a step split into micro-batches of these loads."""
-        return self._predictor.simulate(schedule, loads)
+    def draw_timeline(self, schedule: Schedule, slice_features: Sequence[BatchFeatures]) -> Timeline:
+        """Return when each op would run in a step split into micro-batches with these features."""
+        return self._predictor.simulate(schedule, slice_features)
 
-    def find_schedule(self, loads: Sequence[BatchFeatures], config: RuntimeConfig) -> Schedule:
-        """Return the schedule of a step split into micro-batches of these loads."""
-        return self._orders.choose_best(loads, config).schedule
+    def get_schedule(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> Schedule:
+        """Return the schedule of a step split into micro-batches with these features."""
+        return self._orders.choose_best(slice_features, config).schedule
 
-    def note(self, way: str, predicted: float, measured: float) -> None:
-        """Learn from a step: *predicted* with the correction of now, and *measured*, in seconds."""
-        self.correction.note(way, predicted / self.correction.factor(way), measured)
+    def note(self, mode: str, predicted: float, measured: float) -> None:
+        """Learn from a step: *predicted* with the present correction, and *measured*, in seconds."""
+        self.correction.note(mode, predicted / self.correction.factor(mode), measured)
 
     def correct(self, proposals: Sequence[dict[str, float]]) -> None:
-        """Apply what all ranks propose; decisions are made anew."""
+        """Apply the proposals of all ranks, and forget cached decisions."""
         self.correction.apply(proposals)
         self._decisions.clear()
 
     def _remember(
         self, key: Batch | tuple[int, ...], config: RuntimeConfig, decision: SplitChoice | Decline
     ) -> SplitChoice | Decline:
-        if len(self._decisions) >= REMEMBERED:
+        if len(self._decisions) >= MAX_REMEMBERED_BATCHES:
             self._decisions.clear()
         self._decisions[key, config] = decision
         return decision
 
     def _judge_size(self, tokens: int) -> Decline | None:
-        load = BatchFeatures(tokens)
+        features = BatchFeatures(tokens)
         costs = [self.table.ops[op.name] for op in self.program.ops]
-        hidden = sum(cost.time(load) for cost in costs if isinstance(cost, CommCost))
-        cheaper = max(self._density.pair - self._density.context_pair, 0.0)  # what was new to one is context to another
+        hidden = sum(cost.time(features) for cost in costs if isinstance(cost, CommCost))
+        cheaper = max(
+            self._density.pair - self._density.context_pair, 0.0
+        )  # what is new in one micro-batch is context in another
         hidden += cheaper * tokens**2 / 2
-        again = sum(cost.fixed for cost in costs if isinstance(cost, ComputeCost))  # what else is paid again may hide
-        again += self.table.host.split - self.table.host.whole
-        if hidden >= again:
+        paid = sum(cost.fixed for cost in costs if isinstance(cost, ComputeCost))  # other costs may be hidden
+        paid += self.table.host.split - self.table.host.unsplit
+        if hidden >= paid:
             return None
-        figures = f"at most {hidden * 1e3:.2f} ms to hide, and splitting costs at least {again * 1e3:.2f} ms"
+        figures = f"at most {hidden * 1e3:.2f} ms to hide, and splitting costs at least {paid * 1e3:.2f} ms"
         return Decline("no gain predicted", f"{tokens} tokens have {figures}")
 
     def _choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
-        (load,) = measure_slices(batch, slice_batch(batch, ()))
+        (features,) = measure_slices(batch, slice_batch(batch, ()))
         parts: Sequence[int] = self.list_parts(config)
         if not batch.prefill_tokens and config.mode == "auto":
-            hopeless = self._decline_decode(load, config)
-            if hopeless is not None:
+            declined = self._decline_decode(features, config)
+            if declined is not None:
                 if 1 not in parts:
-                    return hopeless
+                    return declined
                 parts = (1,)
         options = [
             choice
-            for slices in self._find_options(batch, parts)
-            for choice in self._make_choices(load, measure_slices(batch, slices), config, slices=slices)
+            for slices in self._list_cuts(batch, parts)
+            for choice in self._make_choices(features, measure_slices(batch, slices), config, slices=slices)
         ]
-        return self._decide(options, load, config)
+        return self._decide(options, features, config)
 
-    def _decline_decode(self, load: BatchFeatures, config: RuntimeConfig) -> Decline | None:
-        """Return why not even an even split would pay. Decodes are frequent and short, and rarely worth their cuts."""
+    def _decline_decode(self, features: BatchFeatures, config: RuntimeConfig) -> Decline | None:
+        """Return why an even split of decodes does not pay: they are frequent and short, so it is tried first."""
         parts = list_parts(config)[0]
-        if load.tokens < parts:
+        if features.tokens < parts:
             return None
-        even = [BatchFeatures(load.tokens // parts, *(amount / parts for amount in load[1:]))] * parts
-        prediction = self._predict(self._orders.choose_best(even, config), load, even)
+        evenly = [BatchFeatures(features.tokens // parts, *(amount / parts for amount in features[1:]))] * parts
+        prediction = self._predict(self._orders.choose_best(evenly, config), features, evenly)
         return None if prediction.gain > 0 else _decline(prediction, config)
 
-    def _find_options(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
-        """Return the ways to cut that are worth a prediction: even by tokens, and even by cost."""
+    def _list_cuts(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
+        """Return the cuts to predict: even by tokens, and even by cost."""
         cuts = dict.fromkeys(
             place_cuts(batch, targets)
             for count in parts
@@ -206,55 +207,65 @@ class Planner:
         return [slice_batch(batch, cut) for cut in cuts if cut or 1 in parts]
 
     def _make_choices(
-        self, load: BatchFeatures, loads: Sequence[BatchFeatures], config: RuntimeConfig, **where: Any
+        self,
+        features: BatchFeatures,
+        slice_features: Sequence[BatchFeatures],
+        config: RuntimeConfig,
+        slices: tuple[BatchSlice, ...] = (),
+        sizes: tuple[tuple[int, ...], ...] = (),
     ) -> list[SplitChoice]:
-        orders = self._orders.find(loads, config)
-        return [SplitChoice(ordered, self._predict(ordered, load, loads), **where) for ordered in orders]
+        orders = self._orders.list_orders(slice_features, config)
+        return [
+            SplitChoice(ordered, self._predict(ordered, features, slice_features), slices, sizes) for ordered in orders
+        ]
 
-    def _predict(self, ordered: NamedOrder, load: BatchFeatures, loads: Sequence[BatchFeatures]) -> Prediction:
+    def _predict(
+        self, ordered: NamedOrder, features: BatchFeatures, slice_features: Sequence[BatchFeatures]
+    ) -> Prediction:
         factors = self.correction.factor(UNSPLIT), self.correction.factor(SPLIT)
 
         def predict(predictor: Predictor) -> tuple[float, float]:
-            return predictor.predict_unsplit(load) * factors[0], predictor.predict_split(ordered, loads) * factors[1]
+            unsplit, split = predictor.predict_unsplit(features), predictor.predict_split(ordered, slice_features)
+            return unsplit * factors[0], split * factors[1]
 
-        whole, split = predict(self._predictor)
-        longer = compute_gain(whole, split * (1 + self.table.split_error))
+        unsplit, split = predict(self._predictor)
+        longer = compute_gain(unsplit, split * (1 + self.table.split_error))
         worst_case = min(longer, *(compute_gain(*predict(predictor)) for predictor in self._worst_cases))
-        return Prediction(whole, split, len(loads), worst_case, list_side_ops(ordered.schedule.programs[0]))
+        return Prediction(unsplit, split, len(slice_features), worst_case, list_side_ops(ordered.schedule.programs[0]))
 
     def _decide(
-        self, options: Sequence[SplitChoice], load: BatchFeatures, config: RuntimeConfig
+        self, options: Sequence[SplitChoice], features: BatchFeatures, config: RuntimeConfig
     ) -> SplitChoice | Decline:
         ranked = sorted(filter(_changes, options), key=lambda choice: choice.prediction.split)
         if not ranked:
-            return Decline("nowhere to cut", f"{load.tokens} tokens")
+            return Decline("nowhere to cut", f"{features.tokens} tokens")
         if config.mode == "always":
             return next((choice for choice in ranked if choice.prediction.micro_batches > 1), ranked[0])
-        bucket = get_bucket(load, FINE)
-        for choice in ranked:  # what would be fastest may be unsafe where something slower is not
-            if self._gate.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
+        bucket = get_bucket(features, BUCKETS_PER_OCTAVE)
+        for choice in ranked:  # the fastest may lose in the worst case where a slower one does not
+            if self._hysteresis.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
                 return choice
         return _decline(ranked[0].prediction, config)
 
 
 def _changes(choice: SplitChoice) -> bool:
-    """Whether a choice is not just the whole step, with all ops on the lanes on which a model runs them."""
+    """Whether a choice differs from the unsplit step with all ops on the lanes on which a model runs them."""
     return choice.prediction.micro_batches > 1 or SIDE in choice.order.schedule.lanes
 
 
 def _decline(prediction: Prediction, config: RuntimeConfig) -> Decline:
     figures = f"{prediction}; DBO_MARGIN asks for more than {config.margin:.1%} less, and no loss if costs are off"
-    return Decline("no gain predicted", figures, prediction.whole)
+    return Decline("no gain predicted", figures, prediction.unsplit)
 
 
 def list_parts(config: RuntimeConfig) -> Sequence[int]:
     """Return the numbers of micro-batches to choose from."""
-    return range(2, MOST_MICRO_BATCHES + 1) if config.micro_batches is None else (config.micro_batches,)
+    return range(2, MAX_MICRO_BATCHES + 1) if config.micro_batches is None else (config.micro_batches,)
 
 
 def get_uncertainty(table: CostTable) -> float:
-    """Return by which share costs may be off, all of them at once: by the median error of their fits, within reason.
+    """Return the share by which all costs may be wrong at once: the median error of their fits, up to a maximum.
 
-    A single op may be off by more; but what counts is sums over several kinds of op, whose errors cancel in part.
+    A single op may be off by more; but predictions are sums over several kinds of op, whose errors cancel in part.
     """
     return min(median(table.errors.values()), MAX_UNCERTAINTY) if table.errors else DEFAULT_UNCERTAINTY

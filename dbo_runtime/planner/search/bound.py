@@ -1,4 +1,4 @@
-"""How fast any schedule could be at best."""
+"""A lower bound on the time of any schedule."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dbo_runtime.schedule import Schedule
 def compute_bound(jobs: Sequence[Job]) -> float:
     """Return a time, in seconds, that no issue order of these micro-batches can beat.
 
-    The largest of: each micro-batch's longest path; and each lane's work, with the least that must come before its
-    first op and after its last one (the job shop bound, Carlier 1982; `theory.md` has it for chains).
+    The maximum of each micro-batch's longest path, and of each lane's work with the minimum that must come before its
+    first op and after its last one (the job shop bound, Carlier 1982; `docs/theory.md` has it for chains).
     """
     paths = [max(job.path, default=0.0) for job in jobs]
     lanes = range(len(jobs[0].tail)) if jobs else range(0)
-    return max([*paths, *(_find_lane_bound(jobs, lane) for lane in lanes)], default=0.0)
+    return max([*paths, *(_compute_lane_bound(jobs, lane) for lane in lanes)], default=0.0)
 
 
 def compute_bound_of(timeline: Timeline, schedule: Schedule) -> float:
-    """Return the bound, in seconds, for ops that take what they took when *schedule* ran as in *timeline*."""
+    """Return the bound, in seconds, for ops that take as long as in *timeline*, a run of *schedule*."""
     taken = {(span.op, span.micro_batch): span.end - span.start for span in timeline.spans}
     times = [
         [max(0.0, taken[op.label, micro_batch]) for op in program.ops]
@@ -31,7 +31,7 @@ def compute_bound_of(timeline: Timeline, schedule: Schedule) -> float:
     return compute_bound(make_jobs(schedule.programs, times))
 
 
-def _find_lane_bound(jobs: Sequence[Job], lane: int) -> float:
+def _compute_lane_bound(jobs: Sequence[Job], lane: int) -> float:
     users = [job for job in jobs if job.tail[lane] < math.inf]
     if not users:
         return 0.0

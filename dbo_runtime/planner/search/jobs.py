@@ -1,7 +1,7 @@
-"""Micro-batches as jobs on machines: programs reduced to lanes, seconds and dependencies, ready for search.
+"""Micro-batches as the jobs of a job shop: programs reduced to lanes, seconds and dependencies, ready for search.
 
-Micro-batches are the jobs of a job shop and lanes its machines; but the ops of one need not form a chain (its shared
-experts run beside its own dispatch).
+Lanes are the machines of the job shop. But the operations of a job need not form a chain: shared experts run
+concurrently with the dispatch of the same micro-batch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dbo_runtime.schedule import Dependencies, Issue, get_ordered_before, list_l
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Operation:
     """One op of a job.
 
     Attributes:
         lane: index of its lane.
-        seconds: how long it takes.
-        after: positions of earlier ops of the job, on other lanes, that must have ended.
-        follows: (job, position) of the `ordered` op that must come before; None if there is none.
-        buffer: index of the `exclusive` buffer it holds, if ops of several lanes hold it; None otherwise, because the
-            order of a lane keeps its ops apart.
+        seconds: its duration.
+        after: positions of earlier operations of the job, on other lanes, that must have ended.
+        follows: (job, position) of the `ordered` operation that must come before; None if there is none.
+        buffer: index of the `exclusive` buffer it holds, if ops of several lanes hold it; None otherwise, because
+            ops of one lane never overlap.
     """
 
     lane: int
@@ -37,114 +37,117 @@ class Task:
 
 
 class Job:
-    """The tasks of one micro-batch, in program order, and what follows from them alone.
+    """The operations of one micro-batch, in program order, and what can be derived from them alone.
 
     Args:
-        tasks: [tasks].
-        lanes: how many lanes there are.
-        awaited: positions that `ordered` tasks of other jobs, on other lanes, come after.
+        operations: [operations].
+        lanes: number of lanes.
+        awaited: positions of operations that `ordered` ones of other jobs, on other lanes, follow.
     """
 
-    def __init__(self, tasks: Sequence[Task], lanes: int, awaited: frozenset[int] = frozenset()) -> None:
-        self.tasks = tuple(tasks)
+    def __init__(self, operations: Sequence[Operation], lanes: int, awaited: frozenset[int] = frozenset()) -> None:
+        self.operations = tuple(operations)
         self._lanes = lanes
         self._awaited = awaited
 
     @cached_property
     def path(self) -> list[float]:
-        """For each task, seconds from its start to the end of the longest path of what must come after it [tasks]."""
-        path = [task.seconds for task in self.tasks]
+        """For each operation, seconds from its start to the end of the longest path after it [operations]."""
+        path = [operation.seconds for operation in self.operations]
         for position in reversed(range(len(path))):
-            for earlier in self._find_before(position):
-                path[earlier] = max(path[earlier], self.tasks[earlier].seconds + path[position])
+            for earlier in self._list_predecessors(position):
+                path[earlier] = max(path[earlier], self.operations[earlier].seconds + path[position])
         return path
 
     @cached_property
     def left(self) -> list[tuple[float, ...]]:
-        """For each position, seconds that each lane still has to run from there on [tasks + 1][lanes]."""
+        """For each position, seconds of work of each lane from there on [operations + 1][lanes]."""
         left = [(0.0,) * self._lanes]
-        for task in reversed(self.tasks):
-            left.append(tuple(s + task.seconds * (lane == task.lane) for lane, s in enumerate(left[-1])))
+        for operation in reversed(self.operations):
+            left.append(tuple(s + operation.seconds * (lane == operation.lane) for lane, s in enumerate(left[-1])))
         return left[::-1]
 
     @cached_property
     def tail(self) -> list[float]:
-        """For each lane, seconds of what must come after the job's last task there; infinite without one [lanes]."""
+        """For each lane, seconds that must follow the job's last operation there; infinite without one [lanes]."""
         tail = [math.inf] * self._lanes
-        for task, path in zip(self.tasks, self.path, strict=True):
-            tail[task.lane] = path - task.seconds
+        for operation, path in zip(self.operations, self.path, strict=True):
+            tail[operation.lane] = path - operation.seconds
         return tail
 
     @cached_property
     def head(self) -> list[float]:
-        """For each lane, seconds of what must come before the job's first task there; infinite without one [lanes]."""
+        """For each lane, seconds that must precede the job's first operation there; infinite without one [lanes]."""
         head = [math.inf] * self._lanes
         ends: list[float] = []
-        for position, task in enumerate(self.tasks):
-            start = max((ends[q] for q in self._find_before(position)), default=0.0)
-            ends.append(start + task.seconds)
-            if head[task.lane] == math.inf:
-                head[task.lane] = start
+        for position, operation in enumerate(self.operations):
+            start = max((ends[q] for q in self._list_predecessors(position)), default=0.0)
+            ends.append(start + operation.seconds)
+            if head[operation.lane] == math.inf:
+                head[operation.lane] = start
         return head
 
     @cached_property
     def delay(self) -> list[tuple[float, ...]]:
-        """For each task, the least seconds from its start to that of the first one, from there on, of each lane.
+        """For each operation, the minimum seconds from its start to that of the next one of each lane, itself included.
 
-        Infinite if the lane has none; minus infinite if that one does not depend on the task [tasks][lanes].
+        Infinite if the lane has none; minus infinite if that one does not depend on the operation
+        [operations][lanes].
         """
-        return [self._find_delays(position) for position in range(len(self.tasks))]
+        return [self._compute_delays(position) for position in range(len(self.operations))]
 
     @cached_property
     def held(self) -> list[tuple[int, ...]]:
-        """For each position, the tasks before it whose ends matter to tasks from there on [tasks + 1]."""
-        last_user = {earlier: position for position, task in enumerate(self.tasks) for earlier in task.after}
+        """For each position, the earlier operations whose ends matter to those from there on [operations + 1]."""
+        last_user = {
+            earlier: position for position, operation in enumerate(self.operations) for earlier in operation.after
+        }
         held: list[tuple[int, ...]] = [()]
-        for position in range(len(self.tasks)):
+        for position in range(len(self.operations)):
             candidates = (*held[-1], position)
             held.append(tuple(q for q in candidates if q in self._awaited or last_user.get(q, -1) > position))
         return held
 
     @cached_property
     def awaiting(self) -> list[tuple[tuple[int, ...], ...]]:
-        """For each position and each task held there, the lanes on which it is awaited [tasks + 1][held][lanes]."""
+        """For each position and operation held there, the lanes that await it [operations + 1][held][lanes]."""
         users: dict[int, list[int]] = {}
-        for position, task in enumerate(self.tasks):
-            for earlier in task.after:
+        for position, operation in enumerate(self.operations):
+            for earlier in operation.after:
                 users.setdefault(earlier, []).append(position)
         every = tuple(range(self._lanes))
 
-        def find_lanes_of(held: int, position: int) -> tuple[int, ...]:
+        def list_waiting_lanes(held: int, position: int) -> tuple[int, ...]:
             if held in self._awaited:
                 return every
-            return tuple({self.tasks[user].lane for user in users[held] if user >= position})
+            return tuple({self.operations[user].lane for user in users[held] if user >= position})
 
-        return [tuple(find_lanes_of(q, position) for q in held) for position, held in enumerate(self.held)]
+        return [tuple(list_waiting_lanes(q, position) for q in held) for position, held in enumerate(self.held)]
 
     @cached_property
     def _previous(self) -> list[int | None]:
-        """For each task, the one before it on its lane [tasks]."""
+        """For each operation, the one before it on its lane [operations]."""
         latest: dict[int, int] = {}
         previous = []
-        for position, task in enumerate(self.tasks):
-            previous.append(latest.get(task.lane))
-            latest[task.lane] = position
+        for position, operation in enumerate(self.operations):
+            previous.append(latest.get(operation.lane))
+            latest[operation.lane] = position
         return previous
 
-    def _find_before(self, position: int) -> Iterator[int]:
-        yield from self.tasks[position].after
+    def _list_predecessors(self, position: int) -> Iterator[int]:
+        yield from self.operations[position].after
         if (previous := self._previous[position]) is not None:
             yield previous
 
-    def _find_delays(self, first: int) -> tuple[float, ...]:
+    def _compute_delays(self, first: int) -> tuple[float, ...]:
         delays = [math.inf] * self._lanes
         start = {first: 0.0}
         missing = self._lanes
-        for position in range(first, len(self.tasks)):
-            ends = [start[q] + self.tasks[q].seconds for q in self._find_before(position) if q in start]
+        for position in range(first, len(self.operations)):
+            ends = [start[q] + self.operations[q].seconds for q in self._list_predecessors(position) if q in start]
             if ends:
                 start[position] = max(ends)
-            lane = self.tasks[position].lane
+            lane = self.operations[position].lane
             if delays[lane] == math.inf:
                 delays[lane] = start.get(position, -math.inf)
                 missing -= 1
@@ -157,17 +160,17 @@ def make_jobs(programs: Sequence[Program], times: Sequence[Sequence[float]]) -> 
     """Return a job for each micro-batch; *times* are the seconds of its ops [micro-batches][ops].
 
     Raises:
-        ConfigError: if a time is negative or no number, or there are not as many as ops.
+        ConfigError: if a time is negative or not finite, or the number of times is not that of ops.
     """
     lanes = {lane: index for index, lane in enumerate(list_lanes(programs))}
-    buffers = _find_buffers(programs)
-    follows = _find_followed(programs)
+    buffers = _number_buffers(programs)
+    follows = _list_followed(programs)
     jobs = []
     for number, (program, seconds) in enumerate(zip(programs, times, strict=True)):
         _check_times(number, program, seconds)
-        after = _find_after(program)
-        tasks = [
-            Task(lanes[op.lane], time, after[n], follows.get((number, n)), buffers.get(op.exclusive or ""))
+        after = _list_waits(program)
+        operations = [
+            Operation(lanes[op.lane], time, after[n], follows.get((number, n)), buffers.get(op.exclusive or ""))
             for n, (op, time) in enumerate(zip(program.ops, seconds, strict=True))
         ]
         awaited = frozenset(
@@ -175,7 +178,7 @@ def make_jobs(programs: Sequence[Program], times: Sequence[Sequence[float]]) -> 
             for (job, user), (earlier, position) in follows.items()
             if earlier == number and programs[job].ops[user].lane != program.ops[position].lane
         )
-        jobs.append(Job(tasks, len(lanes), awaited))
+        jobs.append(Job(operations, len(lanes), awaited))
     return tuple(jobs)
 
 
@@ -187,8 +190,8 @@ def _check_times(micro_batch: int, program: Program, seconds: Sequence[float]) -
             raise ConfigError(f"{op.label}/{micro_batch} cannot take {time} s; times are finite and not negative.")
 
 
-def _find_after(program: Program) -> list[tuple[int, ...]]:
-    """Return, for each op, the earlier ones of other lanes that it waits for, as `schedule.lower` has it."""
+def _list_waits(program: Program) -> list[tuple[int, ...]]:
+    """Return, for each op, the earlier ones of other lanes that it waits for, like `schedule.lower`."""
     needs = Dependencies((program,))
     after = []
     for position, op in enumerate(program.ops):
@@ -199,7 +202,7 @@ def _find_after(program: Program) -> list[tuple[int, ...]]:
     return after
 
 
-def _find_buffers(programs: Sequence[Program]) -> dict[str, int]:
+def _number_buffers(programs: Sequence[Program]) -> dict[str, int]:
     """Number the `exclusive` buffers that ops of several lanes hold."""
     lanes: dict[str, set[str]] = {}
     for program in programs:
@@ -209,7 +212,7 @@ def _find_buffers(programs: Sequence[Program]) -> dict[str, int]:
     return {name: number for number, name in enumerate(name for name in lanes if len(lanes[name]) > 1)}
 
 
-def _find_followed(programs: Sequence[Program]) -> dict[tuple[int, int], tuple[int, int]]:
+def _list_followed(programs: Sequence[Program]) -> dict[tuple[int, int], tuple[int, int]]:
     """Return, for each `ordered` op as (job, position), the one of an earlier job that must come before it."""
     position = [{op.label: n for n, op in enumerate(program.ops)} for program in programs]
     return {

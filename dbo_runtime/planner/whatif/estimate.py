@@ -1,4 +1,4 @@
-"""Predictions of many steps, fast: of prompts from programs of few layers, as every further layer adds the same."""
+"""Predict many steps fast: prompts from programs of few layers, because every further layer adds the same."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.planner import Planner
 
-# Layers that the longest run of equal ones is cut down to: between these two, prologue and epilogue are the same, so
-# their difference is what layers add.
-FEW, MORE = 4, 8
-MOST_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
+# Layers to which the longest run of equal ones is shortened. Prologue and epilogue are the same with both, so their
+# difference is what layers add.
+FEW_LAYERS, MORE_LAYERS = 4, 8
+ESTIMATE_SEARCH_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
 
 
 class Estimator:
-    """Predicts steps of one table, whole and in their best split.
+    """Predicts steps of one table, unsplit and in their best split.
 
-    Steps of decodes gain or lose a few percent, which is less than a straight line through few layers may miss: they
-    are predicted with all layers.
+    Steps of decodes are predicted with all layers: they gain or lose a few percent, which is less than the error of
+    extrapolating from few layers.
     """
 
     def __init__(self, table: CostTable) -> None:
@@ -34,17 +34,17 @@ class Estimator:
         self._known: dict[tuple[Batch, RuntimeConfig], tuple[Prediction, ...]] = {}
 
     def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
-        """Return the prediction for the best number of micro-batches; None if there is nowhere to cut."""
+        """Return the prediction for the best number of micro-batches; None if the step cannot be cut."""
         return next(iter(self.list_options(batch, config)), None)
 
     def list_options(self, batch: Batch, config: RuntimeConfig) -> tuple[Prediction, ...]:
-        """Return a prediction for each number of micro-batches, the fastest first; none if there is nowhere to cut.
+        """Return a prediction for each number of micro-batches, the fastest first; none if the step cannot be cut.
 
-        Where some micro-batches lose, more are not tried: they pay all fixed costs again.
+        If some number of micro-batches loses, more are not tried: each pays the fixed costs.
         """
         if (batch, config) not in self._known:
             options: dict[int, Prediction] = {}
-            for parts in self._find_planners(batch)[0].list_parts(config):
+            for parts in self._get_planners(batch)[0].list_parts(config):
                 option = self._estimate_parts(batch, replace(config, mode="always", micro_batches=parts))
                 if option is not None:
                     options[option.micro_batches] = option  # some batches cannot be cut that often
@@ -54,23 +54,25 @@ class Estimator:
         return self._known[batch, config]
 
     def _estimate_parts(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
-        planners = self._find_planners(batch)
+        planners = self._get_planners(batch)
         choice = planners[0].choose(batch, config)
         if isinstance(choice, Decline):
             return None
-        (load,) = measure_slices(batch, slice_batch(batch, ()))
-        loads = measure_slices(batch, choice.slices)
-        whole = self._extend([planner.predict_unsplit(load) for planner in planners])
-        split = self._extend([planner.predict_split(loads, config) for planner in planners])
-        return choice.prediction._replace(whole=whole, split=split)  # layers change the doubtful gain, a ratio, little
+        (features,) = measure_slices(batch, slice_batch(batch, ()))
+        slice_features = measure_slices(batch, choice.slices)
+        unsplit = self._extend([planner.predict_unsplit(features) for planner in planners])
+        split = self._extend([planner.predict_split(slice_features, config) for planner in planners])
+        return choice.prediction._replace(
+            unsplit=unsplit, split=split
+        )  # the worst case, a ratio, hardly depends on layers
 
     def _extend(self, seconds: list[float]) -> float:
-        """Return the seconds with all layers, from those with all, or with MORE and FEW."""
-        further = (self._longest - MORE) / (MORE - FEW) if len(seconds) == 2 else 0.0
+        """Return the seconds with all layers, from those with all, or with MORE_LAYERS and FEW_LAYERS."""
+        further = (self._longest - MORE_LAYERS) / (MORE_LAYERS - FEW_LAYERS) if len(seconds) == 2 else 0.0
         return seconds[0] + further * (seconds[0] - seconds[-1])
 
-    def _find_planners(self, batch: Batch) -> list[Planner]:
-        return self._few if batch.prefill_tokens and self._longest > MORE else self._all
+    def _get_planners(self, batch: Batch) -> list[Planner]:
+        return self._few if batch.prefill_tokens and self._longest > MORE_LAYERS else self._all
 
     @cached_property
     def _all(self) -> list[Planner]:
@@ -78,13 +80,13 @@ class Estimator:
 
     @cached_property
     def _few(self) -> list[Planner]:
-        return [_open_planner(self._table, self._longest, depth) for depth in (MORE, FEW)]
+        return [_open_planner(self._table, self._longest, depth) for depth in (MORE_LAYERS, FEW_LAYERS)]
 
 
 def resize_batch(batch: Batch, tokens: int) -> Batch:
     """Return a batch of *tokens* tokens that is otherwise like this one.
 
-    Prompts grow and shrink in proportion, and are dropped where there are fewer tokens than prompts; of decodes, which
+    Prompts grow and shrink in proportion, and are dropped if there are fewer tokens than prompts; of decodes, which
     have one token each, there are more or fewer.
     """
     count = min(len(batch.query_lens), tokens) if batch.prefill_tokens else tokens
@@ -92,7 +94,7 @@ def resize_batch(batch: Batch, tokens: int) -> Batch:
     if not batch.prefill_tokens:
         return replace(batch, query_lens=(1,) * count, context_lens=contexts)
     kept = batch.query_lens[:count]
-    spare = tokens - count  # beside the one token that each has
+    spare = tokens - count  # in addition to one token for each
     edges = [spare * part // sum(kept) for part in accumulate(kept, initial=0)]
     lengths = tuple(1 + right - left for left, right in pairwise(edges))
     return replace(batch, query_lens=lengths, prefill_tokens=tokens, context_lens=contexts)
@@ -104,4 +106,4 @@ def _open_planner(table: CostTable, longest: int, depth: int) -> Planner:
         run._replace(repeat=depth) if number == numbers[-1] else run for number, run in enumerate(table.program.runs)
     )
     short = replace(table, program=replace(table.program, runs=runs))
-    return Planner(build_program(short.program), short, MOST_STATES)
+    return Planner(build_program(short.program), short, ESTIMATE_SEARCH_STATES)

@@ -1,4 +1,4 @@
-"""`python -m dbo_runtime plan`: what splitting would bring, from a cost file and without any device."""
+"""`python -m dbo_runtime plan`: predict from a cost file what splitting gains; needs no device."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dbo_runtime.planner.whatif.plan_report import (
 )
 from dbo_runtime.planner.whatif.published_cases import list_cases, open_costs
 from dbo_runtime.planner.whatif.scale import MODELS, parse_bandwidth, scale_bandwidth, scale_tensor, set_model
-from dbo_runtime.planner.whatif.sweep import GRIDS, Point, has_sizes, parse_axes, sweep
+from dbo_runtime.planner.whatif.sweep import GRIDS, GridPoint, has_sizes, parse_axes, sweep
 from dbo_runtime.planner.whatif.whatif import WhatIf, compute_break_even, predict_step
 
-TOKENS = 8192
-MOST_TOKENS = 1 << 22  # in a step; beyond that somebody has slipped
-FURTHEST = 32_768  # tokens up to which a break-even is looked for, or as many as were asked about
-MOST_DECODES = 1_024  # the same for steps of decodes, which have one token each
+DEFAULT_TOKENS = 8192
+MAX_TOKENS = 1 << 22  # in a step; larger numbers are errors
+MAX_BREAK_EVEN_TOKENS = 32_768  # up to which a break-even is searched, or as many as the step has
+MAX_BREAK_EVEN_DECODES = 1_024  # the same for steps of decodes, which have one token each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
     parser.add_argument("--list", action="store_true", help="list the published cases with their sources, and stop")
     step = parser.add_argument_group("the step")
-    step.add_argument("--tokens", help=f"tokens in the step (default: those of the published case, or {TOKENS})")
+    step.add_argument(
+        "--tokens", help=f"tokens in the step (default: those of the published case, or {DEFAULT_TOKENS})"
+    )
     step.add_argument("--requests", help="prompts that share them evenly (default: those of the case, or 1)")
     step.add_argument("--query-lens", metavar="N,N,...", help="instead: the tokens of each request; 1 is a decode")
     step.add_argument("--decodes", help="instead: so many decodes")
@@ -86,26 +88,30 @@ def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, 
     cells = sweep(table, batch, config, axes, _show_progress, estimator)
     if arguments.json:
         return _print(json.dumps(list_cells(cells, config.margin), indent=2))
-    most = int(max(cells[-1].values.values()))
-    evens = [compute_break_even(estimator, batch, config, most, parts) for parts in (1, 2)] if has_sizes(axes) else []
-    return _print(describe_sweep(cells, config.margin, evens))
+    searched_to = int(max(cells[-1].values.values()))
+    break_evens = (
+        [compute_break_even(estimator, batch, config, searched_to, parts) for parts in (1, 2)]
+        if has_sizes(axes)
+        else []
+    )
+    return _print(describe_sweep(cells, config.margin, break_evens))
 
 
-def _show_progress(points: Sequence[Point]) -> Iterable[Point]:
-    """Hand *points* on, with a bar on standard error if that is a terminal and tqdm, which vLLM brings, is there."""
+def _show_progress(points: Sequence[GridPoint]) -> Iterable[GridPoint]:
+    """Yield *points*, with a progress bar if standard error is a terminal and tqdm, which vLLM installs, is there."""
     if find_spec("tqdm") is None:
         return points
     from tqdm import tqdm
 
-    bar: Iterable[Point] = tqdm(points, desc="sweeping", unit="point", leave=False, disable=None)
+    bar: Iterable[GridPoint] = tqdm(points, desc="sweeping", unit="point", leave=False, disable=None)
     return bar
 
 
 def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
     answer = predict_step(table, batch, config)
-    furthest = max(batch.tokens, FURTHEST if batch.prefill_tokens else MOST_DECODES)
-    even = compute_break_even(Estimator(table), batch, config, furthest)
-    what = arguments.costs, table, answer, even, config.margin
+    furthest = max(batch.tokens, MAX_BREAK_EVEN_TOKENS if batch.prefill_tokens else MAX_BREAK_EVEN_DECODES)
+    break_even = compute_break_even(Estimator(table), batch, config, furthest)
+    what = arguments.costs, table, answer, break_even, config.margin
     _print(json.dumps(list_figures(*what), indent=2) if arguments.json else describe_whatif(*what))
     _write_pictures(arguments, answer)
     return 0
@@ -150,17 +156,17 @@ def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
 
 
 def _make_batch(arguments: argparse.Namespace, usual: Batch | None) -> Batch:
-    usual = usual or Batch((TOKENS,), TOKENS)
+    usual = usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS)
     given = arguments.context
     context = max(usual.contexts) if given is None else _parse_count("--context", given, least=0)
     for name in ("query_lens", "decodes"):
         if getattr(arguments, name) is not None and (arguments.tokens is not None or arguments.requests is not None):
             raise ConfigError(
-                f"--{name.replace('_', '-')} says all about the requests; leave out --tokens and --requests."
+                f"--{name.replace('_', '-')} says everything about the requests; leave out --tokens and --requests."
             )
     if arguments.query_lens is not None:
         if arguments.decodes is not None:
-            raise ConfigError("--query-lens says all about the requests; leave out --decodes.")
+            raise ConfigError("--query-lens says everything about the requests; leave out --decodes.")
         return _fill_batch([_parse_count("--query-lens", word) for word in arguments.query_lens.split(",")], context)
     if arguments.decodes is not None:
         return _fill_batch([1] * _parse_count("--decodes", arguments.decodes), context)
@@ -182,6 +188,6 @@ def _fill_batch(lengths: Sequence[int], context: int) -> Batch:
 
 def _parse_count(name: str, text: str, least: int = 1) -> int:
     word = text.strip()
-    if not word.isdecimal() or not least <= int(word) <= MOST_TOKENS:
-        raise ConfigError(f"{name} has {text!r}; it takes whole numbers from {least} to {MOST_TOKENS}.")
+    if not word.isdecimal() or not least <= int(word) <= MAX_TOKENS:
+        raise ConfigError(f"{name} has {text!r}; it takes whole numbers from {least} to {MAX_TOKENS}.")
     return int(word)

@@ -1,4 +1,4 @@
-"""What the plan command prints: figures as text, and as JSON."""
+"""The output of the plan command: figures as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dbo_runtime.program import COMM, COMPUTE
 WIDTH = 120
 LAYERS_DRAWN = 3
 DECLINED = "-"
-LEAST_GAP = 1e-4  # that is told from none without a proof
-DIGITS = 6  # behind the point, of milliseconds for programs
+MIN_GAP_SHOWN = 1e-4  # smaller gaps are shown as less than this
+DECIMALS = 6  # decimals of milliseconds in JSON
 
 
 def describe_cases(cases: Sequence[PublishedCase]) -> str:
@@ -31,57 +31,57 @@ def describe_cases(cases: Sequence[PublishedCase]) -> str:
     for case in cases:
         count = len(case.step.query_lens)
         step = f"{case.step.tokens} tokens in {count} prompts" if case.step.prefill_tokens else f"{count} decodes"
-        source = textwrap.fill(case.table.origin.source, WIDTH, initial_indent="    ", subsequent_indent="    ")
-        blocks.append(f"{case.name} ({case.table.origin.kind}; {step})\n{source}")
+        source = textwrap.fill(case.table.provenance.source, WIDTH, initial_indent="    ", subsequent_indent="    ")
+        blocks.append(f"{case.name} ({case.table.provenance.kind}; {step})\n{source}")
     return "\n".join(blocks)
 
 
-def describe_whatif(name: str, table: CostTable, answer: WhatIf, even: BreakEven, margin: float) -> str:
+def describe_whatif(name: str, table: CostTable, answer: WhatIf, break_even: BreakEven, margin: float) -> str:
     """Return the answer for a reader."""
     lines = [_describe_origin(name, table), "", _describe_step(table, answer), ""]
     lines.extend(_tabulate_splits(answer))
     lines.append("")
-    lines.extend(f"{label:<12}{text}" for label, text in _list_findings(answer, even, margin))
+    lines.extend(f"{label:<12}{text}" for label, text in _list_findings(answer, break_even, margin))
     if answer.best:
         lines.extend(["", _draw_start(answer.best, count_layers(table))])
     return "\n".join(lines)
 
 
-def list_figures(name: str, table: CostTable, answer: WhatIf, even: BreakEven, margin: float) -> dict[str, Any]:
+def list_figures(name: str, table: CostTable, answer: WhatIf, break_even: BreakEven, margin: float) -> dict[str, Any]:
     """Return the answer for a program; times are in milliseconds."""
     best = answer.best
     return {
         "costs": name,
-        "kind": table.origin.kind,
-        "source": table.origin.source,
+        "kind": table.provenance.kind,
+        "source": table.provenance.source,
         "digest": table.digest,
         "layers": count_layers(table),
         "tokens": answer.batch.tokens,
         "query_lens": list(answer.batch.query_lens),
         "context_lens": list(answer.batch.contexts),
-        "unsplit_ms": _to_ms(answer.whole),
+        "unsplit_ms": _to_ms(answer.unsplit),
         "lanes_ms": {lane: _to_ms(seconds) for lane, seconds in answer.busy.items()},
         "splits": [_list_split(answer, split) for split in answer.splits],
         "best": None if best is None else len(best.sizes),
         "margin": margin,
         "split": not isinstance(answer.decision, Decline),
         "decision": _describe_decision(answer, margin),
-        "break_even_tokens": even.tokens,
-        "break_even_searched_to": even.most,
-        "break_even_exceptions": list(even.exceptions),
+        "break_even_tokens": break_even.tokens,
+        "break_even_searched_to": break_even.searched_to,
+        "break_even_exceptions": list(break_even.exceptions),
     }
 
 
-def describe_sweep(cells: Sequence[Cell], margin: float, evens: Sequence[BreakEven] = ()) -> str:
-    """Return a grid as tables: of one axis with all figures, of more with speed-up and number of micro-batches.
+def describe_sweep(cells: Sequence[Cell], margin: float, break_evens: Sequence[BreakEven] = ()) -> str:
+    """Return a grid as tables: for one axis with all figures, for more with speed-up and number of micro-batches.
 
-    *evens* say from which size on the runtime takes steps in 1 micro-batch or more, and in 2 or more, if that is known.
+    *evens* are from which size on the runtime changes steps (ops on `side`, or a split), and splits them, if known.
     """
     axes = list(cells[0].values)
     if len(axes) == 1:
         head = axes[0], "unsplit ms", "best ms", "gain", "in", "auto"
         table = _align([head, *(_list_row(cell, margin) for cell in cells)])
-        return "\n\n".join([table, *([_describe_thresholds(cells, margin, *evens)] if evens else [])])
+        return "\n\n".join([table, *([_describe_thresholds(cells, margin, *break_evens)] if break_evens else [])])
     pays = f"by {margin:.1%}, and if costs are off"
     note = f"speed-up/micro-batches of the best split; {DECLINED} where it does not pay ({pays})"
     if len(axes) == 2:
@@ -93,16 +93,16 @@ def describe_sweep(cells: Sequence[Cell], margin: float, evens: Sequence[BreakEv
 
 
 def list_cells(cells: Sequence[Cell], margin: float) -> list[dict[str, Any]]:
-    """Return a grid for a program; times are in milliseconds, and None where there is nowhere to cut."""
+    """Return a grid for a program; times are in milliseconds, and None if the step cannot be cut."""
     return [
         {
             **cell.values,
-            "unsplit_ms": cell.prediction and _to_ms(cell.prediction.whole),
+            "unsplit_ms": cell.prediction and _to_ms(cell.prediction.unsplit),
             "split_ms": cell.prediction and _to_ms(cell.prediction.split),
             "micro_batches": cell.prediction and cell.prediction.micro_batches,
-            "beside": list(cell.prediction.beside) if cell.prediction else None,
+            "side_ops": list(cell.prediction.side_ops) if cell.prediction else None,
             "split": chosen is not None,
-            "auto": {"micro_batches": chosen.micro_batches, "beside": list(chosen.beside)} if chosen else None,
+            "auto": {"micro_batches": chosen.micro_batches, "side_ops": list(chosen.side_ops)} if chosen else None,
         }
         for cell in cells
         for chosen in [cell.choose(margin)]
@@ -110,32 +110,32 @@ def list_cells(cells: Sequence[Cell], margin: float) -> list[dict[str, Any]]:
 
 
 def _to_ms(seconds: float) -> float:
-    return round(seconds * 1e3, DIGITS)
+    return round(seconds * 1e3, DECIMALS)
 
 
 def _describe_origin(name: str, table: CostTable) -> str:
-    source = textwrap.fill(table.origin.source, WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return f"costs: {name}, {table.origin.kind}, {table.origin.date}\n{source}"
+    source = textwrap.fill(table.provenance.source, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return f"costs: {name}, {table.provenance.kind}, {table.provenance.date}\n{source}"
 
 
 def _describe_step(table: CostTable, answer: WhatIf) -> str:
-    where = [table.origin.model.get("name", ""), f"{count_layers(table)} layers"]
-    parallel = {name: number for name, number in table.origin.parallel.items() if name != "hosts"}
+    where = [table.provenance.model.get("name", ""), f"{count_layers(table)} layers"]
+    parallel = {name: number for name, number in table.provenance.parallel.items() if name != "hosts"}
     where += [f"{name}{'' if name == 'stage' else ' parallel'} {number}" for name, number in parallel.items()]
     parts = [f"{seconds * 1e3:.2f} {_name_lane(lane)}" for lane, seconds in answer.busy.items()]
-    outside = answer.whole - sum(answer.busy.values())
+    outside = answer.unsplit - sum(answer.busy.values())
     if abs(outside) > 1e-9:
         parts.append(f"{outside * 1e3:.2f} outside of ops")
     return (
         f"step: {_describe_batch(answer.batch)}; {', '.join(filter(None, where))}\n"
-        f"unsplit: {answer.whole * 1e3:.2f} ms = {' + '.join(parts)}"
+        f"unsplit: {answer.unsplit * 1e3:.2f} ms = {' + '.join(parts)}"
     )
 
 
 def _describe_batch(batch: Batch) -> str:
-    count, least, most = len(batch.query_lens), min(batch.query_lens), max(batch.query_lens)
-    kind = "decode" if not batch.prefill_tokens else "prompt" if least > 1 else "request"
-    sizes = "" if most == 1 else f" of {least}" if least == most else f" of {least} to {most}"
+    count, shortest, longest = len(batch.query_lens), min(batch.query_lens), max(batch.query_lens)
+    kind = "decode" if not batch.prefill_tokens else "prompt" if shortest > 1 else "request"
+    sizes = "" if longest == 1 else f" of {shortest}" if shortest == longest else f" of {shortest} to {longest}"
     cached = f" after {max(batch.contexts)} in the KV cache" if any(batch.contexts) else ""
     return f"{_count(batch.tokens, 'token')}, {_count(count, kind)}{sizes}{cached}"
 
@@ -156,7 +156,7 @@ def _tabulate_splits(answer: WhatIf) -> list[str]:
         hidden = answer.measure_overlap(split)
         rows.append(
             (
-                f"{_name_way(len(split.sizes), split.beside)}{' *' if split is answer.best else '  '}",
+                f"{_name_split(len(split.sizes), split.side_ops)}{' *' if split is answer.best else '  '}",
                 f"{split.seconds * 1e3:.2f}",
                 f"{answer.speed_up(split.seconds):.3f}x",
                 f"{split.bound * 1e3:.2f}",
@@ -169,20 +169,23 @@ def _tabulate_splits(answer: WhatIf) -> list[str]:
     return _align(rows).split("\n")
 
 
-def _name_way(micro_batches: int, beside: Sequence[str]) -> str:
-    """Return the number of micro-batches, and what is on `side`: such as `1, keys beside`."""
-    return f"{micro_batches}, {' and '.join(beside)} beside" if beside else f"{micro_batches}"
+def _name_split(micro_batches: int, side_ops: Sequence[str]) -> str:
+    """Return the number of micro-batches, and the ops on `side`, such as `1, keys concurrent`."""
+    return f"{micro_batches}, {' and '.join(side_ops)} concurrent" if side_ops else f"{micro_batches}"
 
 
 def _describe_gap(split: Split) -> str:
     if split.is_optimal:
         return "optimal"
-    return f"{split.gap:.2%}" if split.gap >= LEAST_GAP else f"<{LEAST_GAP:.2%}"
+    return f"{split.gap:.2%}" if split.gap >= MIN_GAP_SHOWN else f"<{MIN_GAP_SHOWN:.2%}"
 
 
-def _list_findings(answer: WhatIf, even: BreakEven, margin: float) -> list[tuple[str, str]]:
+def _list_findings(answer: WhatIf, break_even: BreakEven, margin: float) -> list[tuple[str, str]]:
     best = answer.best
-    findings = [("decision:", _describe_decision(answer, margin)), ("break-even:", _describe_break_even(even, margin))]
+    findings = [
+        ("decision:", _describe_decision(answer, margin)),
+        ("break-even:", _describe_break_even(break_even, margin)),
+    ]
     if best:
         proof = "no order is faster" if best.is_optimal else f"none saves more than {_describe_gap(best)} of its time"
         findings.append(("order:", f"{best.order}; with these cuts {proof}"))
@@ -191,50 +194,56 @@ def _list_findings(answer: WhatIf, even: BreakEven, margin: float) -> list[tuple
 
 def _describe_decision(answer: WhatIf, margin: float) -> str:
     if isinstance(answer.decision, Decline):
-        return f"leave whole: {answer.decision}"
-    found = answer.decision.prediction
-    way = f"split in {found.micro_batches}" if found.micro_batches > 1 and not found.beside else found.way
-    same = ((len(split.sizes), split.beside) == (found.micro_batches, found.beside) for split in answer.splits)
-    exact = (1 - split.seconds / answer.whole for split, is_same in zip(answer.splits, same, strict=True) if is_same)
-    return f"{way}: gains {next(exact, found.gain):.1%}, more than the margin of {margin:.1%}"
+        return f"leave unsplit: {answer.decision}"
+    option = answer.decision.prediction
+    how = f"split in {option.micro_batches}" if option.micro_batches > 1 and not option.side_ops else option.description
+    same = ((len(split.sizes), split.side_ops) == (option.micro_batches, option.side_ops) for split in answer.splits)
+    exact = (1 - split.seconds / answer.unsplit for split, is_same in zip(answer.splits, same, strict=True) if is_same)
+    return f"{how}: gains {next(exact, option.gain):.1%}, more than the margin of {margin:.1%}"
 
 
-def _describe_break_even(even: BreakEven, margin: float) -> str:
-    if even.tokens is None:
-        return f"none up to {even.most} tokens: splitting does not pay by {margin:.1%} anywhere"
-    text = f"{even.tokens} tokens: from there on splitting pays by {margin:.1%}, even if costs are off"
-    if even.exceptions:
-        text += f", but not at {', '.join(map(str, even.exceptions))}"
-    return f"{text} (looked up to {even.most})"
+def _describe_break_even(break_even: BreakEven, margin: float) -> str:
+    if break_even.tokens is None:
+        return f"none up to {break_even.searched_to} tokens: splitting does not pay by {margin:.1%} anywhere"
+    text = f"{break_even.tokens} tokens: from there on splitting pays by {margin:.1%}, even if costs are off"
+    if break_even.exceptions:
+        text += f", but not at {', '.join(map(str, break_even.exceptions))}"
+    return f"{text} (looked up to {break_even.searched_to})"
 
 
 def _describe_thresholds(cells: Sequence[Cell], margin: float, changes: BreakEven, splits: BreakEven) -> str:
-    """Return where the runtime leaves steps alone."""
+    """Return the sizes at which the runtime changes nothing, and at which it does not split."""
     ((noun, _),) = cells[0].values.items()
     chosen = [(int(cell.values[noun]), cell.choose(margin)) for cell in cells]
 
-    def describe(even: BreakEven, parts: int) -> str:
-        if even.tokens is None:
-            return f"up to {even.most} {noun}"
-        seen = {size for size, found in chosen if size > even.tokens and (not found or found.micro_batches < parts)}
-        below = [f"below {even.tokens} {noun}"] if even.tokens > 1 else []
-        at = [f"at {', '.join(map(str, sorted(seen.union(even.exceptions))))}"] if seen or even.exceptions else []
+    def describe(break_even: BreakEven, parts: int) -> str:
+        if break_even.tokens is None:
+            return f"up to {break_even.searched_to} {noun}"
+        seen = {
+            size for size, option in chosen if size > break_even.tokens and (not option or option.micro_batches < parts)
+        }
+        below = [f"below {break_even.tokens} {noun}"] if break_even.tokens > 1 else []
+        at = (
+            [f"at {', '.join(map(str, sorted(seen.union(break_even.exceptions))))}"]
+            if seen or break_even.exceptions
+            else []
+        )
         return " and ".join([*below, *at]) or "nowhere"
 
-    return f"auto leaves steps whole: {describe(changes, 1)}\nauto does not split them: {describe(splits, 2)}"
+    return f"auto leaves steps unsplit: {describe(changes, 1)}\nauto does not split them: {describe(splits, 2)}"
 
 
 def _draw_start(split: Split, layers: int) -> str:
-    """Draw the first layers: of all of them, nothing could be seen."""
+    """Draw the first layers; drawn in the same width, all of them would show nothing."""
     spans = split.timeline.spans
-    first = [span.end for span in spans if span.micro_batch == 0 and _find_layer(span.op) in range(LAYERS_DRAWN)]
+    first = [span.end for span in spans if span.micro_batch == 0 and _parse_layer(span.op) in range(LAYERS_DRAWN)]
     until = max(first or [span.end for span in spans])
     timeline = Timeline(tuple(span._replace(end=min(span.end, until)) for span in spans if span.start < until))
     shown = "all layers" if layers <= LAYERS_DRAWN else f"the first {LAYERS_DRAWN} of {layers} layers of micro-batch 0"
     return f"{shown}, {until * 1e3:.2f} ms; digits are micro-batches, dots idle\n{timeline.draw()}"
 
 
-def _find_layer(label: str) -> int | None:
+def _parse_layer(label: str) -> int | None:
     """Return the layer of an op by its label, such as `L12.attention`; None outside layers."""
     layer = label.partition(".")[0]
     return int(layer[1:]) if layer[:1] == "L" and layer[1:].isdecimal() else None
@@ -257,12 +266,14 @@ def _list_split(answer: WhatIf, split: Split) -> dict[str, Any]:
 
 def _list_row(cell: Cell, margin: float) -> tuple[str, ...]:
     ((axis, value),) = cell.values.items()
-    found, chosen = cell.prediction, cell.choose(margin)
-    if found is None:
+    fastest, chosen = cell.prediction, cell.choose(margin)
+    if fastest is None:
         return _name(axis, value), *(DECLINED,) * 5
-    figures = f"{found.whole * 1e3:.2f}", f"{found.split * 1e3:.2f}", f"{found.gain:.1%}"
-    ways = (_name_way(way.micro_batches, way.beside) if way else "whole" for way in (found, chosen))
-    return _name(axis, value), *figures, *ways
+    figures = f"{fastest.unsplit * 1e3:.2f}", f"{fastest.split * 1e3:.2f}", f"{fastest.gain:.1%}"
+    modes = (
+        _name_split(option.micro_batches, option.side_ops) if option else "unsplit" for option in (fastest, chosen)
+    )
+    return _name(axis, value), *figures, *modes
 
 
 def _tabulate(cells: Sequence[Cell], margin: float) -> str:
@@ -281,7 +292,7 @@ def _describe_cell(cell: Cell, margin: float) -> str:
 
 
 def _speed_up(prediction: Prediction) -> float:
-    return prediction.whole / prediction.split if prediction.split > 0 else 1.0
+    return prediction.unsplit / prediction.split if prediction.split > 0 else 1.0
 
 
 def _name(axis: str, value: float) -> str:
@@ -289,7 +300,7 @@ def _name(axis: str, value: float) -> str:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows with each column as wide as it must be, figures to the right."""
+    """Return rows with columns of equal width, aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

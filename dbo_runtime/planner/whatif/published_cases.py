@@ -1,4 +1,4 @@
-"""Cost files of cases that others published: modelled from their figures, never measured here."""
+"""Cost files of cases that others published: modelled from their figures, not measured by this project."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _fill_decodes(count: int, context: int) -> Batch:
     return Batch((1,) * count, 0, context_lens=(context,) * count)
 
 
-# The step that each case is about; docs/planner.md says what of it is given and what is assumed.
+# The step of each case; docs/planner.md says what of it is given and what is assumed.
 _STEPS: Mapping[str, Batch] = MappingProxyType(
     {
         "a3-layer-4894": _fill_prompts(4, 1024),
@@ -69,10 +69,10 @@ def get_case(name: str) -> PublishedCase:
 
 
 def open_costs(source: str) -> tuple[CostTable, Batch | None]:
-    """Return the costs of a file, or of a published case with its step. A name without a dot or slash is a case's.
+    """Return the costs of a file, or of a published case with its step. A name without dot or slash is a case.
 
     Raises:
-        ConfigError: if there is no such file or case, or the file is not as it must be.
+        ConfigError: if there is no such file or case, or the file is invalid.
     """
     if source in _STEPS:
         case = get_case(source)

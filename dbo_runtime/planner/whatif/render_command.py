@@ -23,9 +23,9 @@ from dbo_runtime.render import digest, name_issue, parse, render
 from dbo_runtime.schedule import Schedule, lower
 from dbo_runtime.validate import validate
 
-TOKENS = 8192  # of a step whose order is searched for, where the costs do not come with a step
-MOST_PARTS = 64  # micro-batches; nobody reads more
-NOTE = "#"  # begins lines beside the table, which reading it leaves out
+DEFAULT_TOKENS = 8192  # of the step whose order is searched, if the costs have none
+MAX_MICRO_BATCHES_SHOWN = 64  # larger schedules are unreadable
+NOTE = "#"  # starts lines that are no part of the table and are skipped when it is read
 INVALID = 1
 
 
@@ -48,9 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     table, usual = open_costs(arguments.costs)
     table = _set_layers(table, arguments.layers)
     config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
-    if config.parts > MOST_PARTS:
-        raise ConfigError(f"--micro-batches is {config.parts}; a schedule is shown for up to {MOST_PARTS}.")
-    schedule = _make_schedule(table, usual or Batch((TOKENS,), TOKENS), config)
+    if config.parts > MAX_MICRO_BATCHES_SHOWN:
+        raise ConfigError(
+            f"--micro-batches is {config.parts}; a schedule is shown for up to {MAX_MICRO_BATCHES_SHOWN}."
+        )
+    schedule = _make_schedule(table, usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS), config)
     validate(schedule)
     if arguments.check is not None:
         return _check(Path(arguments.check), schedule, arguments.json)
@@ -60,15 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _set_layers(table: CostTable, layers: int | None) -> CostTable:
-    """Return the costs with so many layers, each kind of layer kept: the longest run of equal ones has the rest."""
+    """Return the costs with so many layers, each kind of layer kept: the longest run of equal ones gets the rest."""
     counts = [run.repeat for run in table.program.runs if run.layered]
-    least, most = len(counts), sum(counts)
+    fewest, most = len(counts), sum(counts)
     if layers is None:
-        layers = least
-    if not least <= layers <= most:
-        raise ConfigError(f"--layers is {layers}; the program of these costs can be shown with {least} to {most}.")
+        layers = fewest
+    if not fewest <= layers <= most:
+        raise ConfigError(f"--layers is {layers}; the program of these costs can be shown with {fewest} to {most}.")
     longest = max(table.program.runs, key=lambda run: run.repeat * run.layered)
-    runs = tuple(run._replace(repeat=1 + (layers - least) * (run is longest)) for run in table.program.runs)
+    runs = tuple(run._replace(repeat=1 + (layers - fewest) * (run is longest)) for run in table.program.runs)
     return replace(table, program=replace(table.program, runs=runs))
 
 
@@ -78,12 +80,13 @@ def _make_schedule(table: CostTable, batch: Batch, config: RuntimeConfig) -> Sch
         programs = (program,) * config.parts
         return lower(programs, get_policy(*config.policy)(programs))
     slices = slice_batch(batch, place_cuts(batch, share_evenly(batch, config.parts)))
-    assert len(slices) == config.parts  # such steps can be cut often enough
-    return Planner(program, table).find_schedule(measure_slices(batch, slices), config)
+    assert len(slices) == config.parts  # these steps have enough tokens
+    return Planner(program, table).get_schedule(measure_slices(batch, slices), config)
 
 
 def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:
-    counts = f"{len(schedule.instructions)} steps, {sum(len(step.waits) for step in schedule.instructions)} waits"
+    waits = sum(len(instruction.waits) for instruction in schedule.instructions)
+    counts = f"{len(schedule.instructions)} instructions, {waits} waits"
     about = f"{facts['costs']}; layers {facts['layers']}; micro-batches {len(schedule.programs)}; {facts['policy']}"
     return (
         f"{NOTE} {about}\n{NOTE} {counts}, digest {digest(schedule)}; all rules of validation hold\n{render(schedule)}"
@@ -97,36 +100,38 @@ def _list(schedule: Schedule) -> dict[str, Any]:
         "digest": digest(schedule),
         "lanes": list(schedule.lanes),
         "forks": list(schedule.forks),
-        "steps": [
+        "instructions": [
             {
-                "op": step.label,
-                "lane": step.op.lane,
-                "waits": [name_issue(programs, issue) for issue in step.waits],
-                "records": step.records,
-                "frees": [f"%{slot.value.index}/{slot.micro_batch}" for slot in step.frees],
+                "op": instruction.label,
+                "lane": instruction.op.lane,
+                "waits": [name_issue(programs, issue) for issue in instruction.waits],
+                "records": instruction.records,
+                "frees": [f"%{slot.value.index}/{slot.micro_batch}" for slot in instruction.frees],
             }
-            for step in schedule.instructions
+            for instruction in schedule.instructions
         ],
         "joins": [name_issue(programs, issue) for issue in schedule.joins],
     }
 
 
-def _check(path: Path, wanted: Schedule, as_json: bool) -> int:
-    """Print whether the schedule in a file is safe, and whether it is *wanted*, whose programs it must be of."""
+def _check(path: Path, expected: Schedule, as_json: bool) -> int:
+    """Print whether the schedule in a file is safe, and whether it is *expected*, whose programs it must be of."""
     problem, same = "", False
     try:
-        found = parse(_read_table(path), wanted.programs)
-        validate(found)
-        same = found == wanted
+        actual = parse(_read_table(path), expected.programs)
+        validate(actual)
+        same = actual == expected
     except ScheduleError as error:
         problem = str(error)
     if as_json:
-        print(json.dumps({"valid": not problem, "same": same, "digest": digest(wanted), "problem": problem}, indent=2))
+        print(
+            json.dumps({"valid": not problem, "same": same, "digest": digest(expected), "problem": problem}, indent=2)
+        )
     elif problem:
         print(f"{path}: not valid: {problem}")
     else:
         which = "the same as" if same else "another than"
-        print(f"{path}: valid; {which} what these arguments give (digest {digest(wanted)})")
+        print(f"{path}: valid; {which} what these arguments give (digest {digest(expected)})")
     return INVALID if problem else 0
 
 

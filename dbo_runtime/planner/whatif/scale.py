@@ -1,4 +1,4 @@
-"""What costs would be with other ranks, another network or another number of layers: rules of thumb, all modelled."""
+"""Scale costs to other ranks, another network or another number of layers, by rules of thumb; all are modelled."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, ComputeCost, Cost, CostTable
+from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, ComputeCost, CostTable, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun
 
 # Dense layers, then layers with experts, as the models' published configurations have them.
 MODELS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"deepseek-v3": (3, 58), "deepseek-r1": (3, 58), "deepseek-v2": (1, 59), "deepseek-v2-lite": (1, 26)}
 )
-MOST_RANKS = 65_536
+MAX_RANKS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """A network: so many times that of the costs, or so many bytes a second."""
+    """The bandwidth of a network: a factor of that of the costs, or bytes a second."""
 
     factor: float = 1.0
     bytes_per_second: float | None = None
@@ -46,35 +46,35 @@ def parse_bandwidth(text: str) -> Bandwidth:
 def scale_tensor(table: CostTable, ranks: int) -> CostTable:
     """Return the costs with *ranks* tensor parallel ranks instead of those of the table.
 
-    - Compute: what tokens, pairs and weights cost is shared by the ranks; each pays for itself what is fixed, and what
-      is fixed of a prefill.
+    - Compute: what tokens, pairs and weights cost is divided among the ranks; each pays all of the fixed part, and of
+      that of a prefill.
     - Communication: of an all-reduce of n bytes each rank sends 2 (p - 1) / p n, whatever the algorithm, and half of
       that for each of its halves, reduce-scatter and all-gather; recursive halving and doubling does it in 2 log2 p
       steps, each of which costs the same to start (Thakur, Rabenseifner and Gropp 2005). So `beta` goes with
       (p - 1) / p, and `alpha` with log2 p.
 
     Raises:
-        ConfigError: if *ranks* is no power of two, or the table does not say how many ranks it is of, or is of one rank
-            but communicates.
+        ConfigError: if *ranks* is not a power of two, or the table is of an unknown number of ranks, or of one rank but
+            communicates.
     """
-    if not 1 <= ranks <= MOST_RANKS or ranks & (ranks - 1):
-        raise ConfigError(f"tp is {ranks}; it must be a power of two, from 1 to {MOST_RANKS}.")
-    known = table.origin.parallel.get("tensor")
+    if not 1 <= ranks <= MAX_RANKS or ranks & (ranks - 1):
+        raise ConfigError(f"tp is {ranks}; it must be a power of two, from 1 to {MAX_RANKS}.")
+    known = table.provenance.parallel.get("tensor")
     if known is None or known < 1:
         raise ConfigError(f"parallel.tensor of the costs is {known}, so they cannot be scaled to tp {ranks}.")
     if known == ranks:
         return table
     if known == 1 and any(isinstance(cost, CommCost) for cost in table.ops.values()):
-        raise ConfigError("parallel.tensor of the costs is 1: what more ranks would communicate cannot be told.")
+        raise ConfigError("parallel.tensor of the costs is 1: what more ranks would communicate is not known.")
     alpha = _count_steps(ranks) / (_count_steps(known) or 1)
     beta = _share_sent(ranks) / (_share_sent(known) or 1.0)
 
-    def scale(cost: Cost) -> Cost:
+    def scale(cost: OpCost) -> OpCost:
         if isinstance(cost, CommCost):
             return replace(cost, alpha=cost.alpha * alpha, beta=cost.beta * beta)
         return _scale_compute(cost, known / ranks)
 
-    parallel = {**table.origin.parallel, "tensor": ranks}
+    parallel = {**table.provenance.parallel, "tensor": ranks}
     return _change(table, f"tensor parallel {ranks} instead of {known}", _map(table, scale), parallel=parallel)
 
 
@@ -86,7 +86,7 @@ def scale_bandwidth(table: CostTable, bandwidth: Bandwidth) -> CostTable:
     if bandwidth == Bandwidth():
         return table
 
-    def scale(cost: Cost) -> Cost:
+    def scale(cost: OpCost) -> OpCost:
         if not isinstance(cost, CommCost):
             return cost
         rate = bandwidth.bytes_per_second
@@ -98,7 +98,7 @@ def scale_bandwidth(table: CostTable, bandwidth: Bandwidth) -> CostTable:
 def set_model(table: CostTable, name: str) -> CostTable:
     """Return the costs with as many layers as the model has. What a layer costs stays what it was.
 
-    Costs whose layers are all of one kind get that many in all; of two kinds, the first stands for dense layers.
+    Costs with one kind of layers get the total of both; of two kinds, the first counts as dense layers.
 
     Raises:
         ConfigError: if the model is unknown, or the costs have more kinds of layers.
@@ -109,7 +109,9 @@ def set_model(table: CostTable, name: str) -> CostTable:
     if kinds not in (1, 2):
         raise ConfigError(f"the costs have {kinds} kinds of layers; {name} has 2, and only 1 or 2 can be matched.")
     counts = MODELS[name] if kinds == 2 else (sum(MODELS[name]),)
-    return replace(set_layers(table, counts), origin=replace(table.origin, model={**table.origin.model, "name": name}))
+    return replace(
+        set_layers(table, counts), provenance=replace(table.provenance, model={**table.provenance.model, "name": name})
+    )
 
 
 def set_layers(table: CostTable, counts: Sequence[int]) -> CostTable:
@@ -157,18 +159,18 @@ def _scale_compute(cost: ComputeCost, share: float) -> ComputeCost:
     return replace(cost, **{name: getattr(cost, name) * share for name in shared})
 
 
-def _map(table: CostTable, scale: Callable[[Cost], Cost]) -> dict[str, Cost]:
+def _map(table: CostTable, scale: Callable[[OpCost], OpCost]) -> dict[str, OpCost]:
     return {name: scale(cost) for name, cost in table.ops.items()}
 
 
 def _change(
-    table: CostTable, what: str, ops: Mapping[str, Cost], parallel: Mapping[str, int] | None = None
+    table: CostTable, what: str, ops: Mapping[str, OpCost], parallel: Mapping[str, int] | None = None
 ) -> CostTable:
-    """Return the costs with other *ops*. They are modelled, whatever they were, and say what was changed."""
-    origin = replace(
-        table.origin,
+    """Return the costs with other *ops*. They are marked as modelled, and name the change."""
+    provenance = replace(
+        table.provenance,
         kind="modelled",
-        source=f"{table.origin.source} Scaled: {what}.",
-        parallel=table.origin.parallel if parallel is None else parallel,
+        source=f"{table.provenance.source} Scaled: {what}.",
+        parallel=table.provenance.parallel if parallel is None else parallel,
     )
-    return replace(table, origin=origin, ops=ops)
+    return replace(table, provenance=provenance, ops=ops)

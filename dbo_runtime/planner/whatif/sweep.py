@@ -1,4 +1,4 @@
-"""The same question over a grid of sizes and machines."""
+"""Predictions over a grid of sizes and machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.planner.whatif.scale import Bandwidth, scale_bandwidth, scale_tensor
 
 TOKENS, BANDWIDTH, RANKS = "tokens", "bandwidth", "tp"
-DECODES = "decodes"  # what `tokens` are called, and their grid, in a step that has nothing else
+DECODES = "decodes"  # the name of the axis `tokens` for steps of decodes only
 GRIDS: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
         TOKENS: (256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
@@ -26,15 +26,15 @@ GRIDS: Mapping[str, tuple[float, ...]] = MappingProxyType(
 )
 
 
-MANY_DECODES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+DECODES_GRID = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 
 class Cell(NamedTuple):
     """One point of a grid.
 
     Attributes:
-        values: where it is, by axis.
-        options: a prediction for each number of micro-batches, the fastest first; none if there is nowhere to cut.
+        values: its coordinates, by axis.
+        options: a prediction for each number of micro-batches, the fastest first; none if the step cannot be cut.
     """
 
     values: Mapping[str, float]
@@ -42,11 +42,11 @@ class Cell(NamedTuple):
 
     @property
     def prediction(self) -> Prediction | None:
-        """That of the fastest; None if there is nowhere to cut."""
+        """The fastest option; None if the step cannot be cut."""
         return self.options[0] if self.options else None
 
     def choose(self, margin: float) -> Prediction | None:
-        """Return what the runtime would do: what would be fastest may be unsafe where something slower is not."""
+        """Return the option that the runtime would take: the fastest one that pays, also in the worst case."""
         return next((option for option in self.options if option.pays(margin)), None)
 
 
@@ -54,7 +54,7 @@ def parse_axes(text: str) -> tuple[str, ...]:
     """Read axes, such as `tokens,tp`.
 
     Raises:
-        ConfigError: if one is unknown, or stands there twice, or there is none.
+        ConfigError: if one is unknown or repeated, or there is none.
     """
     axes = tuple(part.strip() for part in text.split(","))
     if not set(axes) <= set(GRIDS) or len(set(axes)) < len(axes):
@@ -68,14 +68,14 @@ def has_sizes(axes: Sequence[str]) -> bool:
 
 
 def list_grid(axes: Sequence[str], are_decodes: bool = False) -> dict[str, tuple[float, ...]]:
-    """Return the values of each axis: of three axes every other one, so that the table stays readable, and quick."""
-    grids = {**GRIDS, DECODES: MANY_DECODES}
+    """Return the values of each axis: with three axes every other one, so that the table stays readable and fast."""
+    grids = {**GRIDS, DECODES: DECODES_GRID}
     names = (DECODES if are_decodes and axis == TOKENS else axis for axis in axes)
     return {name: grids[name][:: 2 if len(axes) > 2 else 1] for name in names}
 
 
-Point = tuple[float, ...]
-Watch = Callable[[Sequence[Point]], Iterable[Point]]
+GridPoint = tuple[float, ...]
+Progress = Callable[[Sequence[GridPoint]], Iterable[GridPoint]]
 
 
 def sweep(
@@ -83,13 +83,13 @@ def sweep(
     batch: Batch,
     config: RuntimeConfig,
     axes: Sequence[str],
-    watch: Watch = iter,
+    progress: Progress = iter,
     estimator: Estimator | None = None,
 ) -> list[Cell]:
     """Return a prediction for each point of the grid, the last axis running fastest.
 
-    What is no axis stays as it is in *table* and *batch*. Steps are predicted by `estimate.Estimator`. *watch* is given
-    the points, and hands them on: a progress bar, for one. *estimator* is of the table as it is, if there is one.
+    What is not an axis is that of *table* and *batch*. Steps are predicted by `estimate.Estimator`. *progress*, such
+    as a progress bar, is called with the points and yields them. *estimator* is one of *table*, if the caller has it.
 
     Raises:
         ConfigError: if the costs cannot be scaled.
@@ -97,7 +97,7 @@ def sweep(
     grid = list_grid(axes, not batch.prefill_tokens)
     estimators: dict[tuple[float, ...], Estimator] = {} if estimator is None else {(): estimator}
     cells = []
-    for point in watch(list(product(*grid.values()))):
+    for point in progress(list(product(*grid.values()))):
         values = dict(zip(grid, point, strict=True))
         machine = tuple(value for axis, value in values.items() if axis not in (TOKENS, DECODES))
         if machine not in estimators:

@@ -15,7 +15,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.planner.costs.contention import fit_contention
 from dbo_runtime.planner.costs.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
-from dbo_runtime.planner.costs.cost_table import CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CostTable, HostCost, Provenance
 from dbo_runtime.planner.costs.fit import fit_costs
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
@@ -28,7 +28,7 @@ BUDGET = 45.0  # seconds that a calibration takes at most, about
 
 
 class Identity(NamedTuple):
-    """What costs hold for, and what they were measured with; see `costs.Origin`."""
+    """What costs hold for, and what they were measured with; see `costs.Provenance`."""
 
     machine: Mapping[str, str]
     model: Mapping[str, str]
@@ -164,7 +164,7 @@ class CostSource:
         program = self._runtime.program
         costs, errors = fit_costs(found.samples, self._identity.bytes_per_token)
         identity = self._identity
-        origin = Origin(
+        origin = Provenance(
             kind="measured",
             source="python -m dbo_runtime calibrate",
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -191,10 +191,10 @@ class CostSource:
                 f"cost file {path}: it is of another program than the adapter records now; calibrate anew: "
                 "`python -m dbo_runtime calibrate`."
             )
-        if table.origin.versions != identity.versions:
+        if table.provenance.versions != identity.versions:
             self._log.warning(
                 "costs were measured with other versions",
-                then=dict(table.origin.versions),
+                then=dict(table.provenance.versions),
                 now=dict(identity.versions),
             )
         return table
@@ -204,8 +204,8 @@ class CostSource:
         self._log.info(
             "planning by costs",
             source=source,
-            kind=table.origin.kind,
-            date=table.origin.date,
+            kind=table.provenance.kind,
+            date=table.provenance.date,
             digest=table.digest,
             worst_fit=f"{max(table.errors.values(), default=0.0):.1%}",
             split_error=f"{table.split_error:.1%}",

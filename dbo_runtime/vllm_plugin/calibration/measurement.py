@@ -129,7 +129,9 @@ def merge_ranks(samples: Sequence[Sample]) -> Sample:
     """
     if samples[0].lane == COMM:
         return min(samples, key=lambda sample: sample.seconds)
-    return samples[0]._replace(seconds=fmean(s.seconds for s in samples), beside=fmean(s.beside for s in samples))
+    return samples[0]._replace(
+        seconds=fmean(s.seconds for s in samples), concurrent=fmean(s.concurrent for s in samples)
+    )
 
 
 def overlaps_itself(program: Program) -> bool:

@@ -39,8 +39,8 @@ def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tu
     (whole_fixed, whole_per_token), (split_fixed, split_per_token) = fit_rest(whole), fit_rest(split)
     host = replace(
         table.host,
-        whole=whole_fixed,
-        whole_per_token=whole_per_token,
+        unsplit=whole_fixed,
+        unsplit_per_token=whole_per_token,
         split=split_fixed,
         split_per_token=split_per_token,
     )

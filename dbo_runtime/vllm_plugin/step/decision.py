@@ -204,7 +204,7 @@ class StepDecider:
         if self._runtime.config.mode != "auto" or self._transport not in NOTHING_TO_HIDE:
             return None
         planner = self._runtime.planner
-        if planner is not None and (self._transport == "one host" or planner.knows_side):
+        if planner is not None and (self._transport == "one host" or planner.can_use_side):
             return None
         return Decline("no communication to hide", NOTHING_TO_HIDE[self._transport])
 

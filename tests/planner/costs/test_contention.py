@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.contention import MOST_CONTENTION, fit_contention
-from dbo_runtime.planner.costs.cost_table import ComputeCost, Cost
+from dbo_runtime.planner.costs.contention import MAX_CONTENTION, fit_contention
+from dbo_runtime.planner.costs.cost_table import ComputeCost, OpCost
 from dbo_runtime.planner.costs.samples import Sample
 from tests.planner.costs.test_fit import HINGE, LINE, PROMPTS, REDUCE, measure
 
 
-def overlap(cost: Cost, factor: float, share: float, loads: Iterable[BatchFeatures] = PROMPTS) -> list[Sample]:
-    """Return samples of which *share* of the work was done beside another lane, slower by *factor*."""
+def overlap(cost: OpCost, factor: float, share: float, features: Iterable[BatchFeatures] = PROMPTS) -> list[Sample]:
+    """Return samples of which *share* of the work was done concurrently with another lane, slower by *factor*."""
     samples = []
-    for sample in measure(cost, loads):
-        beside = sample.seconds * share * factor
-        samples.append(sample._replace(seconds=sample.seconds * (1 - share) + beside, beside=beside))
+    for sample in measure(cost, features):
+        concurrent = sample.seconds * share * factor
+        samples.append(sample._replace(seconds=sample.seconds * (1 - share) + concurrent, concurrent=concurrent))
     return samples
 
 
@@ -34,23 +34,23 @@ def test_contention_is_found_whatever_the_share_of_overlap(factor: float, share:
 def test_contention_is_found_for_each_lane_over_all_its_ops() -> None:
     twin = [sample._replace(op="twin") for sample in overlap(HINGE, 1.5, 0.4)]
     reduce = [sample._replace(op="reduce") for sample in overlap(REDUCE, 1.2, 0.7)]
-    costs: dict[str, Cost] = {"op": LINE, "twin": HINGE, "reduce": REDUCE}
+    costs: dict[str, OpCost] = {"op": LINE, "twin": HINGE, "reduce": REDUCE}
     found = fit_contention(costs, [*overlap(LINE, 1.5, 0.9), *twin, *reduce])
     assert found == pytest.approx({"compute": 1.5, "comm": 1.2})
 
 
 def test_disturbed_samples_hardly_change_contention() -> None:
     repeats = [sample for share in (0.5, 0.6, 0.7) for sample in overlap(LINE, 1.5, share)]
-    disturbed = [s._replace(seconds=s.seconds * 50, beside=s.beside * 50) for s in overlap(LINE, 1.5, 0.8)]
+    disturbed = [s._replace(seconds=s.seconds * 50, concurrent=s.concurrent * 50) for s in overlap(LINE, 1.5, 0.8)]
     assert fit_contention({"op": LINE}, repeats + disturbed)["compute"] == pytest.approx(1.5, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("samples", "factor"),
     [
-        (measure(LINE, PROMPTS), 1.0),  # nothing beside
+        (measure(LINE, PROMPTS), 1.0),  # nothing concurrent
         ([Sample("op", "compute", BatchFeatures(100), 100e-6, 100e-6)], 1.0),  # faster than alone
-        ([Sample("op", "compute", BatchFeatures(100), 12.0, 12.0)], MOST_CONTENTION),
+        ([Sample("op", "compute", BatchFeatures(100), 12.0, 12.0)], MAX_CONTENTION),
         ([Sample("op", "compute", BatchFeatures(100), 13.0, 1.0)], 1.0),  # all work was done without the other lane
     ],
 )
@@ -63,22 +63,22 @@ def test_without_samples_there_is_no_contention() -> None:
 
 
 def test_contention_of_an_op_without_a_cost_is_refused() -> None:
-    with pytest.raises(ConfigError, match="op op was measured beside another lane but has no cost"):
+    with pytest.raises(ConfigError, match="op op was measured concurrently with others but has no cost"):
         fit_contention({}, overlap(LINE, 2, 0.5))
 
 
 @given(st.floats(1, 4), st.floats(0, 1e-3))
-def test_what_an_op_takes_longer_whatever_runs_beside_it_is_no_contention(factor: float, credit: float) -> None:
+def test_what_an_op_takes_longer_whatever_is_concurrent_is_no_contention(factor: float, credit: float) -> None:
     """A link that rested has credit, and a message that follows another has none."""
     late = [s._replace(seconds=s.seconds + credit) for s in overlap(REDUCE, factor, 0.3)]
     found = fit_contention({"op": REDUCE}, [*measure(REDUCE, PROMPTS), *late])
     assert found == {"comm": pytest.approx(factor, rel=1e-6)}
 
 
-def test_nothing_is_said_of_a_side_lane_that_never_ran_beside_another() -> None:
+def test_nothing_is_said_of_a_side_lane_that_never_ran_concurrently() -> None:
     """Costs that say how it slows others let the planner use it: that takes a look."""
     samples = [Sample(op, lane, BatchFeatures(8), 1.0) for op, lane in (("attention", "compute"), ("keys", "side"))]
-    costs: dict[str, Cost] = {"attention": ComputeCost(1.0), "keys": ComputeCost(1.0)}
+    costs: dict[str, OpCost] = {"attention": ComputeCost(1.0), "keys": ComputeCost(1.0)}
     assert fit_contention(costs, samples) == {"compute": 1.0}
-    beside = [sample._replace(beside=0.5) for sample in samples]
-    assert fit_contention(costs, beside).keys() == {"compute", "side"}
+    concurrent = [sample._replace(concurrent=0.5) for sample in samples]
+    assert fit_contention(costs, concurrent).keys() == {"compute", "side"}

@@ -23,7 +23,7 @@ from dbo_runtime.planner.costs.cost_file import (
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.program import Program
-from tests.planner.costs.test_cost_table import make_origin, make_table
+from tests.planner.costs.test_cost_table import make_provenance, make_table
 from tests.programs import record_three_lanes
 from tests.strategies import programs
 
@@ -83,7 +83,7 @@ def test_any_numbers_come_back_the_very_same(
     tmp_path_factory: pytest.TempPathFactory, compute: Any, comm: Any, source: str, **changes: Any
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
-    table = make_table({"mlp": compute, "mlp_reduce": comm}, origin=make_origin(source=source), **changes)
+    table = make_table({"mlp": compute, "mlp_reduce": comm}, provenance=make_provenance(source=source), **changes)
     save_costs(table, path)
     assert load_costs(path) == table
     assert load_costs(path).digest == table.digest
@@ -155,7 +155,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         ('{"format": 2}', "format is 2; this version"),
         ('{"format": true}', "format is True; this version"),
         ('{"format": 1}', "kind is missing"),
-        ('{"format": 1, "host": {"issue_us": 1, "issue_us": 2}}', "issue_us stands twice in one object"),
+        ('{"format": 1, "host": {"issue_us": 1, "issue_us": 2}}', "issue_us appears twice in one object"),
     ],
 )
 def test_what_is_no_cost_file_is_refused(path: Path, text: str | bytes, says: str) -> None:

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
 from tests.programs import record_chain, record_toy
 
 NAN, INF = float("nan"), float("inf")
-LOAD = BatchFeatures(10, 55.0, 40.0)
+FEATURES = BatchFeatures(10, 55.0, 40.0)
 FULL = ComputeCost(fixed=1.0, per_token=2.0, weights=5.0, per_pair=0.5)
 
 
-def make_origin(**changes: Any) -> Origin:
+def make_provenance(**changes: Any) -> Provenance:
     values: dict[str, Any] = {
         "kind": "measured",
         "source": "a test",
@@ -34,12 +34,12 @@ def make_origin(**changes: Any) -> Origin:
         "parallel": {"tensor": 2},
         "versions": {"dbo_runtime": "0.1.0"},
     }
-    return Origin(**{**values, **changes})
+    return Provenance(**{**values, **changes})
 
 
-def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
+def make_table(ops: dict[str, OpCost] | None = None, **changes: Any) -> CostTable:
     """Return a table for the toy, with *ops* instead of its own costs of those names."""
-    costs: dict[str, Cost] = {
+    costs: dict[str, OpCost] = {
         "attn_norm": ComputeCost(fixed=2e-6),
         "attention": ComputeCost(2e-6, 0.3e-6, 10e-6, 1e-9),
         "attn_reduce": CommCost(20e-6, 1e-10, 14336),
@@ -49,11 +49,11 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
         "final_norm": ComputeCost(),
     }
     values: dict[str, Any] = {
-        "origin": make_origin(),
+        "provenance": make_provenance(),
         "program": describe_program(record_toy(layers=3)),
         "ops": {**costs, **(ops or {})},
         "contention": {"compute": 1.1, "comm": 1},
-        "host": HostCost(issue=5e-6, computes=True, whole=-1e-3, split=2e-3),
+        "host": HostCost(issue=5e-6, computes=True, unsplit=-1e-3, split=2e-3),
         "errors": {"mlp": 0.03},
         "split_error": 0.02,
     }
@@ -61,7 +61,7 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "context_lens", "load"),
+    ("query_lens", "context_lens", "features"),
     [
         ([], (), BatchFeatures(0)),
         ([4], (), BatchFeatures(4, 10.0, prefills=1)),
@@ -69,8 +69,10 @@ def make_table(ops: dict[str, Cost] | None = None, **changes: Any) -> CostTable:
         ([4, 1, 2], [10, 7, 0], BatchFeatures(7, 10 + 3, 40, prefills=2, context=10, decodes=1, decode_pairs=8)),
     ],
 )
-def test_the_load_of_a_batch_is_counted(query_lens: list[int], context_lens: list[int], load: BatchFeatures) -> None:
-    assert measure_features(query_lens, context_lens) == load
+def test_the_load_of_a_batch_is_counted(
+    query_lens: list[int], context_lens: list[int], features: BatchFeatures
+) -> None:
+    assert measure_features(query_lens, context_lens) == features
 
 
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(0, 40)), min_size=1, max_size=4))
@@ -82,24 +84,24 @@ def test_pairs_are_those_a_causal_mask_leaves(requests: list[tuple[int, int]]) -
         for column in range(context + query)
         if column <= context + row
     ]
-    load = measure_features([query for query, _ in requests], [context for _, context in requests])
-    assert load.context_pairs == sum(visible)
-    assert load.pairs == len(visible) - sum(visible)
+    features = measure_features([query for query, _ in requests], [context for _, context in requests])
+    assert features.context_pairs == sum(visible)
+    assert features.pairs == len(visible) - sum(visible)
 
 
 def test_what_a_backend_takes_for_a_decode_is_none_of_the_prefills() -> None:
-    load = measure_features([3, 4], [5, 0], decode_len=3)
-    assert load == BatchFeatures(7, 10.0, prefills=1, decodes=3, decode_pairs=3 * 8)
+    features = measure_features([3, 4], [5, 0], decode_len=3)
+    assert features == BatchFeatures(7, 10.0, prefills=1, decodes=3, decode_pairs=3 * 8)
 
 
 def test_attention_pays_for_all_it_does() -> None:
-    load = BatchFeatures(10, 13, 11, prefills=2, context=3, decodes=5, decode_pairs=7)
-    assert ComputeCost(per_pair=100).time(load) == 1300
-    assert ComputeCost(per_context_pair=100).time(load) == 1100
-    assert ComputeCost(per_prefill=100).time(load) == 200
-    assert ComputeCost(per_context=100).time(load) == 300
-    assert ComputeCost(per_decode=100).time(load) == 500
-    assert ComputeCost(per_decode_pair=100).time(load) == 700
+    features = BatchFeatures(10, 13, 11, prefills=2, context=3, decodes=5, decode_pairs=7)
+    assert ComputeCost(per_pair=100).time(features) == 1300
+    assert ComputeCost(per_context_pair=100).time(features) == 1100
+    assert ComputeCost(per_prefill=100).time(features) == 200
+    assert ComputeCost(per_context=100).time(features) == 300
+    assert ComputeCost(per_decode=100).time(features) == 500
+    assert ComputeCost(per_decode_pair=100).time(features) == 700
 
 
 def test_contexts_of_other_requests_are_refused() -> None:
@@ -108,18 +110,18 @@ def test_contexts_of_other_requests_are_refused() -> None:
 
 
 def test_a_compute_op_pays_for_weights_or_tokens_whichever_is_more() -> None:
-    assert FULL.time(LOAD) == 1 + 20 + 0.5 * 55
-    assert FULL.time(LOAD._replace(tokens=2)) == 1 + 5 + 0.5 * 55
-    assert replace(FULL, per_context_pair=0.25).time(LOAD) == 1 + 20 + 0.5 * 55 + 0.25 * 40
+    assert FULL.time(FEATURES) == 1 + 20 + 0.5 * 55
+    assert FULL.time(FEATURES._replace(tokens=2)) == 1 + 5 + 0.5 * 55
+    assert replace(FULL, per_context_pair=0.25).time(FEATURES) == 1 + 20 + 0.5 * 55 + 0.25 * 40
 
 
 def test_a_communication_op_pays_alpha_and_beta_for_each_byte() -> None:
-    assert CommCost(alpha=3.0, beta=0.25, bytes_per_token=8).time(LOAD) == 3 + 0.25 * 8 * 10
+    assert CommCost(alpha=3.0, beta=0.25, bytes_per_token=8).time(FEATURES) == 3 + 0.25 * 8 * 10
 
 
 def test_a_buffer_saves_no_more_than_a_message_is_long() -> None:
     cost = CommCost(alpha=3.0, beta=0.25, bytes_per_token=8, free_bytes=60)
-    assert (cost.time(LOAD), cost.credit(LOAD)) == (3 + 0.25 * 20, 0.25 * 60)
+    assert (cost.time(FEATURES), cost.credit(FEATURES)) == (3 + 0.25 * 20, 0.25 * 60)
     assert (cost.time(BatchFeatures(5)), cost.credit(BatchFeatures(5))) == (3, 0.25 * 40)
 
 
@@ -131,6 +133,13 @@ def test_credits_are_in_program_order_and_communications_only() -> None:
     assert credits["L1.mlp_reduce"] == pytest.approx(2e-6)
 
 
+def compute_weight_share(cost: ComputeCost, features: BatchFeatures) -> float:
+    """Return the w of docs/theory.md: the share of time that does not shrink when the batch is halved."""
+    unsplit = cost.time(features)
+    half = cost.time(BatchFeatures(*(amount / 2 for amount in features)))
+    return 2 * half / unsplit - 1 if unsplit else 0.0
+
+
 @pytest.mark.parametrize(
     ("cost", "share"),
     [
@@ -140,31 +149,33 @@ def test_credits_are_in_program_order_and_communications_only() -> None:
         (ComputeCost(weights=3.0), 1.0),
         (ComputeCost(), 0.0),
         (ComputeCost(fixed=10.0, per_token=1.0), 0.5),
-        (ComputeCost(weights=8.0, per_token=1.0), 0.6),  # the half costs 8, the whole 10
+        (ComputeCost(weights=8.0, per_token=1.0), 0.6),  # a half costs 8, both together 10
     ],
 )
 def test_the_weight_share_is_what_does_not_shrink_with_the_tokens(cost: ComputeCost, share: float) -> None:
-    assert cost.weight_share(LOAD) == pytest.approx(share)
+    assert compute_weight_share(cost, FEATURES) == pytest.approx(share)
 
 
 @given(st.builds(ComputeCost, *[st.floats(0, 1)] * 4, st.booleans()), st.integers(0, 5000))
 def test_two_halves_cost_1_plus_the_weight_share(cost: ComputeCost, half: int) -> None:
-    load = BatchFeatures(2 * half, 2.0 * half, 4.0 * half)
-    share = cost.weight_share(load)
-    assert 0 <= share <= 1
-    assert 2 * cost.time(BatchFeatures(half, 1.0 * half, 2.0 * half)) == pytest.approx((1 + share) * cost.time(load))
+    features = BatchFeatures(2 * half, 2.0 * half, 4.0 * half)
+    share = compute_weight_share(cost, features)
+    assert -1e-9 <= share <= 1 + 1e-9
+    assert 2 * cost.time(BatchFeatures(half, 1.0 * half, 2.0 * half)) == pytest.approx(
+        (1 + share) * cost.time(features)
+    )
 
 
 def test_times_are_those_of_the_programs_ops_in_their_order() -> None:
     table, program = make_table(), record_toy(layers=2)
-    times = table.times(program, LOAD)
-    assert times == [table.ops[op.name].time(LOAD) for op in program.ops]
+    times = table.times(program, FEATURES)
+    assert times == [table.ops[op.name].time(FEATURES) for op in program.ops]
     assert times[1] == pytest.approx(2e-6 + 10e-6 + 55e-9)
 
 
 def test_times_name_an_op_without_a_cost() -> None:
     with pytest.raises(ConfigError, match=r"op 'make' has no cost: .* another program; calibrate anew: `python -m dbo"):
-        make_table().times(record_chain(len, len), LOAD)
+        make_table().times(record_chain(len, len), FEATURES)
 
 
 def test_costs_of_this_machine_model_and_layout_fit() -> None:
@@ -193,7 +204,7 @@ def test_all_that_differs_is_listed_with_the_remedy() -> None:
         ({"ops": {"mlp_reduce": ComputeCost()}}, r"ops\.mlp_reduce must have alpha_us, beta_us_per_byte, bytes_per_"),
         ({"ops": {"mlp": CommCost(0, 0, 1)}}, r"ops\.mlp must have fixed_us, .*, because the op is on lane compute"),
         ({"host": HostCost(issue=-1e-6)}, r"host\.issue_us is -1;"),
-        ({"host": HostCost(whole=INF)}, r"host\.whole_us is inf; it must be a finite number\."),
+        ({"host": HostCost(unsplit=INF)}, r"host\.whole_us is inf; it must be a finite number\."),
         ({"host": HostCost(split=NAN)}, r"host\.split_us is nan; it must be a finite number\."),
         ({"contention": {"comm": 0.9}}, r"contention\.comm is 0.9; it must be a finite number of at least 1\."),
         (
@@ -229,26 +240,26 @@ def test_a_program_whose_op_has_no_cost_is_refused() -> None:
 )
 def test_an_origin_of_another_form_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        make_origin(**changes)
+        make_provenance(**changes)
 
 
 def test_a_table_cannot_be_changed() -> None:
-    ops: dict[str, Cost] = {"mlp": ComputeCost(1e-6)}
+    ops: dict[str, OpCost] = {"mlp": ComputeCost(1e-6)}
     table = make_table(ops)
     with pytest.raises(TypeError):
         table.ops["mlp"] = ComputeCost(2e-6)  # type: ignore[index]
     with pytest.raises(TypeError):
-        table.origin.machine["chip"] = "B"  # type: ignore[index]
+        table.provenance.machine["chip"] = "B"  # type: ignore[index]
     with pytest.raises(FrozenInstanceError):
         table.host = HostCost()  # type: ignore[misc]
 
 
 def test_a_table_does_not_change_with_what_it_was_made_of() -> None:
     contention, machine = {"comm": 1.5}, {"chip": "A"}
-    table = make_table(contention=contention, origin=make_origin(machine=machine))
+    table = make_table(contention=contention, provenance=make_provenance(machine=machine))
     digest = table.digest
     contention["comm"], machine["chip"] = 2.0, "B"
-    assert (table.contention, table.origin.machine, table.digest) == ({"comm": 1.5}, {"chip": "A"}, digest)
+    assert (table.contention, table.provenance.machine, table.digest) == ({"comm": 1.5}, {"chip": "A"}, digest)
 
 
 def test_equal_tables_have_equal_digests_whatever_the_order_and_the_kind_of_their_numbers() -> None:
@@ -262,7 +273,7 @@ def test_equal_tables_have_equal_digests_whatever_the_order_and_the_kind_of_thei
     assert again.digest == table.digest
     assert len(table.digest) == 16
     assert int(table.digest, 16) >= 0
-    zeros = [make_table(host=HostCost(whole=zero)) for zero in (0, 0.0, -0.0)]
+    zeros = [make_table(host=HostCost(unsplit=zero)) for zero in (0, 0.0, -0.0)]
     assert len({zero.digest for zero in zeros}) == 1
 
 
@@ -276,8 +287,8 @@ def test_equal_tables_have_equal_digests_whatever_the_order_and_the_kind_of_thei
         {"errors": {}},
         {"split_error": 0.0},
         {"program": describe_program(record_toy(layers=4))},
-        {"origin": make_origin(date="2026-02-01")},
-        {"origin": make_origin(parallel={"tensor": 4})},
+        {"provenance": make_provenance(date="2026-02-01")},
+        {"provenance": make_provenance(parallel={"tensor": 4})},
     ],
 )
 def test_digests_differ_where_tables_do(changes: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.fit import fit_costs
 from dbo_runtime.planner.costs.samples import Sample
 
@@ -37,18 +37,18 @@ MASKED_HINGE = replace(MASKED, weights=200e-6)
 REDUCE = CommCost(30e-6, 1e-10, 14336)
 
 
-def measure(cost: Cost, loads: Iterable[BatchFeatures], **sample: Any) -> list[Sample]:
+def measure(cost: OpCost, features: Iterable[BatchFeatures], **sample: Any) -> list[Sample]:
     """Return one sample a load, as exact as they come."""
     lane = "comm" if isinstance(cost, CommCost) else "compute"
-    return [Sample("op", lane, load, cost.time(load), **sample) for load in loads]
+    return [Sample("op", lane, features, cost.time(features), **sample) for features in features]
 
 
-def measure_badly(cost: Cost, loads: Iterable[BatchFeatures], noise: float, seed: int = 0) -> list[Sample]:
+def measure_badly(cost: OpCost, features: Iterable[BatchFeatures], noise: float, seed: int = 0) -> list[Sample]:
     """Return nine samples a load that scatter by *noise*; about one in twenty takes twenty times as long."""
     random = np.random.default_rng(seed)
     return [
         sample._replace(seconds=sample.seconds * factor * disturbed)
-        for sample in measure(cost, loads) * 9
+        for sample in measure(cost, features) * 9
         for factor in [1 + noise * random.uniform(-1, 1)]
         for disturbed in [20 if random.random() < 0.05 else 1]
     ]
@@ -58,18 +58,18 @@ def fit(samples: list[Sample], bytes_per_token: float = 14336) -> Any:
     return fit_costs(samples, bytes_per_token)[0]["op"]
 
 
-def approx(cost: Cost, rel: float = 1e-6) -> Any:
+def approx(cost: OpCost, rel: float = 1e-6) -> Any:
     """Return what compares equal to nearly the same predictions."""
     return pytest.approx(predict(cost), rel=rel)
 
 
-def predict(cost: Cost) -> list[float]:
+def predict(cost: OpCost) -> list[float]:
     """Return the seconds at loads that were measured and at others."""
-    return [cost.time(load) for load in (*MIXED, *UNSEEN)]
+    return [cost.time(features) for features in (*MIXED, *UNSEEN)]
 
 
 @pytest.mark.parametrize("cost", [LINE, FLAT, HINGE, MASKED, DENSE, MASKED_HINGE, ComputeCost(), REDUCE])
-def test_exact_measurements_give_back_the_cost(cost: Cost) -> None:
+def test_exact_measurements_give_back_the_cost(cost: OpCost) -> None:
     found = fit(measure(cost, MIXED))
     assert type(found) is type(cost)
     assert asdict(found) == pytest.approx(asdict(cost), rel=1e-6, abs=1e-18)
@@ -77,7 +77,7 @@ def test_exact_measurements_give_back_the_cost(cost: Cost) -> None:
 
 @pytest.mark.parametrize("cost", [LINE, FLAT, HINGE, MASKED, DENSE, MASKED_HINGE, REDUCE])
 @pytest.mark.parametrize("seed", range(3))
-def test_noise_and_outliers_hardly_matter(cost: Cost, seed: int) -> None:
+def test_noise_and_outliers_hardly_matter(cost: OpCost, seed: int) -> None:
     costs, errors = fit_costs(measure_badly(cost, MIXED, noise=0.05, seed=seed), 14336)
     assert predict(costs["op"]) == approx(cost, rel=0.05)
     assert 0 < errors["op"] < 0.05
@@ -100,7 +100,9 @@ def test_a_kink_before_the_last_size_gives_back_what_was_measured() -> None:
     """Where exactly it lies cannot be told then, nor how steep it is beyond."""
     hinge = ComputeCost(10e-6, 1e-6, weights=3000e-6)
     found = fit(measure(hinge, PROMPTS))
-    assert [found.time(load) for load in PROMPTS] == pytest.approx([hinge.time(load) for load in PROMPTS])
+    assert [found.time(features) for features in PROMPTS] == pytest.approx(
+        [hinge.time(features) for features in PROMPTS]
+    )
 
 
 def test_one_small_size_that_took_long_makes_no_kink() -> None:
@@ -135,10 +137,10 @@ def test_no_more_terms_are_fitted_than_measurements_can_tell() -> None:
 )
 def test_what_is_exactly_linear_is_reproduced(fixed: float, per_token: float, sizes: list[int]) -> None:
     for cost in (ComputeCost(fixed, per_token), CommCost(fixed, per_token / 8, 8)):
-        loads = [measure_features([size], ()) for size in sizes]
-        costs, errors = fit_costs(measure(cost, loads), 8)
-        assert [costs["op"].time(load) for load in loads] == pytest.approx(
-            [cost.time(load) for load in loads], rel=1e-6, abs=1e-15
+        features = [measure_features([size], ()) for size in sizes]
+        costs, errors = fit_costs(measure(cost, features), 8)
+        assert [costs["op"].time(features) for features in features] == pytest.approx(
+            [cost.time(features) for features in features], rel=1e-6, abs=1e-15
         )
         assert errors["op"] < 1e-5
 
@@ -169,12 +171,12 @@ def test_the_error_is_the_median_over_the_loads() -> None:
 
 
 def test_durations_of_zero_are_no_trouble() -> None:
-    found = fit([Sample("op", "compute", load, 0.0) for load in PROMPTS])
+    found = fit([Sample("op", "compute", features, 0.0) for features in PROMPTS])
     assert found == ComputeCost()
 
 
-def test_samples_beside_another_lane_do_not_count_as_costs() -> None:
-    slowed = [s._replace(seconds=s.seconds * 3, beside=s.seconds) for s in measure(LINE, PROMPTS)]
+def test_samples_concurrent_with_another_lane_do_not_count_as_costs() -> None:
+    slowed = [s._replace(seconds=s.seconds * 3, concurrent=s.seconds) for s in measure(LINE, PROMPTS)]
     assert predict(fit([*measure(LINE, PROMPTS), *slowed, *slowed])) == approx(LINE)
 
 
@@ -184,12 +186,12 @@ def test_samples_beside_another_lane_do_not_count_as_costs() -> None:
         ([], 1, "no op was measured; measure unsplit steps of at least two sizes"),
         (measure(LINE, PROMPTS[:1] * 3), 1, "op op was measured at 32 tokens only; measure unsplit steps of at least"),
         (measure(LINE, [BatchFeatures(8, 1), BatchFeatures(8, 2)]), 1, "op op was measured at 8 tokens only"),
-        (measure(LINE, PROMPTS, beside=1e-9), 1, "op op was measured only beside another lane, never alone"),
+        (measure(LINE, PROMPTS, concurrent=1e-9), 1, "only concurrently with another lane, never alone"),
         (measure(REDUCE, PROMPTS), 0, "bytes_per_token is 0; it must be above 0, because op op communicates"),
         (measure(LINE, PROMPTS) + measure(REDUCE, PROMPTS), 1, "op op runs on lanes comm and compute"),
         ([Sample("op", "compute", PROMPTS[0], -1.0)], 1, "op op has a sample of -1 s"),
         ([Sample("op", "compute", PROMPTS[0], float("nan"))], 1, "op op has a sample of nan s"),
-        ([Sample("op", "compute", PROMPTS[0], 1.0, 2.0)], 1, "of which 2 s beside another lane"),
+        ([Sample("op", "compute", PROMPTS[0], 1.0, 2.0)], 1, "of which 2 s concurrent with another lane"),
     ],
 )
 def test_what_cannot_be_fitted_says_why(samples: list[Sample], bytes_per_token: float, says: str) -> None:
@@ -208,24 +210,28 @@ def test_decodes_and_cached_tokens_are_told_apart_from_prefills() -> None:
         per_decode=7e-6,
         per_decode_pair=3e-8,
     )
-    loads = [
+    features = [
         measure_features([q] * r, [c] * r) for q in (1, 16, 128, 512, 2048) for r in (1, 8) for c in (0, 100, 1000)
     ]
-    found = fit(measure(attention, loads))
+    found = fit(measure(attention, features))
     unseen = [
         measure_features([1, 1, 700], [50, 900, 0]),
         measure_features([64] * 5, [300] * 5),
         measure_features([1] * 30, [400] * 30),
     ]
-    assert [found.time(load) for load in unseen] == pytest.approx([attention.time(load) for load in unseen], rel=1e-3)
+    assert [found.time(features) for features in unseen] == pytest.approx(
+        [attention.time(features) for features in unseen], rel=1e-3
+    )
 
 
 def test_what_buffers_take_at_once_is_found() -> None:
     link = CommCost(400e-6, 4e-8, 1024, free_bytes=48_000)
-    loads = [measure_features([size], ()) for size in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)]
-    found = fit(measure(link, loads), bytes_per_token=1024)
+    features = [measure_features([size], ()) for size in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)]
+    found = fit(measure(link, features), bytes_per_token=1024)
     assert found.free_bytes == pytest.approx(48_000, rel=0.2)
-    assert [found.time(load) for load in UNSEEN] == pytest.approx([link.time(load) for load in UNSEEN], rel=0.02)
+    assert [found.time(features) for features in UNSEEN] == pytest.approx(
+        [link.time(features) for features in UNSEEN], rel=0.02
+    )
 
 
 def test_a_line_needs_no_buffer() -> None:

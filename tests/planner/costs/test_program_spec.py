@@ -15,7 +15,7 @@ from dbo_models.deepseek import DeepseekAdapter
 from dbo_runtime.adapter import record_program
 from dbo_runtime.errors import ConfigError, ProgramError
 from dbo_runtime.planner.costs.program_spec import (
-    MOST_LAYERS,
+    MAX_LAYERS,
     LayerRun,
     OpSpec,
     ProgramSpec,
@@ -90,7 +90,7 @@ PROGRAMS = {
 
 
 def strip(program: Program) -> Program:
-    """Return the program without what a sketch leaves out."""
+    """Return the program without what a spec leaves out."""
     ops = tuple(replace(op, fn=do_nothing, declared_at="") for op in program.ops)
     return replace(program, ops=ops)
 
@@ -152,12 +152,12 @@ def reads_a_hidden_value(program: Program) -> bool:
 @given(layered_programs())
 def test_a_program_with_layers_comes_back_as_it_was_unless_it_reads_a_hidden_value(program: Program) -> None:
     if reads_a_hidden_value(program):
-        with pytest.raises(ProgramError, match="cannot tell them apart"):
+        with pytest.raises(ProgramError, match="cannot distinguish them"):
             describe_program(program)
     else:
-        sketch = describe_program(program)
-        assert strip(build_program(sketch)) == strip(program)
-        assert describe_program(build_program(sketch)) == sketch
+        spec = describe_program(program)
+        assert strip(build_program(spec)) == strip(program)
+        assert describe_program(build_program(spec)) == spec
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_equal_layers_become_one_run(name: str, repeats: list[int]) -> None:
 
 
 def test_values_are_named_after_who_wrote_them() -> None:
-    sketch = describe_program(record_toy(layers=2))
-    first, second, last = sketch.runs
-    assert sketch.inputs == ("x", "positions")
-    assert sketch.outputs == ("final_norm",)
+    spec = describe_program(record_toy(layers=2))
+    first, second, last = spec.runs
+    assert spec.inputs == ("x", "positions")
+    assert spec.outputs == ("final_norm",)
     assert first.ops[0] == OpSpec("attn_norm", "compute", ("x", "x"), outputs=2)
     assert first.ops[3] == OpSpec("mlp_norm", "compute", ("attn_reduce", "attn_norm.1"), outputs=2)
     assert second.ops[0] == OpSpec("attn_norm", "compute", ("mlp_reduce", "mlp_norm.1"), outputs=2)
@@ -237,17 +237,17 @@ def test_layers_of_a_stage_of_a_pipeline_are_numbered_from_0() -> None:
 
 @pytest.mark.parametrize("layers", [[0, 2], [1, 0], [3, 2]])
 def test_layers_that_do_not_count_up_are_refused(layers: list[int]) -> None:
-    with pytest.raises(ProgramError, match=r"layers are \[[\d, ]+\], in this order; a sketch needs them to count up"):
+    with pytest.raises(ProgramError, match=r"layers are \[[\d, ]+\], in this order; a program spec needs consecutive"):
         describe_program(record_mlps(layers))
 
 
-def test_ops_recorded_from_a_sketch_refuse_to_run() -> None:
+def test_ops_recorded_from_a_spec_refuse_to_run() -> None:
     program = build_program(describe_program(record_toy(layers=1)))
     with pytest.raises(ProgramError, match="can be planned, but has no functions to run"):
         program.ops[0].fn(1, 2)
 
 
-def make_sketch(
+def make_spec(
     repeat: int = 1, layered: bool = True, outputs: tuple[str, ...] = ("mlp",), **changes: Any
 ) -> ProgramSpec:
     op = OpSpec("mlp", "compute", ("x",))._replace(**changes)
@@ -257,21 +257,21 @@ def make_sketch(
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: make_sketch(repeat=0), r"program\.runs\[0\]\.repeat is 0; it must be from 1 to 10000"),
-        (lambda: make_sketch(repeat=MOST_LAYERS + 1), r"program\.runs\[0\]\.repeat is 10001"),
-        (lambda: make_sketch(repeat=2, layered=False), r"runs\[0\]\.repeat is 2; it must be 1 for ops outside any"),
-        (lambda: make_sketch(name="a b"), r"program\.runs\[0\]\.ops\[0\]: op name 'a b' must be a plain word"),
-        (lambda: make_sketch(lane=""), r"program\.runs\[0\]\.ops\[0\]: lane '' must be a plain word"),
-        (lambda: make_sketch(reads=("y",)), r"program\.runs\[0\]\.ops\[0\]\.reads has 'y', which no input and no"),
-        (lambda: make_sketch(overwrites=("y",)), r"program\.runs\[0\]\.ops\[0\]\.overwrites has 'y', which no"),
-        (lambda: make_sketch(reads=(), overwrites=("x",)), r"runs\[0\]\.ops\[0\]: .* overwrites %0:x, which it does"),
-        (lambda: make_sketch(outputs=("y",)), r"program\.outputs has 'y', which no input and no earlier op writes"),
-        (lambda: make_sketch(overwrites=("x",), outputs=("x",)), r"program: the program's result reads %0:x after"),
+        (lambda: make_spec(repeat=0), r"program\.runs\[0\]\.repeat is 0; it must be from 1 to 10000"),
+        (lambda: make_spec(repeat=MAX_LAYERS + 1), r"program\.runs\[0\]\.repeat is 10001"),
+        (lambda: make_spec(repeat=2, layered=False), r"runs\[0\]\.repeat is 2; it must be 1 for ops outside any"),
+        (lambda: make_spec(name="a b"), r"program\.runs\[0\]\.ops\[0\]: op name 'a b' must be a plain word"),
+        (lambda: make_spec(lane=""), r"program\.runs\[0\]\.ops\[0\]: lane '' must be a plain word"),
+        (lambda: make_spec(reads=("y",)), r"program\.runs\[0\]\.ops\[0\]\.reads has 'y', which no input and no"),
+        (lambda: make_spec(overwrites=("y",)), r"program\.runs\[0\]\.ops\[0\]\.overwrites has 'y', which no"),
+        (lambda: make_spec(reads=(), overwrites=("x",)), r"runs\[0\]\.ops\[0\]: .* overwrites %0:x, which it does"),
+        (lambda: make_spec(outputs=("y",)), r"program\.outputs has 'y', which no input and no earlier op writes"),
+        (lambda: make_spec(overwrites=("x",), outputs=("x",)), r"program: the program's result reads %0:x after"),
         (lambda: ProgramSpec(("x",), (LayerRun(1, ()),), ()), r"program\.runs\[0\]\.ops is empty"),
         (lambda: ProgramSpec(("x",), (), ()), "program: the program has no ops"),
     ],
 )
-def test_a_sketch_of_no_program_cannot_be_made(make: Callable[[], ProgramSpec], says: str) -> None:
+def test_a_spec_of_no_program_cannot_be_made(make: Callable[[], ProgramSpec], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
 

@@ -8,19 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.planner.online.correction import LARGEST_STEP, LIMIT, PERIOD, SPLIT, UNSPLIT, WINDOW, Correction
+from dbo_runtime.planner.online.correction import (
+    MAX_LOG,
+    MAX_LOG_CHANGE,
+    PERIOD_STEPS,
+    SPLIT,
+    UNSPLIT,
+    WINDOW_STEPS,
+    Correction,
+)
 
-RATIOS = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=2 * WINDOW)
+RATIOS = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=2 * WINDOW_STEPS)
 PROPOSALS = st.lists(
     st.dictionaries(st.sampled_from([UNSPLIT, SPLIT]), st.floats(-5, 5), max_size=2), min_size=1, max_size=5
 )
 
 
-def learn(ratios: list[float], way: str = SPLIT) -> Correction:
+def learn(ratios: list[float], mode: str = SPLIT) -> Correction:
     """Return a correction that was told of steps that took *ratios* times what was predicted."""
     correction = Correction()
     for ratio in ratios:
-        correction.note(way, 2.0, 2.0 * ratio)
+        correction.note(mode, 2.0, 2.0 * ratio)
     return correction
 
 
@@ -43,13 +51,13 @@ def test_it_comes_to_what_steps_really_take() -> None:
 
 
 def test_a_way_that_never_ran_stays_as_predicted() -> None:
-    correction = learn([1.3] * 10, way=SPLIT)
+    correction = learn([1.3] * 10, mode=SPLIT)
     update(correction, times=20)
     assert correction.factor(UNSPLIT) == 1.0
 
 
 def test_both_ways_are_corrected_apart() -> None:
-    correction = learn([1.2] * 3, way=UNSPLIT)
+    correction = learn([1.2] * 3, mode=UNSPLIT)
     correction.note(SPLIT, 1.0, 0.9)
     update(correction, times=20)
     assert correction.factor(UNSPLIT) == pytest.approx(1.2)
@@ -64,11 +72,11 @@ def test_an_update_moves_by_little_and_not_beyond_the_aim(ratios: list[float], t
         before = math.log(correction.factor(SPLIT))
         update(correction)
         after = math.log(correction.factor(SPLIT))
-        assert abs(after - before) <= LARGEST_STEP + 1e-9
+        assert abs(after - before) <= MAX_LOG_CHANGE + 1e-9
         assert min(before, aim) - 1e-9 <= after <= max(before, aim) + 1e-9
 
 
-@pytest.mark.parametrize(("ratio", "limit"), [(1e6, LIMIT), (1e-6, -LIMIT)])
+@pytest.mark.parametrize(("ratio", "limit"), [(1e6, MAX_LOG), (1e-6, -MAX_LOG)])
 def test_no_correction_goes_beyond_the_limit(ratio: float, limit: float) -> None:
     correction = learn([ratio])
     update(correction, times=1000)
@@ -81,7 +89,7 @@ def test_outliers_move_nothing() -> None:
 
 
 def test_what_is_long_ago_is_forgotten() -> None:
-    correction = learn([3.0] * WINDOW + [1.1] * WINDOW)
+    correction = learn([3.0] * WINDOW_STEPS + [1.1] * WINDOW_STEPS)
     assert correction.propose() == {SPLIT: pytest.approx(math.log(1.1))}
 
 
@@ -109,8 +117,12 @@ def test_ranks_that_measured_nothing_have_no_say() -> None:
 
 def test_an_update_is_due_once_in_a_period() -> None:
     correction = Correction()
-    due = [correction.count() for _ in range(3 * PERIOD)]
-    assert [number for number, is_due in enumerate(due, 1) if is_due] == [PERIOD, 2 * PERIOD, 3 * PERIOD]
+    due = [correction.count() for _ in range(3 * PERIOD_STEPS)]
+    assert [number for number, is_due in enumerate(due, 1) if is_due] == [
+        PERIOD_STEPS,
+        2 * PERIOD_STEPS,
+        3 * PERIOD_STEPS,
+    ]
 
 
 @given(st.lists(PROPOSALS, max_size=8), RATIOS)

@@ -35,23 +35,25 @@ def cut_batches(draw: st.DrawFn) -> tuple[Batch, tuple[BatchSlice, ...]]:
 
 def count_load(batch: Batch, piece: BatchSlice) -> BatchFeatures:
     """Count the keys that each token of a micro-batch meets: of its own request, up to itself, new and cached ones."""
-    load = BatchFeatures(0)
+    features = BatchFeatures(0)
     first = 0
     for length, context in zip(batch.query_lens, batch.contexts, strict=True):
         own = [token - first for token in range(piece.first_token, piece.last_token) if 0 <= token - first < length]
         first += length
-        load = load._replace(tokens=load.tokens + len(own))
+        features = features._replace(tokens=features.tokens + len(own))
         if len(own) > batch.decode_len:
-            load = load._replace(
-                pairs=load.pairs + sum(position - own[0] + 1 for position in own),
-                context_pairs=load.context_pairs + sum(context + own[0] for _ in own),
-                prefills=load.prefills + 1,
-                context=load.context + context + own[0],
+            features = features._replace(
+                pairs=features.pairs + sum(position - own[0] + 1 for position in own),
+                context_pairs=features.context_pairs + sum(context + own[0] for _ in own),
+                prefills=features.prefills + 1,
+                context=features.context + context + own[0],
             )
         else:
             pairs = sum(context + own[-1] + 1 for _ in own)
-            load = load._replace(decodes=load.decodes + len(own), decode_pairs=load.decode_pairs + pairs)
-    return load
+            features = features._replace(
+                decodes=features.decodes + len(own), decode_pairs=features.decode_pairs + pairs
+            )
+    return features
 
 
 @given(cut_batches())
@@ -64,11 +66,14 @@ def test_the_load_of_a_micro_batch_is_what_its_tokens_add_up_to(case: tuple[Batc
 def test_cutting_loses_no_token_and_no_pair(case: tuple[Batch, tuple[BatchSlice, ...]]) -> None:
     batch, slices = case
     batch = replace(batch, decode_len=0)  # short pieces are prefills, too
-    (whole,) = measure_slices(batch, slice_batch(batch, ()))
-    loads = measure_slices(batch, slices)
-    assert sum(load.tokens for load in loads) == whole.tokens
-    assert sum(load.pairs + load.context_pairs for load in loads) == whole.pairs + whole.context_pairs
-    assert sum(load.pairs for load in loads) <= whole.pairs
+    (unsplit,) = measure_slices(batch, slice_batch(batch, ()))
+    slice_features = measure_slices(batch, slices)
+    assert sum(features.tokens for features in slice_features) == unsplit.tokens
+    assert (
+        sum(features.pairs + features.context_pairs for features in slice_features)
+        == unsplit.pairs + unsplit.context_pairs
+    )
+    assert sum(features.pairs for features in slice_features) <= unsplit.pairs
 
 
 @pytest.mark.parametrize(
@@ -102,9 +107,11 @@ def test_what_is_in_the_kv_cache_counts() -> None:
     """Two prompts of 100 tokens, the second of which looks back on 900 more: it has nearly all pairs to itself."""
     batch = Batch((100, 100), 200, context_lens=(0, 900))
     pairs = 100 * 101 / 2
-    assert MASKED.estimate_flops(measure_slices(batch, slice_batch(batch, (100,)))[0]) == pairs
+    assert MASKED.estimate_seconds(measure_slices(batch, slice_batch(batch, (100,)))[0]) == pairs
     (cut,) = balance_targets(batch, 2, MASKED)
-    before, after = (MASKED.estimate_flops(load) for load in measure_slices(batch, slice_batch(batch, (cut,))))
+    before, after = (
+        MASKED.estimate_seconds(features) for features in measure_slices(batch, slice_batch(batch, (cut,)))
+    )
     assert cut > 140
     assert before == pytest.approx(after, rel=0.03)
 
@@ -113,16 +120,16 @@ def test_what_is_in_the_kv_cache_counts() -> None:
 def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch, parts: int) -> None:
     batch = replace(batch, decode_len=0, cuttable=True)
     density = Density(2.0, pair=0.5, context_pair=0.5)
-    whole = density.estimate_flops(measure_slices(batch, slice_batch(batch, ()))[0])
+    unsplit = density.estimate_seconds(measure_slices(batch, slice_batch(batch, ()))[0])
 
     def weigh_before(offset: int) -> float:
         if offset == batch.tokens:
-            return whole
-        return density.estimate_flops(measure_slices(batch, slice_batch(batch, (offset,)))[0])
+            return unsplit
+        return density.estimate_seconds(measure_slices(batch, slice_batch(batch, (offset,)))[0])
 
     for part, target in enumerate(balance_targets(batch, parts, density), 1):
-        assert weigh_before(target) >= whole * part / parts - 1e-6
-        assert target == 1 or weigh_before(target - 1) < whole * part / parts + 1e-6
+        assert weigh_before(target) >= unsplit * part / parts - 1e-6
+        assert target == 1 or weigh_before(target - 1) < unsplit * part / parts + 1e-6
 
 
 def test_the_density_is_what_all_layers_add_up_to() -> None:

@@ -78,7 +78,7 @@ def test_nothing_is_split_that_is_predicted_to_lose(questions: list[tuple[str, t
 
 
 def test_a_prediction_says_what_a_split_brings() -> None:
-    text = "12.00 ms whole, 9.00 ms in 2 micro-batches: 25.0% less (5.0% more if costs are off)"
+    text = "12.00 ms unsplit, 9.00 ms in 2 micro-batches: 25.0% less (5.0% more if costs are off)"
     assert str(Prediction(12e-3, 9e-3, 2, -0.05)) == text
     assert Prediction(12e-3, 9e-3, 2).gain == pytest.approx(0.25)
     assert Prediction(0.0, 9e-3, 2).gain == 0.0

@@ -10,7 +10,7 @@ import pytest
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.planner.costs.cost_table import Cost
+from dbo_runtime.planner.costs.cost_table import OpCost
 from dbo_runtime.planner.online.planner import Planner
 from tests.planner.machines import PROGRAM, Machine, compute_gain, list_machines, make_table
 
@@ -61,9 +61,9 @@ def test_costs_that_say_by_how_much_they_are_off_lose_nothing() -> None:
 def test_costs_that_are_exact_leave_no_gain_behind(roofline: bool) -> None:
     config = replace(AUTO, policy=("alternate", 0))
     for machine in list_machines([1024]):
-        costs = machine.find_costs(roofline)
+        costs = machine.make_costs(roofline)
         batch = Batch((machine.tokens,), machine.tokens)
-        planner = Planner(PROGRAM, make_table(PROGRAM, costs), most_states=1)
+        planner = Planner(PROGRAM, make_table(PROGRAM, costs), max_states=1)
         best = compute_gain(costs, batch, planner.choose(batch, replace(config, mode="always")))
         gain = compute_gain(costs, batch, planner.choose(batch, config))
         assert gain == best or (gain == 0 and best <= AUTO.margin + 5e-3), machine
@@ -75,15 +75,15 @@ def plan_machines(
     """Return what is gained on each machine, by a step of each size: the least first."""
     gains = []
     for machine in list_machines(sizes):
-        costs = machine.find_costs(roofline)
-        planner = Planner(PROGRAM, make_table(PROGRAM, disturb(costs, noise), error), most_states=1)
+        costs = machine.make_costs(roofline)
+        planner = Planner(PROGRAM, make_table(PROGRAM, disturb(costs, noise), error), max_states=1)
         for tokens in TOKENS:
             batch = Batch((tokens,), tokens)
             gains.append((compute_gain(costs, batch, planner.choose(batch, config)), machine, tokens))
     return sorted(gains)
 
 
-def disturb(costs: dict[str, Cost], noise: Callable[[], float]) -> dict[str, Cost]:
+def disturb(costs: dict[str, OpCost], noise: Callable[[], float]) -> dict[str, OpCost]:
     """Return costs each number of which is off by a factor of its own."""
     numbers = ("fixed", "per_token", "weights", "alpha", "beta")
     return {

@@ -15,14 +15,14 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, HostCost
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.planner.search.search import ROUNDING
 from dbo_runtime.policies import staggered
 from dbo_runtime.validate import validate
-from tests.planner.machines import BYTES, PROGRAM, make_table, measure_whole, record_layers, simulate_split
+from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit, record_layers, simulate_split
 from tests.profiles import scale
 from tests.strategies import batches
 
@@ -34,7 +34,7 @@ FEW_STATES = 1_000
 
 
 # A prompt of 4096 tokens computes for 830 us a layer, a fifth of it attention, and communicates for 430.
-COSTS: dict[str, Cost] = {
+COSTS: dict[str, OpCost] = {
     "attention": ComputeCost(10e-6, 0.16e-6, 50e-6, 2e-11, 2e-11),
     "reduce": CommCost(20e-6, 1e-4 / BYTES * 1e-3, BYTES),
 }
@@ -74,7 +74,7 @@ def test_a_prompt_is_split_where_that_pays() -> None:
 
 def test_a_prompt_stays_whole_where_split_steps_took_longer_than_predicted_by_as_much_as_is_gained() -> None:
     sure = split(open_planner(), PROMPT, AUTO).prediction
-    longer = sure.whole / sure.split - 1
+    longer = sure.unsplit / sure.split - 1
     assert split(open_planner(split_error=longer * 0.99), PROMPT, AUTO).prediction.worst_case > 0
     declined = decline(open_planner(split_error=longer * 1.01), PROMPT, AUTO)
     assert declined.reason == "no gain predicted"
@@ -110,7 +110,7 @@ def test_a_decline_carries_what_was_predicted() -> None:
     predicted = split(planner, batch, ALWAYS).prediction
     assert predicted.gain < 0
     assert declined.detail.startswith(f"{predicted}; DBO_MARGIN asks for more than 3.0% less")
-    assert declined.expected == planner.predict_unsplit(measure_whole(batch))
+    assert declined.expected == planner.predict_unsplit(measure_unsplit(batch))
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
@@ -124,7 +124,7 @@ def test_as_many_micro_batches_as_the_settings_say(parts: int) -> None:
 )
 def test_without_a_number_the_best_is_taken(ops: Sequence[str], best: int) -> None:
     """Alike phases of high fixed cost gain nothing by a third micro-batch; unlike ones do."""
-    costs: dict[str, Cost] = {
+    costs: dict[str, OpCost] = {
         "attention": ComputeCost(20e-6, 0.1e-6),
         "long": ComputeCost(1e-6, 0.5e-6),
         "short": ComputeCost(1e-6, 0.15e-6),
@@ -158,10 +158,10 @@ def test_no_policy_is_predicted_faster_than_what_is_searched_for(
         for op in program.ops[:4]
     }
     planner = Planner(program, make_table(program, costs, contention=contention), FEW_STATES)
-    load = [BatchFeatures(1023)] * micro_batches  # the middle of a bucket: orders are searched for there
-    found = planner.predict_split(load, ALWAYS)
+    features = [BatchFeatures(1023)] * micro_batches  # the middle of a bucket: orders are searched for there
+    found = planner.predict_split(features, ALWAYS)
     for policy in (("alternate", 0), ("staggered", 1), ("sequential", 0)):
-        assert found <= planner.predict_split(load, replace(ALWAYS, policy=policy)) * 1.01  # shares are rounded
+        assert found <= planner.predict_split(features, replace(ALWAYS, policy=policy)) * 1.01  # shares are rounded
 
 
 def test_attention_moves_the_cut_to_where_both_parts_cost_the_same() -> None:
@@ -214,7 +214,7 @@ def test_what_is_declined_by_its_size_alone_gains_nothing(
 ) -> None:
     """All costs are in microseconds."""
     pairs = {"per_pair": per_pair * 1e-6, "per_context_pair": per_context_pair * 1e-6}
-    costs: dict[str, Cost] = {
+    costs: dict[str, OpCost] = {
         "attention": ComputeCost(fixed * 1e-6, per_token * 1e-6, **pairs),
         "reduce": CommCost(alpha * 1e-6, beta * 1e-6 / BYTES, BYTES),
     }
@@ -240,19 +240,19 @@ def test_an_op_without_a_cost_is_refused_at_once() -> None:
 
 
 def test_a_whole_step_takes_what_its_ops_take_one_after_the_other() -> None:
-    planner = open_planner(host=HostCost(whole=3e-3, split=1e-3))
-    load = measure_whole(PROMPT)
-    assert planner.predict_unsplit(load) == pytest.approx(3e-3 + sum(planner.table.times(PROGRAM, load)))
+    planner = open_planner(host=HostCost(unsplit=3e-3, split=1e-3))
+    features = measure_unsplit(PROMPT)
+    assert planner.predict_unsplit(features) == pytest.approx(3e-3 + sum(planner.table.times(PROGRAM, features)))
 
 
 def test_a_whole_step_takes_no_less_than_its_host() -> None:
     planner = open_planner(host=HostCost(issue=1.0))
-    assert planner.predict_unsplit(measure_whole(PROMPT)) == len(PROGRAM.ops)
+    assert planner.predict_unsplit(measure_unsplit(PROMPT)) == len(PROGRAM.ops)
 
 
 def test_what_the_host_adds_to_a_split_step_counts() -> None:
-    loads = measure_slices(PROMPT, slice_batch(PROMPT, (2048,)))
-    without, added = (open_planner(host=HostCost(split=s)).predict_split(loads, ALWAYS) for s in (0.0, 5e-3))
+    slice_features = measure_slices(PROMPT, slice_batch(PROMPT, (2048,)))
+    without, added = (open_planner(host=HostCost(split=s)).predict_split(slice_features, ALWAYS) for s in (0.0, 5e-3))
     assert added == pytest.approx(without + 5e-3)
 
 
@@ -269,9 +269,9 @@ def test_predictions_are_close_to_what_the_very_loads_would_take(batch: Batch, p
 def test_the_drawn_timeline_is_that_of_the_chosen_order() -> None:
     planner = open_planner()
     choice = split(planner, PROMPT, AUTO)
-    loads = measure_slices(PROMPT, choice.slices)
-    assert planner.find_schedule(loads, AUTO) == choice.order.schedule
-    drawn = planner.draw_timeline(choice.order.schedule, loads)
+    slice_features = measure_slices(PROMPT, choice.slices)
+    assert planner.get_schedule(slice_features, AUTO) == choice.order.schedule
+    drawn = planner.draw_timeline(choice.order.schedule, slice_features)
     assert max(span.end for span in drawn.spans) == pytest.approx(simulate_exactly(planner, PROMPT, choice))
 
 
@@ -279,8 +279,8 @@ def test_a_message_that_follows_another_at_once_is_predicted_to_pay_for_all_of_i
     reduce = CommCost(1e-6, 1e-6 / BYTES, BYTES, free_bytes=100 * BYTES)
     costs = {**COSTS, "attention": ComputeCost(1e-6), "reduce": reduce}
     planner = Planner(PROGRAM, make_table(PROGRAM, costs), FEW_STATES)
-    loads = [BatchFeatures(1000)] * 2
-    drawn = planner.draw_timeline(planner.find_schedule(loads, AUTO), loads)
+    slice_features = [BatchFeatures(1000)] * 2
+    drawn = planner.draw_timeline(planner.get_schedule(slice_features, AUTO), slice_features)
     sent = [span.end - span.start for span in drawn.spans if span.lane == "comm"]
     assert sent[0] == pytest.approx(901e-6)
     assert sent[1:] == pytest.approx([1000e-6 + 1e-6] * (len(sent) - 1), rel=0.01)  # attention gives hardly any rest
@@ -320,11 +320,11 @@ def test_what_is_learnt_does_not_build_up() -> None:
     """A prediction with the correction in it, noted against what was measured, asks for nothing more."""
     planner = open_planner()
     learn(planner, UNSPLIT, 1.2)
-    load = measure_whole(PROMPT)
-    corrected = planner.predict_unsplit(load)
+    features = measure_unsplit(PROMPT)
+    corrected = planner.predict_unsplit(features)
     planner.note(UNSPLIT, corrected, corrected)
     learn(planner, UNSPLIT, 1.0, times=20)
-    assert planner.predict_unsplit(load) == pytest.approx(corrected)
+    assert planner.predict_unsplit(features) == pytest.approx(corrected)
 
 
 def test_a_split_stays_while_half_of_the_margin_is_left() -> None:
@@ -332,7 +332,7 @@ def test_a_split_stays_while_half_of_the_margin_is_left() -> None:
     prediction = split(planner, PROMPT, AUTO).prediction
     gain = 0.7 * AUTO.margin
     for each in (planner, other):
-        learn(each, SPLIT, (1 - gain) * prediction.whole / prediction.split)
+        learn(each, SPLIT, (1 - gain) * prediction.unsplit / prediction.split)
     assert split(planner, PROMPT, AUTO).prediction.gain == pytest.approx(gain)
     decline(other, PROMPT, AUTO)
 
@@ -348,9 +348,9 @@ def test_ranks_that_are_asked_the_same_decide_alike(asked: list[Batch], learnt: 
         assert first.choose(batch, quick) == second.choose(batch, quick)
 
 
-def learn(planner: Planner, way: str, ratio: float, times: int = 40) -> None:
+def learn(planner: Planner, mode: str, ratio: float, times: int = 40) -> None:
     """Let a planner learn that steps take *ratio* times what its costs say."""
-    planner.note(way, planner.correction.factor(way), ratio)
+    planner.note(mode, planner.correction.factor(mode), ratio)
     for _ in range(times):
         planner.correct([planner.correction.propose()])
 
@@ -376,12 +376,14 @@ def test_every_rank_comes_to_the_same_choice() -> None:
 
 @pytest.mark.parametrize("largest", [64, 512, 4096])
 def test_the_largest_rank_decides(largest: int) -> None:
-    shared, even = (open_planner().choose_data_parallel(tokens, AUTO) for tokens in ((40, largest), (largest, largest)))
-    assert isinstance(shared, SplitChoice) == isinstance(even, SplitChoice) == (largest > 64)
-    if isinstance(shared, SplitChoice) and isinstance(even, SplitChoice):
-        assert shared.prediction == even.prediction
+    shared, break_even = (
+        open_planner().choose_data_parallel(tokens, AUTO) for tokens in ((40, largest), (largest, largest))
+    )
+    assert isinstance(shared, SplitChoice) == isinstance(break_even, SplitChoice) == (largest > 64)
+    if isinstance(shared, SplitChoice) and isinstance(break_even, SplitChoice):
+        assert shared.prediction == break_even.prediction
     else:
-        assert shared == even
+        assert shared == break_even
 
 
 def test_ranks_with_too_little_to_share_stay_whole() -> None:

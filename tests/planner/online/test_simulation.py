@@ -33,8 +33,8 @@ class Timed(NamedTuple):
     schedule: Schedule
     seconds: tuple[float, ...]
 
-    def cost(self, step: Instruction) -> float:
-        return self.seconds[self.schedule.instructions.index(step)]
+    def cost(self, instruction: Instruction) -> float:
+        return self.seconds[self.schedule.instructions.index(instruction)]
 
 
 @st.composite
@@ -64,7 +64,7 @@ def test_without_contention_it_is_the_simulation(case: Timed, issue: int) -> Non
 @given(timed())
 def test_with_a_host_that_computes_it_is_the_multi_rank_simulation_of_one_rank(case: Timed) -> None:
     expected = pass_forward(case.schedule, case.cost, host_computes=True)
-    assert simulate_ranks([case.schedule], lambda rank, step: case.cost(step)) == (expected,)
+    assert simulate_ranks([case.schedule], lambda rank, instruction: case.cost(instruction)) == (expected,)
     assert predict_timeline(case.schedule, case.cost, host=HostCost(computes=True)) == expected
 
 
@@ -79,14 +79,14 @@ def test_a_lane_that_is_not_slower_beside_others_changes_nothing(case: Timed, co
 @settings(max_examples=scale(300))
 @given(timed(), FACTORS)
 def test_contention_costs_time_but_no_more_than_if_it_never_ended(case: Timed, factors: dict[str, float]) -> None:
-    def slow(step: Instruction) -> float:
-        return case.cost(step) * factors[step.op.lane]
+    def slow(instruction: Instruction) -> float:
+        return case.cost(instruction) * factors[instruction.op.lane]
 
-    contended = find_ends(predict_timeline(case.schedule, case.cost, factors))
+    contended = list_ends(predict_timeline(case.schedule, case.cost, factors))
     for end, alone, slowed in zip(
         contended,
-        find_ends(simulate(case.schedule, case.cost)),
-        find_ends(simulate(case.schedule, slow)),
+        list_ends(simulate(case.schedule, case.cost)),
+        list_ends(simulate(case.schedule, slow)),
         strict=True,
     ):
         assert alone - 1e-9 <= end <= slowed + 1e-9
@@ -98,7 +98,7 @@ def test_a_lane_that_is_slower_makes_nothing_faster(
     case: Timed, factors: dict[str, float], lane: str, more: float
 ) -> None:
     slower = {**factors, lane: factors[lane] * more}
-    before, after = (max(find_ends(predict_timeline(case.schedule, case.cost, each))) for each in (factors, slower))
+    before, after = (max(list_ends(predict_timeline(case.schedule, case.cost, each))) for each in (factors, slower))
     assert after >= before - 1e-9
 
 
@@ -117,15 +117,15 @@ def test_two_ops_side_by_side_are_as_slow_as_worked_out_by_hand(
     seconds: tuple[float, ...], contention: dict[str, float], ends: tuple[float, ...]
 ) -> None:
     schedule = lower_lanes(("compute", "comm"))
-    timeline = predict_timeline(schedule, lambda step: seconds[step.issue.position], contention)
-    assert find_ends(timeline) == pytest.approx(ends)
+    timeline = predict_timeline(schedule, lambda instruction: seconds[instruction.issue.position], contention)
+    assert list_ends(timeline) == pytest.approx(ends)
 
 
 def test_a_lane_is_slower_while_any_other_runs() -> None:
     schedule = lower_lanes(LANES)
     seconds = (6.0, 2.0, 4.0)
-    timeline = predict_timeline(schedule, lambda step: seconds[step.issue.position], {"compute": 2.0})
-    assert find_ends(timeline) == [8, 2, 4]  # half of 4 done while the others run, 4 left
+    timeline = predict_timeline(schedule, lambda instruction: seconds[instruction.issue.position], {"compute": 2.0})
+    assert list_ends(timeline) == [8, 2, 4]  # half of 4 done while the others run, 4 left
 
 
 def test_a_lane_may_be_slower_beside_one_lane_than_beside_another() -> None:
@@ -138,8 +138,8 @@ def test_a_lane_may_be_slower_beside_one_lane_than_beside_another() -> None:
         ({"compute/comm": 4.0, "compute/aux": 2.0}, [8.5, 2, 4]),  # the greatest counts: 2 / 4 by 2, 2 / 2 by 4
         ({"aux/comm": 2.0}, [6, 2, 5]),
     ):
-        timeline = predict_timeline(schedule, lambda step: seconds[step.issue.position], factors)
-        assert find_ends(timeline) == pytest.approx(ends)
+        timeline = predict_timeline(schedule, lambda instruction: seconds[instruction.issue.position], factors)
+        assert list_ends(timeline) == pytest.approx(ends)
 
 
 def test_only_what_is_beside_another_op_is_slower() -> None:
@@ -148,19 +148,19 @@ def test_only_what_is_beside_another_op_is_slower() -> None:
     first = p.compute("first", do_nothing, x)
     p.comm("send", do_nothing, first)
     p.compute("second", do_nothing, first)
-    timeline = predict_timeline(lower_one(p.build()), lambda step: 2.0, {"compute": 2.0})
+    timeline = predict_timeline(lower_one(p.build()), lambda instruction: 2.0, {"compute": 2.0})
     assert [(span.start, span.end) for span in timeline.spans] == [(0, 2), (2, 4), (2, 5)]
 
 
 def test_a_slow_host_delays_what_it_issues() -> None:
-    timeline = predict_timeline(lower_lanes(("compute",) * 3), lambda step: 1.0, host=HostCost(issue=5))
+    timeline = predict_timeline(lower_lanes(("compute",) * 3), lambda instruction: 1.0, host=HostCost(issue=5))
     assert [span.start for span in timeline.spans] == [5, 10, 15]
 
 
 def test_a_host_that_computes_issues_nothing_meanwhile() -> None:
     schedule = lower_lanes(("compute", "comm", "compute"))
     idle, computing = (
-        predict_timeline(schedule, lambda step: 4.0, host=HostCost(issue=1, computes=computes))
+        predict_timeline(schedule, lambda instruction: 4.0, host=HostCost(issue=1, computes=computes))
         for computes in (False, True)
     )
     assert [(span.start, span.end) for span in idle.spans] == [(1, 5), (2, 6), (5, 9)]
@@ -173,7 +173,7 @@ def test_an_op_that_waits_for_another_lane_begins_after_the_handover() -> None:
     x = p.comm("send", do_nothing, x)
     p.compute("beside", do_nothing)
     p.compute("receive", do_nothing, x)
-    timeline = predict_timeline(lower_one(p.build()), lambda step: 4.0, host=HostCost(handover=1))
+    timeline = predict_timeline(lower_one(p.build()), lambda instruction: 4.0, host=HostCost(handover=1))
     assert [(span.start, span.end) for span in timeline.spans] == [(0, 4), (5, 9), (4, 8), (10, 14)]
 
 
@@ -181,10 +181,10 @@ def test_an_op_that_waits_for_another_lane_begins_after_the_handover() -> None:
 @given(timed(), st.integers(0, 3))
 def test_a_handover_costs_time_and_no_more_than_one_for_each_wait(case: Timed, handover: int) -> None:
     (alone, late) = (
-        max(find_ends(predict_timeline(case.schedule, case.cost, host=HostCost(handover=each))))
+        max(list_ends(predict_timeline(case.schedule, case.cost, host=HostCost(handover=each))))
         for each in (0, handover)
     )
-    waits = sum(bool(step.waits) for step in case.schedule.instructions)
+    waits = sum(bool(instruction.waits) for instruction in case.schedule.instructions)
     assert alone <= late <= alone + handover * waits
 
 
@@ -197,7 +197,9 @@ def test_what_follows_at_once_has_no_credit_and_what_follows_late_has() -> None:
     p.comm("later", do_nothing, p.compute("more", do_nothing, x))
     seconds = {"first": 4.0, "at_once": 4.0, "work": 12.0, "late": 4.0, "more": 7.0, "later": 4.0}
     timeline = predict_timeline(
-        lower_one(p.build()), lambda step: seconds[step.op.name], credit=lambda step: 3.0 * (step.op.lane == "comm")
+        lower_one(p.build()),
+        lambda instruction: seconds[instruction.op.name],
+        credit=lambda instruction: 3.0 * (instruction.op.lane == "comm"),
     )
     spans = {span.op: (span.start, span.end) for span in timeline.spans}
     assert spans["first"] == (0, 4)
@@ -209,8 +211,8 @@ def test_what_follows_at_once_has_no_credit_and_what_follows_late_has() -> None:
 @settings(max_examples=scale(200))
 @given(timed(), st.integers(0, 3))
 def test_credit_that_is_lacking_costs_no_more_than_it_is_worth(case: Timed, credit: int) -> None:
-    before = max(find_ends(predict_timeline(case.schedule, case.cost)))
-    after = max(find_ends(predict_timeline(case.schedule, case.cost, credit=lambda step: float(credit))))
+    before = max(list_ends(predict_timeline(case.schedule, case.cost)))
+    after = max(list_ends(predict_timeline(case.schedule, case.cost, credit=lambda instruction: float(credit))))
     assert before <= after <= before + credit * len(case.schedule.instructions)
 
 
@@ -219,7 +221,7 @@ def test_steps_that_wait_for_each_other_are_refused() -> None:
     first, second = schedule.instructions
     crossed = (replace(first, waits=(second.issue,)), replace(second, waits=(first.issue,)))
     with pytest.raises(ScheduleError, match="instruction 0 waits for ever"):
-        predict_timeline(replace(schedule, instructions=crossed), lambda step: 1.0)
+        predict_timeline(replace(schedule, instructions=crossed), lambda instruction: 1.0)
 
 
 def test_an_op_that_waits_for_what_the_host_issues_only_after_it_is_refused() -> None:
@@ -227,9 +229,9 @@ def test_an_op_that_waits_for_what_the_host_issues_only_after_it_is_refused() ->
     schedule = lower_lanes(("compute", "comm"))
     first, second = schedule.instructions
     stuck = replace(schedule, instructions=(replace(first, waits=(second.issue,)), second))
-    assert find_ends(predict_timeline(stuck, lambda step: 1.0)) == [2, 1]
+    assert list_ends(predict_timeline(stuck, lambda instruction: 1.0)) == [2, 1]
     with pytest.raises(ScheduleError, match="instruction 0 waits for ever"):
-        predict_timeline(stuck, lambda step: 1.0, host=HostCost(computes=True))
+        predict_timeline(stuck, lambda instruction: 1.0, host=HostCost(computes=True))
 
 
 def lower_lanes(lanes: tuple[str, ...]) -> Schedule:
@@ -244,5 +246,5 @@ def lower_one(program: Program) -> Schedule:
     return lower([program], sequential([program]))
 
 
-def find_ends(timeline: Timeline) -> list[float]:
+def list_ends(timeline: Timeline) -> list[float]:
     return [span.end for span in timeline.spans]

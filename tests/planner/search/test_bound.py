@@ -13,7 +13,7 @@ from tests.profiles import scale
 
 
 def calculate_bound(shop: Shop) -> float:
-    """Return the bound of chains on two lanes, as `theory.md` writes it."""
+    """Return the bound of chains on two lanes, as `docs/theory.md` writes it."""
     chains = [
         [(op.lane, time) for op, time in zip(program.ops, times, strict=True)]
         for program, times in zip(shop.programs, shop.times, strict=True)
@@ -41,13 +41,13 @@ def test_the_bound_of_chains_is_that_of_the_formula(shop: Shop) -> None:
 
 
 @settings(max_examples=scale(300))
-@given(shops(most_ops=4))
+@given(shops(max_ops=4))
 def test_no_order_of_two_micro_batches_beats_the_bound(shop: Shop) -> None:
     assert compute_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
 
 
 @settings(max_examples=scale(100))
-@given(shops(micro_batches=3, most_ops=3))
+@given(shops(micro_batches=3, max_ops=3))
 def test_no_order_of_three_micro_batches_beats_the_bound(shop: Shop) -> None:
     assert compute_bound(make_jobs(shop.programs, shop.times)) <= find_least_end(shop)
 

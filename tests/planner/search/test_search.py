@@ -1,4 +1,4 @@
-"""The search for an issue order, against the figures of `theory.md` and against all orders of small programs."""
+"""The search for an issue order, against the figures of `docs/theory.md` and against all orders of small programs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job, make_jobs
-from dbo_runtime.planner.search.search import find_order, issue_early, measure_order, order_greedily
+from dbo_runtime.planner.search.search import find_order, issue_early
 from dbo_runtime.policies import Order, alternate, sequential, staggered
 from dbo_runtime.program import COMPUTE, Program, ProgramBuilder
 from dbo_runtime.schedule import Issue, lower
 from dbo_runtime.validate import validate
+from tests.planner.search.orders import measure_order, order_greedily
 from tests.planner.shop import Layer, Shop, do_nothing, find_least_end, share_chain, shops, simulate_order
 from tests.profiles import scale
 
@@ -26,7 +27,7 @@ LARGE = 61  # layers of DeepSeek-V3
 
 
 class Row(NamedTuple):
-    """A row of the table in `theory.md`: speed-ups over the ops of the whole batch one after the other."""
+    """A row of the table in `docs/theory.md`: speed-ups over the ops of the whole batch one after the other."""
 
     layer: Layer
     ideal: float
@@ -111,7 +112,7 @@ def test_of_all_orders_of_two_micro_batches_none_is_faster(shop: Shop) -> None:
 
 
 @settings(max_examples=scale(300))
-@given(shops(most_ops=7))
+@given(shops(max_ops=7))
 def test_an_order_that_was_found_is_safe_and_as_fast_as_it_says(shop: Shop) -> None:
     jobs = make_jobs_of(shop)
     found = find_order(jobs)
@@ -120,14 +121,14 @@ def test_an_order_that_was_found_is_safe_and_as_fast_as_it_says(shop: Shop) -> N
 
 
 @settings(max_examples=scale(100))
-@given(shops(micro_batches=3, most_ops=3))
+@given(shops(micro_batches=3, max_ops=3))
 def test_of_all_orders_of_three_small_micro_batches_none_is_faster(shop: Shop) -> None:
     found = find_order(make_jobs_of(shop))
     assert found.bound <= find_least_end(shop) == found.seconds == simulate_order(*shop, found.order)
 
 
 @settings(max_examples=scale(100))
-@given(shops(micro_batches=3, most_ops=6))
+@given(shops(micro_batches=3, max_ops=6))
 def test_three_micro_batches_are_no_slower_than_by_any_policy(shop: Shop) -> None:
     jobs = make_jobs_of(shop)
     found = find_order(jobs)
@@ -170,7 +171,7 @@ def test_the_order_of_a_large_model_with_experts_is_proven_optimal() -> None:
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_a_search_that_must_give_up_still_finds_an_order_and_says_how_good_it_is(micro_batches: int) -> None:
     shop = share_chain(TABLE["imbalanced"].layer, LAYERS, micro_batches)
-    found = find_order(make_jobs_of(shop), most_states=1)
+    found = find_order(make_jobs_of(shop), max_states=1)
     validate(lower(shop.programs, found.order))
     assert found.seconds == pytest.approx(simulate_order(*shop, found.order))
     assert compute_bound(make_jobs_of(shop)) == found.bound < found.seconds

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.hysteresis import Prediction
-from dbo_runtime.planner.online.orders import LEAST_SHARE, ORDER_BUCKETS, list_side_ops
+from dbo_runtime.planner.online.orders import MIN_LOG_SHARE, ORDER_BUCKETS_PER_OCTAVE, list_side_ops
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor, compute_end
 from dbo_runtime.planner.whatif.estimate import Estimator
@@ -73,17 +73,17 @@ def test_the_files_are_what_the_tool_derives() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_keys_beside_queries_alone_bring_about_one_percent(name: str) -> None:
-    """As vllm-ascend #1353 measured; beside them a lane for communication runs in both."""
+    """As vllm-ascend #1353 measured; a lane for communication runs concurrently in both."""
     table = get_case(name).table
     program = build_program(table.program)
     predictor = Predictor(program, table)
     for count in (8, 24, 64, 96):
-        load = measure_decodes(count)
-        without, beside = (
-            compute_end(predictor.simulate(lower((placed,), sequential((placed,))), [load]))
+        features = measure_decodes(count)
+        without, side_ops = (
+            compute_end(predictor.simulate(lower((placed,), sequential((placed,))), [features]))
             for placed in (program.fold_side(), program.fold_side("keys"))
         )
-        assert 0.005 < (without - beside) / predictor.predict_unsplit(load) < 0.015
+        assert 0.005 < (without - side_ops) / predictor.predict_unsplit(features) < 0.015
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,9 +98,9 @@ def test_the_runtime_declines_few_decodes_and_splits_many(name: str) -> None:
     assert not any(option.pays(MARGIN) for option in list_options(name, 192, "off"))
     assert any(option.pays(MARGIN) for option in list_options(name, 384, "off"))
     chosen = next(option for option in list_options(name, 64, "auto") if option.pays(MARGIN))
-    assert (chosen.micro_batches, chosen.beside) == (1, ("keys",))
-    assert chosen.way == "1 micro-batch, keys beside"
-    assert "ms in 1 micro-batch, keys beside: " in str(chosen)
+    assert (chosen.micro_batches, chosen.side_ops) == (1, ("keys",))
+    assert chosen.description == "1 micro-batch, keys concurrent"
+    assert "ms in 1 micro-batch, keys concurrent: " in str(chosen)
 
 
 SHORT = set_layers(get_case("r1-decode-910c").table, (1, 2))
@@ -112,15 +112,15 @@ FACTORS = st.floats(1.0, 2.5)
 def test_ops_beside_are_never_predicted_to_lose(count: int, factors: tuple[float, ...], parts: int) -> None:
     keys = ("compute/side", "side/compute", "comm")
     contention = {**SHORT.contention, **dict(zip(keys, factors, strict=True))}
-    changed = CostTable(SHORT.origin, SHORT.program, SHORT.ops, contention, SHORT.host, {})
+    changed = CostTable(SHORT.provenance, SHORT.program, SHORT.ops, contention, SHORT.host, {})
     planner = Planner(build_program(changed.program), changed, 2000)
-    loads = [measure_decodes(count)] * parts
-    auto, off = (planner.predict_split(loads, RuntimeConfig(side=side)) for side in ("auto", "off"))
+    slice_features = [measure_decodes(count)] * parts
+    auto, off = (planner.predict_split(slice_features, RuntimeConfig(side=side)) for side in ("auto", "off"))
     assert auto <= off
 
 
 def record_attention(side_first: bool) -> Program:
-    """Return latent attention in small: keys beside queries, and what is sent after them."""
+    """Return latent attention in small: keys concurrent with queries, and what is sent after them."""
     p = ProgramBuilder(has_side=True)
     x = p.compute("latent", do_nothing, p.input("x"))
     if side_first:
@@ -135,15 +135,15 @@ def record_attention(side_first: bool) -> Program:
 def test_no_order_of_two_micro_batches_on_three_lanes_is_faster(times: list[int], side_first: bool) -> None:
     program = record_attention(side_first)
     seconds = dict(zip(("latent", "keys", "queries", "attention", "send"), times, strict=True))
-    ops: dict[str, Cost] = {name: ComputeCost(float(value)) for name, value in seconds.items() if name != "send"}
+    ops: dict[str, OpCost] = {name: ComputeCost(float(value)) for name, value in seconds.items() if name != "send"}
     ops["send"] = CommCost(float(seconds["send"]), 0.0, 1.0)
     table = make_table(program, ops, contention={SIDE: 1.0})
     planner = Planner(program, table)
-    schedule = planner.find_schedule([BatchFeatures(1)] * 2, RuntimeConfig(side="on"))
+    schedule = planner.get_schedule([BatchFeatures(1)] * 2, RuntimeConfig(side="on"))
     assert list_side_ops(schedule.programs[0]) == ("keys",)
     predictor = Predictor(program, table)  # an order is searched for such shares of the time as are rounded
     rounded = predictor.restore_times(
-        predictor.measure_shares(BatchFeatures(1), ORDER_BUCKETS, LEAST_SHARE), ORDER_BUCKETS
+        predictor.measure_shares(BatchFeatures(1), ORDER_BUCKETS_PER_OCTAVE, MIN_LOG_SHARE), ORDER_BUCKETS_PER_OCTAVE
     )
     shop = Shop((program, program), (tuple(rounded),) * 2)
     order = [step.issue for step in schedule.instructions]

@@ -17,7 +17,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_file import save_costs
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec, build_program
 from dbo_runtime.planner.online.planner import Planner, Prediction
 from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
@@ -33,7 +33,7 @@ from dbo_runtime.planner.whatif.scale import (
 )
 from dbo_runtime.planner.whatif.sweep import GRIDS, list_grid, parse_axes, sweep
 from dbo_runtime.planner.whatif.whatif import BreakEven, Split, WhatIf, compute_break_even, predict_step
-from tests.planner.costs.test_cost_table import make_origin, make_table
+from tests.planner.costs.test_cost_table import make_provenance, make_table
 
 PROMPTS = ("a3-layer-4894", "910b-profile-4894", "910b-share-5591", "910c-share-5591", "r1-tp16-941")
 DECODES = {"r1-decode-910b": "arXiv:2506.12708", "r1-decode-910c": "arXiv:2506.12708"}
@@ -44,9 +44,9 @@ MS = 1e-3
 def make_pair(compute: float = 1e-6, comm: float = 1e-6, fixed: float = 0.0, **changes: Any) -> CostTable:
     """Return two layers of one op a lane, each costing so many seconds a token, and *fixed* whatever the tokens."""
     body = (OpSpec("work", "compute", ("send",)), OpSpec("send", "comm", ("work",)))
-    ops: dict[str, Cost] = {"work": ComputeCost(fixed, compute), "send": CommCost(fixed, comm, 1.0)}
-    sketch = ProgramSpec(("send",), (LayerRun(2, body),), ("send",))
-    return make_table(**{"program": sketch, "contention": {}, "host": HostCost(), "errors": {}, **changes}, ops=ops)
+    ops: dict[str, OpCost] = {"work": ComputeCost(fixed, compute), "send": CommCost(fixed, comm, 1.0)}
+    spec = ProgramSpec(("send",), (LayerRun(2, body),), ("send",))
+    return make_table(**{"program": spec, "contention": {}, "host": HostCost(), "errors": {}, **changes}, ops=ops)
 
 
 def make_prompts(*lengths: int) -> Batch:
@@ -58,17 +58,17 @@ def open_case(name: str) -> tuple[CostTable, Batch]:
     return case.table, case.step
 
 
-def change_ops(table: CostTable, change: Callable[[Cost], Cost]) -> CostTable:
+def change_ops(table: CostTable, change: Callable[[OpCost], OpCost]) -> CostTable:
     return replace(table, ops={name: change(cost) for name, cost in table.ops.items()})
 
 
 def drop_overheads(table: CostTable, tokens: int) -> CostTable:
     """Return costs that are the same at *tokens* and go down in proportion to them."""
-    load = BatchFeatures(tokens)
+    features = BatchFeatures(tokens)
 
-    def change(cost: Cost) -> Cost:
+    def change(cost: OpCost) -> OpCost:
         if isinstance(cost, CommCost):
-            return replace(cost, alpha=0.0, beta=cost.time(load) / cost.bytes_per_token / tokens)
+            return replace(cost, alpha=0.0, beta=cost.time(features) / cost.bytes_per_token / tokens)
         return replace(cost, weights=0.0)
 
     return change_ops(table, change)
@@ -87,35 +87,40 @@ def test_every_case_is_modelled_and_says_from_where() -> None:
     cases = list_cases()
     assert tuple(case.name for case in cases) == (*PROMPTS, *DECODES)
     for case in cases:
-        assert case.table.origin.kind == "modelled"
+        assert case.table.provenance.kind == "modelled"
         source = DECODES.get(case.name, f"vllm-project/vllm-ascend#{case.name.rpartition('-')[2]}")
-        assert source in case.table.origin.source
-        assert {"Given", "Assumed:"} <= {word.replace("Given:", "Given") for word in case.table.origin.source.split()}
+        assert source in case.table.provenance.source
+        assert {"Given", "Assumed:"} <= {
+            word.replace("Given:", "Given") for word in case.table.provenance.source.split()
+        }
 
 
 def sum_lanes(name: str) -> tuple[float, dict[str, float]]:
     """Return the milliseconds of the unsplit step of a case, and of each lane in it."""
     table, batch = open_case(name)
-    program, load = build_program(table.program), measure_features(batch.query_lens, ())
+    program, features = build_program(table.program), measure_features(batch.query_lens, ())
     lanes = {"compute": 0.0, "comm": 0.0}
-    for op, seconds in zip(program.ops, table.times(program, load), strict=True):
+    for op, seconds in zip(program.ops, table.times(program, features), strict=True):
         lanes[op.lane] += seconds / MS
-    return Planner(program, table).predict_unsplit(load) / MS, lanes
+    return Planner(program, table).predict_unsplit(features) / MS, lanes
 
 
 def test_the_unsplit_steps_take_what_was_published() -> None:
-    whole, lanes = sum_lanes("a3-layer-4894")
-    assert (whole, lanes) == (pytest.approx(61 * 6.3), pytest.approx({"compute": 61 * 2.8, "comm": 61 * 3.5}, rel=1e-5))
-    whole, lanes = sum_lanes("910b-profile-4894")
-    assert (whole, lanes) == (pytest.approx(3090.03), pytest.approx({"compute": 1320.70, "comm": 1270.67}, rel=1e-5))
-    whole, _ = sum_lanes("r1-tp16-941")
-    assert whole == pytest.approx(4 / 0.90 * 1e3, rel=1e-5)
+    unsplit, lanes = sum_lanes("a3-layer-4894")
+    assert (unsplit, lanes) == (
+        pytest.approx(61 * 6.3),
+        pytest.approx({"compute": 61 * 2.8, "comm": 61 * 3.5}, rel=1e-5),
+    )
+    unsplit, lanes = sum_lanes("910b-profile-4894")
+    assert (unsplit, lanes) == (pytest.approx(3090.03), pytest.approx({"compute": 1320.70, "comm": 1270.67}, rel=1e-5))
+    unsplit, _ = sum_lanes("r1-tp16-941")
+    assert unsplit == pytest.approx(4 / 0.90 * 1e3, rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "share"), [("910b-share-5591", 0.55), ("910c-share-5591", 0.35)])
 def test_communication_has_the_share_that_was_published(name: str, share: float) -> None:
-    whole, lanes = sum_lanes(name)
-    assert lanes["comm"] / whole == pytest.approx(share, rel=1e-5)
+    unsplit, lanes = sum_lanes(name)
+    assert lanes["comm"] / unsplit == pytest.approx(share, rel=1e-5)
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(8, 1.639), (61, 1.6745)])
@@ -171,7 +176,7 @@ def test_a_case_is_found_by_name_and_a_file_by_path(tmp_path: Path) -> None:
 
 def test_a_balanced_pair_of_lanes_hides_all_but_the_ends() -> None:
     answer, split = predict_in_two(make_pair(), make_prompts(500, 500))
-    assert answer.whole == pytest.approx(4 * MS)
+    assert answer.unsplit == pytest.approx(4 * MS)
     assert answer.busy == pytest.approx({"compute": 2 * MS, "comm": 2 * MS})
     assert split.sizes == (500, 500)
     assert split.seconds == split.bound == pytest.approx(2.5 * MS)
@@ -207,7 +212,7 @@ def test_compute_that_gets_slower_counts_against_overlap() -> None:
     assert answer.measure_overlap(split) == pytest.approx(1 - ect / answer.busy["comm"])
     assert split.timeline.overlap("compute", "comm") > 0
     small, lost = predict_in_two(make_pair(fixed=1 * MS), make_prompts(1, 1))
-    assert lost.seconds > small.whole
+    assert lost.seconds > small.unsplit
     assert isinstance(small.decision, Decline)
     overlap = small.measure_overlap(lost)
     assert overlap is not None
@@ -215,9 +220,9 @@ def test_compute_that_gets_slower_counts_against_overlap() -> None:
 
 
 def test_what_the_host_adds_is_part_of_both_steps() -> None:
-    host = HostCost(whole=1 * MS, split=2 * MS, whole_per_token=2e-6, split_per_token=3e-6)
+    host = HostCost(unsplit=1 * MS, split=2 * MS, unsplit_per_token=2e-6, split_per_token=3e-6)
     answer, split = predict_in_two(make_pair(host=host), make_prompts(500, 500))
-    assert answer.whole == pytest.approx(7 * MS)
+    assert answer.unsplit == pytest.approx(7 * MS)
     assert split.seconds == split.bound == pytest.approx(7.5 * MS)
     assert split.is_optimal
 
@@ -260,7 +265,7 @@ class FakeEstimator:
 
 
 @pytest.mark.parametrize(
-    ("pays", "most", "expected"),
+    ("pays", "searched_to", "expected"),
     [
         (lambda tokens: tokens >= 77, 1000, BreakEven(77, 512)),
         (lambda tokens: tokens >= 64, 64, BreakEven(64, 64)),
@@ -269,19 +274,21 @@ class FakeEstimator:
         (lambda tokens: tokens >= 5 and tokens not in (16, 64), 128, BreakEven(5, 128, (16, 64))),
     ],
 )
-def test_break_even_is_the_first_size_that_pays(pays: Callable[[int], bool], most: int, expected: BreakEven) -> None:
+def test_break_even_is_the_first_size_that_pays(
+    pays: Callable[[int], bool], searched_to: int, expected: BreakEven
+) -> None:
     estimator: Any = FakeEstimator(pays)
-    assert compute_break_even(estimator, make_prompts(100, 100), RuntimeConfig(), most) == expected
+    assert compute_break_even(estimator, make_prompts(100, 100), RuntimeConfig(), searched_to) == expected
 
 
 def test_one_token_less_than_break_even_does_not_pay() -> None:
     table, batch = open_case("910c-share-5591")
     config = replace(IN_TWO, margin=0.05)
     estimator = Estimator(table)
-    even = compute_break_even(estimator, batch, config, 8192)
-    assert even.tokens is not None
-    assert even.exceptions == ()
-    gains = [estimator.estimate(resize_batch(batch, even.tokens - less), config) for less in (1, 0)]
+    break_even = compute_break_even(estimator, batch, config, 8192)
+    assert break_even.tokens is not None
+    assert break_even.exceptions == ()
+    gains = [estimator.estimate(resize_batch(batch, break_even.tokens - less), config) for less in (1, 0)]
     assert [found is not None and found.pays(0.05) for found in gains] == [False, True]
 
 
@@ -290,7 +297,7 @@ def test_an_estimate_from_few_layers_is_that_of_all() -> None:
     answer, split = predict_in_two(table, batch)
     found = Estimator(table).estimate(batch, IN_TWO)
     assert found is not None
-    assert found.whole == pytest.approx(answer.whole, rel=1e-6)
+    assert found.unsplit == pytest.approx(answer.unsplit, rel=1e-6)
     assert found.split == pytest.approx(split.seconds, rel=0.005)
 
 
@@ -323,13 +330,13 @@ def test_tensor_parallel_scales_by_the_formulas() -> None:
     known = replace(
         table, ops={"work": ComputeCost(1.0, 8.0, 6.0, 4.0, 8.0, 3.0, 4.0), "send": CommCost(3.0, 7.0, 2.0)}
     )
-    known = replace(known, origin=make_origin(parallel={"tensor": 8, "data": 3}))
+    known = replace(known, provenance=make_provenance(parallel={"tensor": 8, "data": 3}))
     found = scale_tensor(known, 32)
     assert found.ops["work"] == ComputeCost(1.0, 2.0, 1.5, 1.0, 2.0, 3.0, 1.0)  # what each rank pays stays
     assert found.ops["send"] == CommCost(3.0 * 5 / 3, 7.0 * (31 / 32) / (7 / 8), 2.0)
-    assert found.origin.parallel == {"tensor": 32, "data": 3}
-    assert (found.origin.kind, found.program) == ("modelled", known.program)
-    assert "tensor parallel 32 instead of 8" in found.origin.source
+    assert found.provenance.parallel == {"tensor": 32, "data": 3}
+    assert (found.provenance.kind, found.program) == ("modelled", known.program)
+    assert "tensor parallel 32 instead of 8" in found.provenance.source
     assert scale_tensor(known, 8) is known
 
 
@@ -347,9 +354,9 @@ def test_ranks_are_a_power_of_two(ranks: int) -> None:
 
 def test_costs_that_cannot_be_scaled_say_why() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.tensor of the costs is None"):
-        scale_tensor(make_pair(origin=make_origin(parallel={})), 4)
+        scale_tensor(make_pair(provenance=make_provenance(parallel={})), 4)
     with pytest.raises(ConfigError, match=r"parallel\.tensor of the costs is 1"):
-        scale_tensor(make_pair(origin=make_origin(parallel={"tensor": 1})), 4)
+        scale_tensor(make_pair(provenance=make_provenance(parallel={"tensor": 1})), 4)
 
 
 def test_bandwidth_scales_what_is_sent_and_not_what_it_takes_to_start() -> None:
@@ -382,7 +389,7 @@ def test_a_model_sets_the_layers_of_each_kind() -> None:
     assert count_kinds(table) == [(1, "mlp"), (2, "mlp"), (1, "shared_experts"), (57, "shared_experts")]
     lite = set_model(table, "deepseek-v2-lite")
     assert count_kinds(lite) == [(1, "mlp"), (1, "shared_experts"), (25, "shared_experts")]
-    assert lite.origin.model["name"] == "deepseek-v2-lite"
+    assert lite.provenance.model["name"] == "deepseek-v2-lite"
     assert count_kinds(set_model(lite, "deepseek-v3"))[-1] == (57, "shared_experts")
     assert predict_step(lite, make_prompts(64, 64), IN_TWO).splits
     assert set_model(table, "deepseek-r1").program == table.program
@@ -427,7 +434,7 @@ def test_a_sweep_is_a_prediction_at_each_point() -> None:
 
 def test_a_sweep_of_tokens_resizes_the_step() -> None:
     cells = sweep(make_pair(), make_prompts(500, 500), IN_TWO, ("tokens",))
-    wholes = [cell.prediction.whole for cell in cells if cell.prediction]
+    wholes = [cell.prediction.unsplit for cell in cells if cell.prediction]
     assert wholes == pytest.approx([tokens * 4e-6 for tokens in GRIDS["tokens"]])
 
 

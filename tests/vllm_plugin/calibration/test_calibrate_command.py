@@ -70,7 +70,7 @@ def test_costs_that_the_command_writes_are_planned_by_at_the_next_start(tmp_path
     assert served.returncode == 0, served.stderr[-4000:]
     assert "answered [4, 4]" in served.stdout
     (line,) = (line for line in served.stderr.splitlines() if "planning by costs" in line)
-    assert f"source={path}  kind=measured  date={table.origin.date}  digest={table.digest}" in line
+    assert f"source={path}  kind=measured  date={table.provenance.date}  digest={table.digest}" in line
     assert re.search(r"new plan  micro_batches=\d  policy=optimal-", served.stderr)
 
 
@@ -81,7 +81,7 @@ def test_a_start_that_is_asked_to_calibrates_and_writes_what_it_plans_by(tmp_pat
     served = run(["-c", SERVE], **ON, DBO_CALIBRATE="1", DBO_COSTS=str(path))
     assert served.returncode == 0, served.stderr[-4000:]
     assert "answered [4, 4]" in served.stdout
-    assert f"source=calibration  kind=measured  date={load_costs(path).origin.date}" in served.stderr
+    assert f"source=calibration  kind=measured  date={load_costs(path).provenance.date}" in served.stderr
     assert f"digest={load_costs(path).digest}" in served.stderr
 
 

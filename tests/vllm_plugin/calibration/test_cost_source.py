@@ -88,7 +88,7 @@ def test_the_file_names_machine_model_ranks_and_versions(calibrated: tuple[Path,
     import torch
     import vllm
 
-    origin = load_costs(calibrated[0]).origin
+    origin = load_costs(calibrated[0]).provenance
     model = json.loads((TINY / "config.json").read_text())
     assert (origin.kind, origin.source) == ("measured", REMEDY)
     assert abs((date.fromisoformat(origin.date) - date.today()).days) <= 1
@@ -355,8 +355,8 @@ def test_ranks_calibrate_to_the_same_costs(two_ranks: Engine, tmp_path: Path) ->
     table = load_costs(path)
     assert digest == other[1] == table.digest
     assert digest == report["digest"]
-    assert table.origin.parallel["tensor"] == 2
-    assert table.origin.machine["transport"] == "shared memory"
+    assert table.provenance.parallel["tensor"] == 2
+    assert table.provenance.machine["transport"] == "shared memory"
 
     write = edit(lambda content: content["host"].update(split_us=content["host"]["split_us"] + 1))
     (tmp_path / "other.json").write_text(write(path.read_text()))
@@ -416,8 +416,8 @@ def test_what_steps_take_beside_their_ops_is_found_again(spread: tuple[float, ..
     table, errors = fit_steps(TABLE, PROGRAM, make_steps((64, 512, 4096), spread))
     host = table.host
     assert host.handover == pytest.approx(HANDOVER)
-    assert (host.whole, host.split) == pytest.approx((FIXED["whole"], FIXED["alternate"]))
-    assert (host.whole_per_token, host.split_per_token) == pytest.approx((PER_TOKEN["whole"], PER_TOKEN["alternate"]))
+    assert (host.unsplit, host.split) == pytest.approx((FIXED["whole"], FIXED["alternate"]))
+    assert (host.unsplit_per_token, host.split_per_token) == pytest.approx((PER_TOKEN["whole"], PER_TOKEN["alternate"]))
     worst = 0.0 if len(spread) == 1 else 1 / 9  # of 0.9, 1.0 and 1.2 times: 1/9, 0 and 1/6 of what was measured
     assert errors == pytest.approx({"whole": worst, "split": worst}, abs=1e-9)
     assert replace(table, host=TABLE.host, split_error=0.0) == TABLE
@@ -454,8 +454,8 @@ def test_a_planner_of_the_fitted_costs_predicts_the_steps() -> None:
 
 def test_steps_of_one_size_give_no_more_than_a_constant() -> None:
     host = fit_steps(TABLE, PROGRAM, make_steps((512,)))[0].host
-    assert (host.whole_per_token, host.split_per_token) == (0.0, 0.0)
-    assert host.whole == pytest.approx(FIXED["whole"] + PER_TOKEN["whole"] * 512)
+    assert (host.unsplit_per_token, host.split_per_token) == (0.0, 0.0)
+    assert host.unsplit == pytest.approx(FIXED["whole"] + PER_TOKEN["whole"] * 512)
     assert host.split == pytest.approx(FIXED["alternate"] + PER_TOKEN["alternate"] * 512)
 
 

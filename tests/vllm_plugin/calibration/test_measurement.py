@@ -61,8 +61,8 @@ def assert_complete(found: Measurements, ops: Counter[str]) -> None:
     assert {sample.op for sample in found.samples} == set(ops)
     parts = {part for loads in ALONE for part in loads}
     for op in ops:
-        assert {sample.load for sample in found.samples if sample.op == op and sample.beside == 0} == parts
-    assert all(0 <= sample.beside <= sample.seconds for sample in found.samples)
+        assert {sample.features for sample in found.samples if sample.op == op and sample.concurrent == 0} == parts
+    assert all(0 <= sample.concurrent <= sample.seconds for sample in found.samples)
 
 
 @given(limits)

@@ -239,7 +239,7 @@ def test_data_parallel_ranks_measure_dispatch_alone_too(data_parallel: Ranks) ->
     ops = Counter(sample.op for sample in found.samples)
     assert {"dispatch", "combine", "shared_experts", "experts"} <= set(ops)
     assert_complete(found, ops)
-    assert any(sample.beside for sample in found.samples if sample.op == "dispatch")
+    assert any(sample.concurrent for sample in found.samples if sample.op == "dispatch")
 
 
 COUNTS = ((500, 400), (64, 2000), (3, 5), (1, 8))  # tokens of both ranks
@@ -283,7 +283,7 @@ def generate_by_costs(engine: Engine, rank: int, mode: str) -> tuple[list[Answer
     """Run this rank's prompts; return answers, and what both ranks must have done, counted and learnt alike."""
     engine.configure(DBO_MODE=mode, DBO_CHECK="1")
     before = engine.statistics()[0]
-    with patch.object(correction, "PERIOD", 3):  # ranks learn from each other after every third step
+    with patch.object(correction, "PERIOD_STEPS", 3):  # ranks learn from each other after every third step
         answers = run_prompts(engine, BATCHES[rank], 4, ARRIVALS[rank])
     engine.configure()
     after = engine.statistics()[0]
@@ -292,7 +292,7 @@ def generate_by_costs(engine: Engine, rank: int, mode: str) -> tuple[list[Answer
         "split": after["split"] - before["split"],
         "declined": count_since(before["declined"], after["declined"]),
         "counted": learnt._steps,
-        "factors": (learnt.factor("whole"), learnt.factor("split")),
+        "factors": (learnt.factor("unsplit"), learnt.factor("split")),
     }
 
 

@@ -138,7 +138,7 @@ def test_each_stage_has_costs_of_its_own_and_answers_as_before(stages: Engine, t
         tables = [load_costs(tmp_path / f"costs.pp{stage}.json") for stage in range(STAGES)]
         digests = [table.digest for table in tables]
         assert [digest for _, digest in reports] == digests
-        assert [table.origin.parallel["stage"] for table in tables] == list(range(STAGES))
+        assert [table.provenance.parallel["stage"] for table in tables] == list(range(STAGES))
         assert ["final_norm" in table.ops for table in tables] == [False, True]
         assert stages.llm.collective_rpc(load_on_stage, args=(str(path),)) == digests
         assert_close(whole, stages.generate(PROMPTS, 4, MIXED))

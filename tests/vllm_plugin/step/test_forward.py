@@ -27,8 +27,8 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost
-from dbo_runtime.planner.online.correction import LARGEST_STEP, PERIOD
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
+from dbo_runtime.planner.online.correction import MAX_LOG_CHANGE, PERIOD_STEPS
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
@@ -393,7 +393,7 @@ def test_costs_may_put_ops_beside_each_other_where_there_is_no_communication() -
     """Several lanes that compute gain something on a single device, too."""
     model = Model()
     forward = make_forward_beside(model, Splitter(), side="auto", mode="auto")
-    ops: dict[str, Cost] = {"beside": ComputeCost(1e-3), "compute": ComputeCost(1e-3)}
+    ops: dict[str, OpCost] = {"beside": ComputeCost(1e-3), "compute": ComputeCost(1e-3)}
     table = make_table(forward.runtime.program, ops)
     forward.runtime.planner = Planner(forward.runtime.program, table)
     run_beside(forward, make_served_context())
@@ -495,7 +495,7 @@ def test_the_check_allows_rounding_relative_to_the_largest_value(slip: float) ->
 def learn(forward: SplitForward) -> Planner:
     """Let a forward plan by costs, and learn; return its planner."""
     program = forward.runtime.program
-    ops: dict[str, Cost] = {"compute": ComputeCost(per_token=1e-6), "reduce": CommCost(0.0, 1e-6, 1.0)}
+    ops: dict[str, OpCost] = {"compute": ComputeCost(per_token=1e-6), "reduce": CommCost(0.0, 1e-6, 1.0)}
     planner = forward.runtime.planner = Planner(program, make_table(program, ops))
     return planner
 
@@ -534,7 +534,7 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
     run(forward, spec_step_idx=1)  # declined for another reason
     assert planner.correction._steps == 4
     assert isinstance(choice, SplitChoice)
-    assert [step[:2] for step in noted] == [("split", choice.prediction.split), ("whole", choice.prediction.whole)]
+    assert [step[:2] for step in noted] == [("split", choice.prediction.split), ("unsplit", choice.prediction.unsplit)]
     assert all(seconds > 0 for *_, seconds in noted)
 
 
@@ -568,24 +568,28 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
     planner = learn(forward)
     run(forward)
     config, before = forward.runtime.config, planner.choose(BATCH, forward.runtime.config)
-    for _ in range(PERIOD - 2):
+    for _ in range(PERIOD_STEPS - 2):
         run(forward)
     assert (other_rank.compared, planner.correction.factor("split")) == ([], 1.0)
     run(forward)
     (proposal,) = other_rank.compared
     assert proposal.keys() == {"split"}
-    assert planner.correction.factor("split") == pytest.approx(math.exp(LARGEST_STEP))  # far slower than predicted
-    assert planner.correction.factor("whole") == 1.0
+    assert planner.correction.factor("split") == pytest.approx(math.exp(MAX_LOG_CHANGE))  # far slower than predicted
+    assert planner.correction.factor("unsplit") == 1.0
     after = planner.choose(BATCH, config)
     assert isinstance(before, SplitChoice)
     assert isinstance(after, SplitChoice)
-    assert after.prediction.split == pytest.approx(before.prediction.split * math.exp(LARGEST_STEP))
-    assert (after.slices, after.order, after.prediction.whole) == (before.slices, before.order, before.prediction.whole)
+    assert after.prediction.split == pytest.approx(before.prediction.split * math.exp(MAX_LOG_CHANGE))
+    assert (after.slices, after.order, after.prediction.unsplit) == (
+        before.slices,
+        before.order,
+        before.prediction.unsplit,
+    )
     assert forward.runtime.config == config
     assert forward.runtime.statistics.as_dict() == {
-        "split": PERIOD,
+        "split": PERIOD_STEPS,
         "beside": 0,
-        "micro_batches": 2 * PERIOD,
+        "micro_batches": 2 * PERIOD_STEPS,
         "declined": {},
     }
 

@@ -12,7 +12,7 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import measure_features
-from dbo_runtime.planner.online.correction import PERIOD, SPLIT
+from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -267,7 +267,7 @@ def test_ranks_plan_and_learn_alike(two_ranks: Engine, tmp_path: Path) -> None:
         assert_close(whole, two_ranks.generate(PROMPTS, 6, MIXED))
         two_ranks.configure()
         two_ranks.llm.collective_rpc(plan_by_paying_costs)
-        two_ranks.generate(PAIR, PERIOD)
+        two_ranks.generate(PAIR, PERIOD_STEPS)
         first, second = two_ranks.llm.collective_rpc(tell_correction)
     finally:
         two_ranks.llm.collective_rpc(set_transport, args=("shared memory",))
@@ -288,4 +288,4 @@ def plan_by_paying_costs(worker: Any) -> None:
 
 def tell_correction(worker: Any) -> dict[str, float]:
     correction = worker.model_runner.get_model().forward.runtime.planner.correction
-    return {"steps": correction._steps, **{way: correction.factor(way) for way in ("whole", "split")}}
+    return {"steps": correction._steps, **{way: correction.factor(way) for way in ("unsplit", "split")}}
