@@ -14,7 +14,7 @@ from functools import cache
 
 from dbo_runtime.planner.search.few_layers import FewLayers, keep_few_layers
 from dbo_runtime.planner.search.jobs import Job, make_jobs
-from dbo_runtime.planner.search.lattice import Lattice, Point, Times
+from dbo_runtime.planner.search.lattice import Lattice, LatticePoint, Times
 from dbo_runtime.planner.search.search import find_order
 from dbo_runtime.policies import Order
 from dbo_runtime.program import Program
@@ -81,7 +81,11 @@ class PeriodSearch:
     def __init__(self, program: Program) -> None:
         self._keep = cache(lambda count: keep_few_layers(program, count))
 
-    def find(self, times: Sequence[Sequence[float]], most_states: int) -> PeriodicOrder | None:
+    def lengthen(self, periodic: PeriodicOrder, times: int) -> FewLayers | None:
+        """Return the program of each micro-batch if the period comes *times* more often; None if that is all of it."""
+        return self._keep(periodic.few.kept + times * periodic.period.layers)
+
+    def find(self, times: Sequence[Sequence[float]], max_states: int) -> PeriodicOrder | None:
         """Return an order that ends soon, found in a time that does not grow with the number of equal layers.
 
         *times* are the seconds of the whole program's ops [micro-batches][ops], alike in all equal layers. None if the
@@ -92,7 +96,7 @@ class PeriodSearch:
             return make_jobs([few.program] * len(times), [few.select(seconds) for seconds in times])
 
         def search(few: FewLayers) -> Order:
-            return find_order(make_jobs_of(few), most_states).order
+            return find_order(make_jobs_of(few), max_states).order
 
         return self._make_periodic(search, make_jobs_of)
 
@@ -129,7 +133,7 @@ def find_period(jobs: Sequence[Job], few: FewLayers, order: Order) -> Period | N
 
     A part can be repeated if it advances each micro-batch by the same whole number of equal layers.
     """
-    visits: dict[Point, list[tuple[int, int, Times]]] = {}
+    visits: dict[LatticePoint, list[tuple[int, int, Times]]] = {}
     periods = []
     for number, (point, times) in enumerate(_walk(jobs, order)):
         if any(not few.first + few.ops <= position < few.end for position in point):
@@ -145,7 +149,7 @@ def find_period(jobs: Sequence[Job], few: FewLayers, order: Order) -> Period | N
     return min(periods, key=lambda it: (float(f"{it.seconds / it.layers:.9g}"), it.layers, it.begin), default=None)
 
 
-def _walk(jobs: Sequence[Job], order: Order) -> Iterator[tuple[Point, Times]]:
+def _walk(jobs: Sequence[Job], order: Order) -> Iterator[tuple[LatticePoint, Times]]:
     """Yield the point and the times before each instruction of *order*, and after the last one."""
     lattice = Lattice(jobs)
     point, state = lattice.start()
