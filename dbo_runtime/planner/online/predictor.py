@@ -58,7 +58,7 @@ class Predictor:
         if (ordered.name, shape) not in self._simulated:
             middles = [compute_midpoint(bucket, BUCKETS_PER_OCTAVE) for bucket in shape]
             ops = sum(map(self._sum_ops, middles))
-            self._simulated[ordered.name, shape] = self._simulate_end(ordered, middles) / (ops or 1.0)
+            self._simulated[ordered.name, shape] = self.simulate_end(ordered, middles) / (ops or 1.0)
         ratio = self._simulated[ordered.name, shape]
         host, tokens = self._table.host, sum(features.tokens for features in slice_features)
         seconds = ratio * sum(map(self._sum_ops, slice_features)) + host.split + host.split_per_token * tokens
@@ -71,6 +71,14 @@ class Predictor:
         credits = [self._table.credits(program, features) for program, features in micro_batches]
         cost, credit = partial(_look_up, times), partial(_look_up, credits)
         return predict_timeline(schedule, cost, self._table.contention, self._table.host, credit)
+
+    def simulate_end(self, ordered: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
+        """Return when the last op would end: from few layers where they reach a steady state, otherwise from all."""
+        if ordered.repeating is not None:
+            end = ordered.repeating.extrapolate_end(self.simulate(ordered.repeating.schedule, slice_features))
+            if end is not None:
+                return end
+        return compute_end(self.simulate(ordered.schedule, slice_features))
 
     def measure_shares(
         self, slice_features: Sequence[BatchFeatures], per_octave: int, min_log: float
@@ -93,14 +101,6 @@ class Predictor:
         parts = zip(self._kinds.items(), shares, strict=True)
         times = {name: 2 ** (share / per_octave) / count for (name, count), share in parts}
         return [times[op.name] for op in self._program.ops]
-
-    def _simulate_end(self, ordered: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
-        """Return when the last op would end: from few layers where they reach a steady state, otherwise from all."""
-        if ordered.repeating is not None:
-            end = ordered.repeating.extrapolate_end(self.simulate(ordered.repeating.schedule, slice_features))
-            if end is not None:
-                return end
-        return compute_end(self.simulate(ordered.schedule, slice_features))
 
     def _time_kinds(self, features: BatchFeatures) -> list[float]:
         """Return the seconds of all ops of each kind [kinds]."""

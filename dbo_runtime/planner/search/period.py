@@ -22,6 +22,7 @@ from dbo_runtime.schedule import Issue
 
 SEARCHED_LAYERS = 9  # room for what comes before the steady state, for two periods of it, and for what comes after
 MAX_PERIOD_LAYERS = 3  # a longer one would leave no room for that
+MIN_EQUAL_LAYERS = 24  # with fewer, a search of all layers takes about as long
 
 MakeOrder = Callable[[FewLayers], Order]
 """Make an issue order for the micro-batches of a program with few layers."""
@@ -79,7 +80,8 @@ class PeriodSearch:
     """
 
     def __init__(self, program: Program) -> None:
-        self._keep = cache(lambda count: keep_few_layers(program, count))
+        self._program = program
+        self._keep = cache(self._keep_layers)
 
     def lengthen(self, periodic: PeriodicOrder, times: int) -> FewLayers | None:
         """Return the program of each micro-batch if the period comes *times* more often; None if that is all of it."""
@@ -107,6 +109,10 @@ class PeriodSearch:
             return make_jobs([few.program] * micro_batches, [[0.0] * len(few.program.ops)] * micro_batches)
 
         return self._make_periodic(lambda few: policy([few.program] * micro_batches), make_jobs_of)
+
+    def _keep_layers(self, count: int) -> FewLayers | None:
+        few = keep_few_layers(self._program, count)
+        return None if few is None or few.kept + few.omitted < MIN_EQUAL_LAYERS else few
 
     def _make_periodic(
         self, make_order: MakeOrder, make_jobs_of: Callable[[FewLayers], Sequence[Job]]
