@@ -43,6 +43,11 @@ class Period:
     layers: int
     seconds: float
 
+    @property
+    def rate(self) -> float:
+        """Seconds a layer, rounded so that equal periods compare as equal."""
+        return float(f"{self.seconds / self.layers:.9g}")
+
 
 @dataclass(frozen=True, slots=True)
 class PeriodicOrder:
@@ -117,25 +122,23 @@ class PeriodSearch:
     def _make_periodic(
         self, make_order: MakeOrder, make_jobs_of: Callable[[FewLayers], Sequence[Job]]
     ) -> PeriodicOrder | None:
-        """Make an order of few layers, or of so many more that a whole number of periods is omitted."""
+        """Make an order of few layers, or of so many more that its best period goes into what is omitted."""
+        options = []
         count = SEARCHED_LAYERS
-        while count < SEARCHED_LAYERS + MAX_PERIOD_LAYERS:
-            few = self._keep(count)
-            if few is None:
-                return None
+        while count < SEARCHED_LAYERS + MAX_PERIOD_LAYERS and (few := self._keep(count)) is not None:
             order = make_order(few)
-            period = find_period(make_jobs_of(few), few, order)
-            if period is None:
-                return None
-            left = few.omitted % period.layers
-            if not left:
-                return PeriodicOrder(few, order, period)
-            count += left
-        return None
+            periods = find_periods(make_jobs_of(few), few, order)
+            fitting = next((period for period in periods if not few.omitted % period.layers), None)
+            if fitting is not None:
+                options.append(PeriodicOrder(few, order, fitting))
+            if not periods or periods[0] is fitting:
+                break
+            count += few.omitted % periods[0].layers
+        return min(options, key=lambda option: option.period.rate, default=None)
 
 
-def find_period(jobs: Sequence[Job], few: FewLayers, order: Order) -> Period | None:
-    """Return the period of *order* that adds least for each layer; None if no part of the order can be repeated.
+def find_periods(jobs: Sequence[Job], few: FewLayers, order: Order) -> list[Period]:
+    """Return the parts of *order* that can be repeated, those first that add least for each layer.
 
     A part can be repeated if it advances each micro-batch by the same whole number of equal layers.
     """
@@ -151,8 +154,7 @@ def find_period(jobs: Sequence[Job], few: FewLayers, order: Order) -> Period | N
                 seconds = max(after - time for time, after in zip(before, times, strict=True))
                 periods.append(Period(begin, number, layer - first_layer, seconds))
         earlier.append((number, layer, times))
-    # rounded, so that of equal periods the shortest is taken, and of these the first
-    return min(periods, key=lambda it: (float(f"{it.seconds / it.layers:.9g}"), it.layers, it.begin), default=None)
+    return sorted(periods, key=lambda period: (period.rate, period.layers, period.begin))
 
 
 def _walk(jobs: Sequence[Job], order: Order) -> Iterator[tuple[LatticePoint, Times]]:
