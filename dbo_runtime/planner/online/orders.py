@@ -9,19 +9,16 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.predictor import Predictor
+from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Bucket, Predictor, compute_midpoint, get_bucket
 from dbo_runtime.program import SIDE, Program
 
-ORDER_BUCKETS_PER_OCTAVE = 2  # of an op's share of the time: few orders are needed
-MIN_LOG_SHARE = -6.0  # log2 below which shares count as equal
 SEQUENTIAL = ("sequential", 0)
-
-Shares = tuple[tuple[int, ...], ...]
-"""Of each kind of op in the time of a micro-batch; see `Predictor.measure_shares` [micro-batches][kinds]."""
 
 
 class Orders:
-    """Finds and caches issue orders: an order that is good for some shares of time is good for steps of any length.
+    """Finds and caches issue orders: the fastest known for micro-batches with the features that they have.
+
+    Ranks that ask for the same get the same: what is found depends on nothing but program, costs and features.
 
     Args:
         program: of one micro-batch.
@@ -37,9 +34,11 @@ class Orders:
     def __init__(self, program: Program, table: CostTable, predictor: Predictor, max_states: int) -> None:
         self.placements = list_placements(program)
         self.can_use_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
+        self._program = program
+        self._table = table
         self._predictor = predictor
         self._candidates = [Candidates(program, max_states) for program in self.placements]
-        self._found: dict[tuple[int, Shares], NamedOrder] = {}
+        self._found: dict[tuple[int, tuple[Bucket, ...]], NamedOrder] = {}
         self._policies: dict[tuple[int, int, tuple[str, int]], NamedOrder] = {}
 
     def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
@@ -85,11 +84,11 @@ class Orders:
 
     def _choose_searched(self, number: int, slice_features: Sequence[BatchFeatures]) -> NamedOrder:
         """Return the fastest order: that of a search, which knows of no contention, or a common policy."""
-        shares = self._predictor.measure_shares(slice_features, ORDER_BUCKETS_PER_OCTAVE, MIN_LOG_SHARE)
-        candidates, key = self._candidates[number], (number, shares)
+        shape = tuple(get_bucket(features, BUCKETS_PER_OCTAVE) for features in slice_features)
+        candidates, key = self._candidates[number], (number, shape)
         if key not in self._found:
-            times = self._predictor.restore_times(shares, ORDER_BUCKETS_PER_OCTAVE)
-            self._found[key] = candidates.find(times)
+            middles = [compute_midpoint(bucket, BUCKETS_PER_OCTAVE) for bucket in shape]
+            self._found[key] = candidates.find([self._table.times(self._program, middle) for middle in middles])
         return self._choose((self._found[key], *candidates.list_policies(len(slice_features))), slice_features)
 
     def _choose(self, orders: Sequence[NamedOrder], slice_features: Sequence[BatchFeatures]) -> NamedOrder:

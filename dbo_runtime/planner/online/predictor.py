@@ -80,34 +80,8 @@ class Predictor:
                 return end
         return compute_end(self.simulate(ordered.schedule, slice_features))
 
-    def measure_shares(
-        self, slice_features: Sequence[BatchFeatures], per_octave: int, min_log: float
-    ) -> tuple[tuple[int, ...], ...]:
-        """Return the share of each kind of op of the mean time of a micro-batch [micro-batches][kinds].
-
-        They are rounded log2, in parts of an octave: an order that is good for some shares is good for steps of any
-        length. Shares count as 2 ** *min_log* at least.
-        """
-        seconds = [self._time_kinds(features) for features in slice_features]
-        mean = sum(map(sum, seconds)) / len(seconds)
-        logs = [[math.log2(part / mean) if part > 0 else min_log for part in parts] for parts in seconds]
-        return tuple(tuple(round(per_octave * max(log, min_log)) for log in parts) for parts in logs)
-
-    def restore_times(self, shares: Sequence[Sequence[int]], per_octave: int) -> list[list[float]]:
-        """Return times that have these shares, in an arbitrary unit [micro-batches][ops]."""
-        return [self._restore_times(parts, per_octave) for parts in shares]
-
-    def _restore_times(self, shares: Sequence[int], per_octave: int) -> list[float]:
-        parts = zip(self._kinds.items(), shares, strict=True)
-        times = {name: 2 ** (share / per_octave) / count for (name, count), share in parts}
-        return [times[op.name] for op in self._program.ops]
-
-    def _time_kinds(self, features: BatchFeatures) -> list[float]:
-        """Return the seconds of all ops of each kind [kinds]."""
-        return [count * self._table.ops[name].time(features) for name, count in self._kinds.items()]
-
     def _sum_ops(self, features: BatchFeatures) -> float:
-        return sum(self._time_kinds(features))
+        return sum(count * self._table.ops[name].time(features) for name, count in self._kinds.items())
 
 
 def make_worst_cases(table: CostTable, share: float) -> tuple[CostTable, ...]:
