@@ -1,13 +1,12 @@
-"""Expert-parallel dispatch and combine over torch.distributed: tokens travel to their experts, and results back.
+"""Expert-parallel dispatch and combine over torch.distributed: send tokens to their experts, and results back.
 
-Two ways, with one interface. `AllGather` sends every token to every rank; how much arrives is known beforehand, so the
-host never waits for the device. `AllToAll` sends a token only to ranks that hold one of its experts; how much arrives
-depends on the routing, so ranks exchange sizes first and the host has to read them (DeepEP's high-throughput kernels
-do the same). An all-to-all padded to what a rank may get at most would need no sizes either, but the most is all tokens
-of a rank, so it would move what `AllGather` moves.
+Two dispatchers share one interface. `AllGather` sends every token to every rank; the sizes are known beforehand, so the
+host never waits for the device. `AllToAll` sends a token only to ranks that hold one of its experts; the sizes depend
+on the routing, so ranks exchange them first and the host has to read them, as with DeepEP's high-throughput kernels. An
+all-to-all padded to the maximum would need no sizes either, but the maximum is all tokens of a rank, so it would move
+as much as `AllGather`.
 
-Both keep what they need between dispatch and combine in the `CombineHandle` they return and nothing in themselves, so
-that any number of micro-batches may be on their way at once.
+All state between dispatch and combine is in the `CombineHandle`, so any number of micro-batches may be in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from dbo_runtime.errors import SplitError
 
-# torch 2.13 renames it and warns of the old name.
+# torch 2.13 renames it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -30,9 +29,9 @@ class Routing(NamedTuple):
     Attributes:
         weights: of each token's experts [tokens, top_k].
         ids: global numbers of each token's experts [tokens, top_k].
-        sizes: tokens of every rank in this micro-batch, this rank's own among them [ranks].
-        counts: rows this rank sends to every rank and receives from it [2, ranks], once they were exchanged.
-        chosen: which token goes to which rank [tokens, ranks], where not every token goes to every rank.
+        sizes: tokens of every rank in this micro-batch, including this rank [ranks].
+        counts: rows this rank sends to every rank and receives from it [2, ranks]; None before they are exchanged.
+        chosen: whether each token goes to each rank [tokens, ranks]; None if every token goes to every rank.
     """
 
     weights: torch.Tensor
@@ -43,11 +42,11 @@ class Routing(NamedTuple):
 
 
 class DispatchedTokens(NamedTuple):
-    """What arrived at this rank from all ranks, in rank order.
+    """The tokens received from all ranks, in rank order.
 
     Attributes:
         x: the tokens [received, hidden].
-        weights, ids: of their experts, those on other ranks included [received, top_k].
+        weights, ids: of their experts, including those on other ranks [received, top_k].
     """
 
     x: torch.Tensor
@@ -56,12 +55,12 @@ class DispatchedTokens(NamedTuple):
 
 
 class CombineHandle(NamedTuple):
-    """How results return: kept until `combine`, while the tokens that arrived may be dropped before.
+    """How `combine` returns results. The tokens received may be freed before.
 
     Attributes:
         sent, received: rows to and from every rank [ranks].
         tokens: number of tokens of this rank in the micro-batch.
-        rows: the token that each row sent came from [sum of sent], or None where all went to every rank.
+        rows: the token of each row sent [sum of sent], or None if every token went to every rank.
     """
 
     sent: tuple[int, ...]
@@ -71,31 +70,31 @@ class CombineHandle(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """One way to bring tokens to experts. Every rank of the group must make the same calls in the same order."""
+    """Sends tokens to experts. Every rank of the group must make the same calls in the same order."""
 
     @property
     def exchanges_sizes(self) -> bool:
-        """Whether ranks tell each other sizes before `dispatch`, which makes whoever calls it wait for them."""
+        """Whether ranks exchange sizes before `dispatch`, which then waits for them."""
 
     def choose_ranks(self, routing: Routing) -> Routing:
-        """Find out which token goes where; no communication."""
+        """Compute which token goes to which rank, without communication."""
 
     def exchange_sizes(self, routing: Routing) -> Routing:
-        """Tell every rank how much it will get. Collective. `dispatch` does it, too, where it has not been done."""
+        """Exchange how many rows each rank receives. Collective. `dispatch` does it if it has not been done."""
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
         """Send the tokens *x* [tokens, hidden] to their experts' ranks. Collective.
 
         Raises:
-            SplitError: if *x* has not the number of tokens that the other ranks were told of.
+            SplitError: if *x* does not have the number of tokens that the other ranks expect.
         """
 
-    def combine(self, partial: torch.Tensor, back: CombineHandle) -> torch.Tensor:
-        """Send results [received, hidden] back and add them up -> [tokens, hidden]. Collective."""
+    def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
+        """Return results [received, hidden] to their ranks and sum them -> [tokens, hidden]. Collective."""
 
 
 class AllGather:
-    """Every token to every rank, and a reduce-scatter back: what vLLM calls `allgather_reducescatter`.
+    """Sends every token to every rank, and back by a reduce-scatter: `allgather_reducescatter` in vLLM.
 
     Args:
         group: the communicator. It must be used by one lane only.
@@ -120,16 +119,16 @@ class AllGather:
         """Gather the tokens of all ranks, and with them their routing."""
         _check_size(x, routing, self._rank)
         weights, ids = _send_routing(routing, lambda packed: gather_rows(packed, routing.sizes, self._group))
-        arrived = DispatchedTokens(gather_rows(x, routing.sizes, self._group), weights, ids)
-        return arrived, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
+        tokens = DispatchedTokens(gather_rows(x, routing.sizes, self._group), weights, ids)
+        return tokens, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
 
-    def combine(self, partial: torch.Tensor, back: CombineHandle) -> torch.Tensor:
+    def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
         """Return this rank's tokens, summed over the ranks in rank order."""
-        return reduce_rows(partial, back.received, self._group)
+        return reduce_rows(partial, handle.received, self._group)
 
 
 class AllToAll:
-    """A token to those ranks that hold one of its experts, and only their results back.
+    """Sends each token to the ranks that hold one of its experts, and only their results back.
 
     Args:
         group: the communicator. It must be used by one lane only.
@@ -145,40 +144,40 @@ class AllToAll:
         self._owners = owners
 
     def choose_ranks(self, routing: Routing) -> Routing:
-        """Mark the ranks that each token goes to: once each, however many of its experts are there."""
+        """Mark the ranks that each token goes to, once for all of its experts on a rank."""
         chosen = torch.zeros((routing.ids.shape[0], self._ranks), dtype=torch.bool, device=routing.ids.device)
         chosen.scatter_(1, self._owners[routing.ids.long()], True)
         return routing._replace(chosen=chosen)
 
     def exchange_sizes(self, routing: Routing) -> Routing:
         """Exchange how many rows go from every rank to every other."""
-        sent = _take(routing.chosen).sum(dim=0)
+        sent = _require(routing.chosen).sum(dim=0)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return routing._replace(counts=torch.stack([sent, received]))
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
-        """Send each token's row to every rank marked for it, after waiting for the sizes."""
+        """Send each token's row to every rank marked for it; wait for the sizes first."""
         _check_size(x, routing, self._rank)
         if routing.counts is None:
             routing = self.exchange_sizes(routing)
-        sent, received = (tuple(counts) for counts in _take(routing.counts).tolist())
-        rows = _take(routing.chosen).t().nonzero()[:, 1]  # by rank, then by token
+        sent, received = (tuple(counts) for counts in _require(routing.counts).tolist())
+        rows = _require(routing.chosen).t().nonzero()[:, 1]  # by rank, then by token
         weights, ids = _send_routing(
             Routing(routing.weights[rows], routing.ids[rows], routing.sizes),
             lambda packed: exchange_rows(packed, sent, received, self._group),
         )
-        arrived = DispatchedTokens(exchange_rows(x[rows], sent, received, self._group), weights, ids)
-        return arrived, CombineHandle(sent, received, x.shape[0], rows)
+        tokens = DispatchedTokens(exchange_rows(x[rows], sent, received, self._group), weights, ids)
+        return tokens, CombineHandle(sent, received, x.shape[0], rows)
 
-    def combine(self, partial: torch.Tensor, back: CombineHandle) -> torch.Tensor:
-        """Return this rank's tokens, each the sum of what its ranks sent back, added in fp32.
+    def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
+        """Return this rank's tokens, each the sum of its ranks' results, in fp32.
 
-        On CUDA torch adds in no fixed order, so the last bit may differ from run to run.
+        On CUDA torch sums in no fixed order, so the last bit may differ from run to run.
         """
-        returned = exchange_rows(partial, back.received, back.sent, self._group)
-        whole = returned.new_zeros((back.tokens, *returned.shape[1:]), dtype=torch.float32)
-        return whole.index_add_(0, _take(back.rows), returned.float()).to(returned.dtype)
+        returned = exchange_rows(partial, handle.received, handle.sent, self._group)
+        summed = returned.new_zeros((handle.tokens, *returned.shape[1:]), dtype=torch.float32)
+        return summed.index_add_(0, _require(handle.rows), returned.float()).to(returned.dtype)
 
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -188,15 +187,15 @@ def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup)
         gathered = x.new_empty((ranks * sizes[0], *x.shape[1:]))
         _all_gather(gathered, x.contiguous(), group=group)
         return gathered
-    copies = x.repeat(ranks, *(1 for _ in x.shape[1:]))  # about as large as what comes in
+    copies = x.repeat(ranks, *(1 for _ in x.shape[1:]))  # about as large as the result
     return exchange_rows(copies, (x.shape[0],) * ranks, sizes, group)
 
 
 def reduce_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Sum *x* [sum of sizes, ...] over the ranks and return this rank's rows. Collective.
 
-    An all-to-all and a sum: it moves as many bytes as a reduce-scatter, takes any sizes on any backend, adds in rank
-    order whatever the sizes are (on the CPU and up to four ranks; beyond, torch's `sum` picks an order by the shape),
+    It is an all-to-all and a sum: it moves as many bytes as a reduce-scatter, supports any sizes on any backend, sums
+    in rank order for any sizes (on the CPU and up to four ranks; beyond, torch's `sum` picks an order by the shape),
     and with gloo on two ranks took a third of the time (1.1 against 3.3 ms for [2000, 256] in fp32, 2026-11-20).
     """
     own = sizes[dist.get_rank(group)]
@@ -208,27 +207,27 @@ def exchange_rows(
     x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Send *sent[r]* rows of *x* to rank r; return the *received[r]* rows from each, in rank order. Collective."""
-    arrived = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(arrived, x.contiguous(), list(received), list(sent), group=group)
-    return arrived
+    result = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=group)
+    return result
 
 
 def _send_routing(routing: Routing, send: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send weights and ids [tokens, top_k] as one tensor of bits: a collective costs its latency, however small."""
+    """Send weights and ids [tokens, top_k] as one tensor of bits: even a small collective costs its latency."""
     packed = torch.cat([routing.weights.float().view(torch.int32), routing.ids.int()], dim=1)
     weights, ids = send(packed).chunk(2, dim=1)
-    arrived = weights.contiguous().view(torch.float32)
-    return arrived.to(routing.weights.dtype), ids.to(routing.ids.dtype).contiguous()
+    received = weights.contiguous().view(torch.float32)
+    return received.to(routing.weights.dtype), ids.to(routing.ids.dtype).contiguous()
 
 
 def _check_size(x: torch.Tensor, routing: Routing, rank: int) -> None:
     if x.shape[0] != routing.sizes[rank]:
         raise SplitError(
             f"rank {rank} dispatches {x.shape[0]} tokens, but all ranks expect {routing.sizes[rank]} of it (sizes "
-            f"{routing.sizes}): its batch was cut in another place than agreed. Please report it."
+            f"{routing.sizes}): its batch was not cut where the ranks agreed to. Please report it."
         )
 
 
-def _take(tensor: torch.Tensor | None) -> torch.Tensor:
+def _require(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None, "choose_ranks comes first"
     return tensor

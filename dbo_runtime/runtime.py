@@ -1,19 +1,20 @@
-"""One object that owns everything a model's overlap needs: lanes, events, plans, counts."""
+"""Plan the batches of one model and run them in overlapped micro-batches."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from dbo_runtime.batch import Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
+from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
 from dbo_runtime.config import RuntimeConfig, name_policy
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
+from dbo_runtime.observe.declines import count_declined
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.policies import get_policy
@@ -23,22 +24,45 @@ from dbo_runtime.render import digest
 from dbo_runtime.schedule import Schedule, lower
 from dbo_runtime.validate import validate
 
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+Mode = Literal["split", "unsplit", "concurrent"]
+"""How a step ran: in micro-batches; by the model's own forward; or as one batch with concurrent ops on `side`."""
+
+NOTHING_TO_HIDE = {
+    "none": "no layer is spread over ranks",
+    "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
+    "one host": "all ranks are on one host, where communication takes the cores that compute",
+}
+"""Transports whose communication is not worth overlapping, and why."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """How one batch will run.
+    """How to run one batch.
 
     Attributes:
         slices: one per micro-batch.
         executor: of their schedule.
         digest: names the schedule.
-        expected: seconds that the step was predicted to take, where it was.
+        expected: predicted seconds of the step; None without a prediction.
     """
 
     slices: tuple[BatchSlice, ...]
     executor: Executor
     digest: str
     expected: float | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """How a step runs by this plan."""
+        return "split" if len(self.slices) > 1 else "concurrent"
+
+    @property
+    def cuts(self) -> list[int]:
+        """The token offsets at which the batch is cut."""
+        return [piece.first_token for piece in self.slices[1:]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +71,7 @@ class DataParallelSplit:
 
     Attributes:
         sizes: tokens of every rank in each micro-batch [micro-batches][ranks].
-        choice: with the issue order, if it was planned from costs.
+        choice: the issue order and its prediction; None without costs.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -55,16 +79,16 @@ class DataParallelSplit:
 
     @property
     def name(self) -> str:
-        """What the plan is called before it is made, the same on all ranks."""
+        """The name of the plan before it is made, the same on all ranks."""
         return "by the settings" if self.choice is None else self.choice.order.name
 
 
 @dataclass(slots=True)
 class Statistics:
-    """What became of the steps so far: *beside* are those that were not split, but had ops on `side`."""
+    """Counts of steps by mode; *concurrent* steps are not split, but have ops on `side`."""
 
     split: int = 0
-    beside: int = 0
+    concurrent: int = 0
     micro_batches: int = 0
     declined: Counter[str] = field(default_factory=Counter)
 
@@ -72,7 +96,7 @@ class Statistics:
         """Return the counts as plain data."""
         return {
             "split": self.split,
-            "beside": self.beside,
+            "concurrent": self.concurrent,
             "micro_batches": self.micro_batches,
             "declined": dict(self.declined),
         }
@@ -82,15 +106,17 @@ class MicroBatchRuntime:
     """Plans batches and runs them in overlapped micro-batches.
 
     Args:
-        program: the ops of one micro-batch; the same for each, but for those on `side`, which are there only where the
-            settings or costs say so.
+        program: the ops of one micro-batch; the same for each, except that ops on `side` are included only where the
+            settings or costs ask for them.
         device: where they run.
         config: the settings; may be replaced between steps, on all ranks alike.
-        log: a structlog logger; told of each new plan and of the first decline of each reason, never of a step.
+        log: for each new plan and the first decline of each reason, never for a step.
         ranks: how many ranks run the same plans, and meet in their collectives.
     """
 
-    def __init__(self, program: Program, device: Device, config: RuntimeConfig, log: Any, ranks: int = 1) -> None:
+    def __init__(
+        self, program: Program, device: Device, config: RuntimeConfig, log: FilteringBoundLogger, ranks: int = 1
+    ) -> None:
         self.program = program
         self.device = device
         self.config = config
@@ -104,7 +130,7 @@ class MicroBatchRuntime:
 
     @property
     def planner(self) -> Planner | None:
-        """What plans by costs; None where there are none."""
+        """The planner by costs; None without costs."""
         return self._planner
 
     @planner.setter
@@ -114,23 +140,45 @@ class MicroBatchRuntime:
 
     @property
     def forces_side(self) -> bool:
-        """Whether ops are on `side` in every step, in those that are not split, too."""
+        """Whether ops are on `side` in every step, also in those that are not split."""
         return self.config.side == "on" and self.config.mode != "off" and SIDE in self.program.lanes
 
+    @property
+    def _active_planner(self) -> Planner | None:
+        return None if self.config.mode == "off" else self._planner
+
+    def check_transport(self, transport: str) -> Decline | None:
+        """Decline every step if there is no communication to hide; `auto` only.
+
+        On one host communication may be worth hiding if it was measured, and concurrent compute lanes need none.
+        """
+        if self.config.mode != "auto" or transport not in NOTHING_TO_HIDE:
+            return None
+        if self.planner is not None and (transport == "one host" or self.planner.can_use_side):
+            return None
+        return Decline("no communication to hide", NOTHING_TO_HIDE[transport])
+
     def decline_early(self, tokens: int) -> Decline | None:
-        """Return why a step of *tokens* tokens runs whole whatever is in it, so that nobody need look at what is."""
-        if self.planner is None or self.config.mode == "off":
+        """Decline a step of *tokens* tokens that is not split whatever its requests are, before they are read."""
+        planner = self._active_planner
+        if planner is None:
             return decline_early(tokens, self.config)
-        return self.planner.decline_early(tokens) if self.config.mode == "auto" else None
+        return planner.decline_early(tokens) if self.config.mode == "auto" else None
+
+    def check_balance(self, share: float) -> Decline | None:
+        """Decline a cut whose smallest micro-batch has only *share* of an even one's work; `auto` only."""
+        if self.config.mode != "auto" or share >= MIN_SHARE:
+            return None
+        return Decline("no balanced cut", f"the smallest micro-batch would have {share:.0%} of an even one's work")
 
     def plan(
         self, batch: Batch, cuts: Sequence[int] | None = None, shared: DataParallelSplit | None = None
     ) -> ExecutionPlan | Decline:
         """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
 
-        Cuts that are part of what *shared* says are those that other ranks count on; see `slice_batch`.
+        Cuts that belong to *shared* are those that other ranks rely on; see `slice_batch`.
 
-        A decline is only returned; whoever acts on it reports it with `decline`.
+        A decline is only returned; a caller that acts on it counts it with `decline`.
 
         Raises:
             SplitError: if *cuts* are given and impossible.
@@ -138,10 +186,10 @@ class MicroBatchRuntime:
         choice = None if shared is None else shared.choice
         if cuts is not None:
             slices: tuple[BatchSlice, ...] | Decline = slice_batch(batch, cuts, agreed=shared is not None)
-        elif self.planner is None or self.config.mode == "off":
+        elif (planner := self._active_planner) is None:
             slices = decide(batch, self.config)
         else:
-            chosen = self.planner.choose(batch, self.config)
+            chosen = planner.choose(batch, self.config)
             if isinstance(chosen, Decline):
                 return chosen
             slices, choice = chosen.slices, chosen
@@ -149,15 +197,16 @@ class MicroBatchRuntime:
             return slices
         if len(slices) < 2 and choice is None and not self.forces_side:
             return Decline("nowhere to cut", "no cuts were given")
-        name = self._find_executor(len(slices), choice)
+        name = self._name_executor(len(slices), choice)
         return ExecutionPlan(slices, self._executors[name], name, None if choice is None else choice.prediction.split)
 
     def plan_data_parallel(self, tokens: Sequence[int]) -> DataParallelSplit | Decline:
         """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
-        if self.planner is None or self.config.mode == "off":
+        planner = self._active_planner
+        if planner is None:
             sizes = decide_data_parallel(tokens, self.config)
             return sizes if isinstance(sizes, Decline) else DataParallelSplit(sizes)
-        chosen = self.planner.choose_data_parallel(tokens, self.config)
+        chosen = planner.choose_data_parallel(tokens, self.config)
         return chosen if isinstance(chosen, Decline) else DataParallelSplit(chosen.sizes, chosen)
 
     def run(
@@ -167,21 +216,19 @@ class MicroBatchRuntime:
         try:
             outputs = plan.executor.run(inputs, enter, instrument)
         except Exception as error:
-            # Hosts pass errors on by their text alone, without notes: where it happened is told here.
+            # vLLM's executors pass an error on by its text alone, without notes: log here where it happened.
             self._log.error("a split step failed", error=repr(error), where=get_context(error))
             raise
-        if len(plan.slices) > 1:
+        if plan.mode == "split":
             self.statistics.split += 1
             self.statistics.micro_batches += len(plan.slices)
         else:
-            self.statistics.beside += 1
+            self.statistics.concurrent += 1
         return outputs
 
     def decline(self, decline: Decline) -> None:
-        """Count a step that runs whole; log the first of each reason."""
-        if not self.statistics.declined[decline.reason]:
-            self._log.info("step not split, runs whole", reason=decline.reason, detail=decline.detail or None)
-        self.statistics.declined[decline.reason] += 1
+        """Count a step that is not split; log the first of each reason."""
+        count_declined(self._log, self.statistics.declined, decline)
 
     def close(self) -> None:
         """End the device's threads. Plans made so far cannot be run any more."""
@@ -189,8 +236,8 @@ class MicroBatchRuntime:
         self._executors.clear()
         self.device.close()
 
-    def _find_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
-        """Return the digest of the schedule, whose executor is made if it is new."""
+    def _name_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
+        """Return the digest of the schedule; make its executor if it is new."""
         policy = self.config.policy
         key = (policy if choice is None else choice.order.name), micro_batches, self.forces_side
         if key not in self._named:
@@ -208,7 +255,7 @@ class MicroBatchRuntime:
         if name in self._executors:
             return name
         if self._ranks > 1:
-            validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same: two stand for any number
+            validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same plan, so two represent any number
         else:
             validate(schedule)
         self._executors[name] = Executor(schedule, self.device, self._events)
@@ -216,8 +263,8 @@ class MicroBatchRuntime:
             "new plan",
             micro_batches=len(schedule.programs),
             policy=policy,
-            steps=len(schedule.instructions),
-            waits=sum(len(step.waits) for step in schedule.instructions),
+            instructions=len(schedule.instructions),
+            waits=sum(len(instruction.waits) for instruction in schedule.instructions),
             digest=name,
         )
         return name

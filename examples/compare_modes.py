@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-WAYS = {
+MODES = {
     "unsplit": {"DBO_MODE": "off"},
     "split, no overlap": {"DBO_MODE": "always", "DBO_POLICY": "sequential"},
     "dual-batch overlap": {"DBO_MODE": "always", "DBO_POLICY": "alternate"},
@@ -20,8 +20,8 @@ WAYS = {
 
 
 def compare_modes(llm: Any, prefills: list[str], repeat: int, format_ranks: bool = True) -> tuple[str, bool]:
-    """Time all ways for each prefill, such as `4x500`; return a table, and whether all ways gave the same tokens."""
-    titles = "".join(f"{way:>22}" for way in WAYS)
+    """Time all modes for each prefill, such as `4x500`; return a table, and whether all modes gave the same tokens."""
+    titles = "".join(f"{mode:>22}" for mode in MODES)
     rows = [f"{'prefill':<10}{titles}{'gain':>8}{'by overlap':>12}{'same tokens':>14}"]
     all_same = True
     for prefill in prefills:
@@ -29,29 +29,29 @@ def compare_modes(llm: Any, prefills: list[str], repeat: int, format_ranks: bool
             print(f"timing {prefill} ...", file=sys.stderr, flush=True)
         prompts, tokens = map(int, prefill.split("x"))
         times, same = time_modes(llm, prompts, tokens, repeat)
-        medians = {way: statistics.median(seconds) for way, seconds in times.items()}
-        gain, overlap = (medians[way] / medians["dual-batch overlap"] for way in ("unsplit", "split, no overlap"))
-        cells = "".join(f"{f'{medians[way]:.3f} s':>22}" for way in WAYS)
+        medians = {mode: statistics.median(seconds) for mode, seconds in times.items()}
+        gain, overlap = (medians[mode] / medians["dual-batch overlap"] for mode in ("unsplit", "split, no overlap"))
+        cells = "".join(f"{f'{medians[mode]:.3f} s':>22}" for mode in MODES)
         rows.append(f"{prefill:<10}{cells}{gain:>7.2f}x{overlap:>11.2f}x{'yes' if same else 'NO':>14}")
         all_same &= same
     return "\n".join(rows), all_same
 
 
 def time_modes(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[str, list[float]], bool]:
-    """Time each way *repeat* times in turn after a round to warm up; return seconds, and whether tokens agree."""
+    """Time each mode *repeat* times in turn after a round to warm up; return seconds, and whether tokens agree."""
     from vllm import SamplingParams
 
     given = make_prompts(llm, [tokens] * prompts)
     sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
     answers = set()
     for turn in range(repeat + 1):
-        for way, settings in WAYS.items():
+        for mode, settings in MODES.items():
             llm.collective_rpc("dbo_configure", args=(settings,))
             start = time.perf_counter()
             outputs = llm.generate(given, sampling, use_tqdm=False)
             if turn:
-                times[way].append(time.perf_counter() - start)
+                times[mode].append(time.perf_counter() - start)
             answers.add(tuple(tuple(output.outputs[0].token_ids) for output in outputs))
     return times, all(gather(llm, [len(answers) == 1]))
 
@@ -63,7 +63,7 @@ def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
     from dbo_runtime.observe.summary import summarize
     from dbo_runtime.observe.timeline import Timeline
 
-    llm.collective_rpc("dbo_configure", args=(WAYS["dual-batch overlap"],))
+    llm.collective_rpc("dbo_configure", args=(MODES["dual-batch overlap"],))
     llm.collective_rpc("dbo_request_timeline")
     llm.generate(make_prompts(llm, [tokens] * prompts), SamplingParams(max_tokens=1), use_tqdm=False)
     kept = llm.collective_rpc("dbo_timeline")[0]
@@ -88,8 +88,8 @@ def gather(llm: Any, own: list[Any]) -> list[Any]:
     """Return what all data parallel engines have, in rank order; one alone drives all ranks and has all."""
     if _find_parallel(llm).data_parallel_size == 1:
         return own
-    everyone: list[list[Any]] = llm.collective_rpc(_gather_in_worker, args=(own,))[0]
-    return [one for engine in everyone for one in engine]
+    gathered: list[list[Any]] = llm.collective_rpc(_gather_in_worker, args=(own,))[0]
+    return [one for engine in gathered for one in engine]
 
 
 def make_prompts(llm: Any, lengths: Sequence[int]) -> list[dict[str, list[int]]]:

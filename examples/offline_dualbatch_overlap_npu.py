@@ -37,7 +37,7 @@ SHOWN = 12
 
 
 def main() -> int:
-    """Run both ways and report; or, in a child process, one of them."""
+    """Run both modes and report; or, in a child process, one of them."""
     arguments = parse_arguments()
     if arguments.result is not None:
         return generate(arguments)
@@ -118,11 +118,11 @@ def run(arguments: argparse.Namespace, result: Path, settings: dict[str, str]) -
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **settings}
     if arguments.device == "cpu":
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", share_cores(arguments.tp))
-    way = "with" if settings["VLLM_ASCEND_ENABLE_DBO"] == "1" else "without"
-    print(f"generating {way} dual-batch overlap ...", file=sys.stderr, flush=True)
+    mode = "with" if settings["VLLM_ASCEND_ENABLE_DBO"] == "1" else "without"
+    print(f"generating {mode} dual-batch overlap ...", file=sys.stderr, flush=True)
     words = [sys.executable, __file__, *sys.argv[1:], "--result", str(result)]
     if subprocess.run(words, env=environment).returncode:
-        print(f"error: the run {way} dual-batch overlap failed; its own message is above.", file=sys.stderr)
+        print(f"error: the run {mode} dual-batch overlap failed; its own message is above.", file=sys.stderr)
         return None
     found: dict[str, Any] = json.loads(result.read_text())
     return found

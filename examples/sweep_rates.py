@@ -1,4 +1,4 @@
-"""Is `auto` ever slower than leaving steps whole? Two hosts, links of several rates, prompts of many lengths.
+"""Is `auto` ever slower than leaving steps unsplit? Two hosts, links of several rates, prompts of many lengths.
 
 Makes two network namespaces on this machine (as root), serves a DeepSeek-V3 with random weights over both with an
 unmodified vLLM, and for each rate calibrates and then times every prompt in turn with DBO_MODE off, auto and always,
@@ -26,10 +26,10 @@ RUNS = {"off": "off", "auto": "auto", "always": "always", CONTROL: "off"}  # wha
 ORDERS = tuple(permutations(RUNS))  # what ran before leaves its mark on caches and on the link
 STRIDE = 7  # through the orders, so that few turns have different ones
 NO_LIMIT = "none"
-MOST_REPEATS, ENOUGH = 60, 3.0  # short steps are disturbed most: they are repeated so often, or for so many seconds
+MAX_REPEATS, ENOUGH = 60, 3.0  # short steps are disturbed most: they are repeated so often, or for so many seconds
 TITLES = (
-    f"{'tokens':>7}{'off':>11}{'always':>11}{'auto':>11}{'off/off':>9}{'off/auto':>10}  {'auto':<6}"
-    f"{'predicted whole':>17}{'split':>11}{'errors':>11}"
+    f"{'tokens':>7}{'off':>11}{'always':>11}{'auto':>11}{'off/off':>9}{'off/auto':>10}  {'auto':<8}"
+    f"{'predicted unsplit':>17}{'split':>11}{'errors':>11}"
 )
 
 
@@ -40,8 +40,8 @@ class Point:
     rate: str
     tokens: int
     seconds: dict[str, list[float]]  # by what was timed
-    way: str  # what auto did
-    predicted: dict[str, float]  # seconds of a `whole` and of a `split` step
+    mode: str  # of the step with auto
+    predicted: dict[str, float]  # seconds of a `unsplit` and of a `split` step
 
     def compare(self, run: str) -> float:
         """How much faster a run is than off: the median over pairs of the same turn."""
@@ -53,9 +53,9 @@ class Point:
 
     def errors(self) -> dict[str, float]:
         """How far predictions are off, relative to what was measured: for unsplit and for split steps."""
-        measured = {"whole": self.seconds["off"], "split": self.seconds["always"]}
-        medians = {way: statistics.median(seconds) for way, seconds in measured.items()}
-        return {way: abs(self.predicted[way] - medians[way]) / medians[way] for way in self.predicted}
+        measured = {"unsplit": self.seconds["off"], "split": self.seconds["always"]}
+        medians = {mode: statistics.median(seconds) for mode, seconds in measured.items()}
+        return {mode: abs(self.predicted[mode] - medians[mode]) / medians[mode] for mode in self.predicted}
 
 
 def main() -> int:
@@ -133,20 +133,21 @@ def measure_point(llm: Any, rate: str, tokens: int, repeat: int, enough: float =
     prompt = {"prompt_token_ids": [(j * 7 + j * j) % 250 + 3 for j in range(tokens)]}
     sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     seconds: dict[str, list[float]] = {run: [] for run in RUNS}
-    way = ""
+    mode = ""
     predicted = llm.collective_rpc("dbo_predict", args=([tokens],))[0] or {}
     turn = 0
-    while turn <= repeat or (turn <= MOST_REPEATS and sum(seconds["off"]) < enough):
+    while turn <= repeat or (turn <= MAX_REPEATS and sum(seconds["off"]) < enough):
         for run in ORDERS[turn * STRIDE % len(ORDERS)]:
             llm.collective_rpc("dbo_configure", args=({"DBO_MODE": RUNS[run]},))
             llm.generate([prompt], sampling, use_tqdm=False)
             step = llm.collective_rpc("dbo_last_step")[0]
             if run == "auto":
-                way = step["way"]
+                mode = step["mode"]
             if turn:
                 seconds[run].append(step["seconds"])
         turn += 1
-    return Point(rate, tokens, seconds, way, {way: predicted[way] for way in ("whole", "split") if way in predicted})
+    known = {name: predicted[name] for name in ("unsplit", "split") if name in predicted}
+    return Point(rate, tokens, seconds, mode, known)
 
 
 def describe_point(point: Point) -> str:
@@ -156,7 +157,7 @@ def describe_point(point: Point) -> str:
     predicted = "".join(f"{seconds * 1e3:>8.1f} ms" for seconds in point.predicted.values())
     errors = "/".join(f"{error:.0%}" for error in point.errors().values())
     ratios = f"{point.compare(CONTROL):>8.2f}x{point.compare('auto'):>9.2f}x"
-    return f"{point.tokens:>7}{cells}{ratios}  {point.way:<6}{predicted:>28}{errors:>11}"
+    return f"{point.tokens:>7}{cells}{ratios}  {point.mode:<8}{predicted:>28}{errors:>11}"
 
 
 def judge(points: list[Point]) -> bool:

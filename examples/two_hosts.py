@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
         "--parallel", choices=tuple(PARALLEL), default="tensor", help="how the hosts share the model (default: tensor)"
     )
     parser.add_argument("--rate", default="200mbit", help="rate of the link, in the words of tc (default: 200mbit)")
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each way, interleaved (default: 5)")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each mode, interleaved (default: 5)")
     parser.add_argument(
         "--prefills",
         nargs="+",

@@ -2,11 +2,11 @@
 
 What overlaps what:
 
-- Tensor parallel, with or without expert parallel: tokens stay where they are and each layer ends in one all-reduce.
-  `comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next one's attention (or MLP).
-- Data parallel: tokens travel to their experts. While the first micro-batch's are on their way, `compute` has the
-  second one's attention; while the second one's are, the first one's shared experts and experts; while the first
-  one's return, the second one's experts; and while those return, the first one's next attention.
+- Tensor parallel, with or without expert parallel: tokens stay on their rank and each layer ends in one all-reduce.
+  `comm` reduces one micro-batch's attention (or MLP) while `compute` runs the next one's attention (or MLP).
+- Data parallel: tokens are dispatched to their experts. During the first micro-batch's dispatch `compute` runs the
+  second one's attention; during the second one's, the first one's shared experts and experts; during the first one's
+  combine, the second one's experts; and during the second one's, the first one's next attention.
 
 Dense first layers overlap like the others under tensor parallel, and communicate nothing under data parallel.
 """
@@ -22,7 +22,7 @@ from dbo_runtime.program import ProgramBuilder, Value
 
 
 class DeepseekAdapter:
-    """Takes vLLM's decoder layer apart at its communication."""
+    """Splits vLLM's decoder layers at their communication."""
 
     takes_stages = True
 
@@ -49,5 +49,5 @@ class DeepseekAdapter:
 
 
 def attend(attention: Any, positions: Any, x: Any) -> Any:
-    """Call MLA, which takes a scaling of positions that no model here has."""
+    """Call MLA, which also takes a scaling by position that no supported model has."""
     return attention(positions, x, None)

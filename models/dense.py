@@ -1,6 +1,6 @@
 """Dense decoders that share one shape: Llama, Mistral, Qwen2, Qwen3.
 
-`comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next one's attention (or MLP).
+`comm` reduces one micro-batch's attention (or MLP) while `compute` runs the next one's attention (or MLP).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KNOWN = frozenset(
 
 
 class DenseAdapter:
-    """Takes vLLM's decoder layers apart at their two all-reduces."""
+    """Splits vLLM's decoder layers at their two all-reduces."""
 
     takes_stages = True
 

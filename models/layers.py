@@ -1,4 +1,4 @@
-"""Parts of a decoder that many families of models share."""
+"""The decoder that many families of models share, and its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbo_runtime.program import ProgramBuilder, Value
 Attend = Callable[[Any, Any, Any], Any]
 """Calls an attention module: (module, positions [tokens], x [tokens, hidden]) -> [tokens, hidden]."""
 
-RESIDUAL = "residual"  # what stages of a pipeline hand over beside hidden states, by the name that vLLM has for it
+RESIDUAL = "residual"  # passed on between stages of a pipeline with the hidden states; the name is vLLM's
 
 
 def call_attention(attention: Any, positions: Any, x: Any) -> Any:
@@ -33,12 +33,12 @@ def record_decoder(
 ) -> Value:
     """Declare a decoder of pre-norm layers: embedded tokens in, normed hidden states out.
 
-    *decoder* has `layers`, each of `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`, and a final
-    `norm`. Norms take (x, residual) and add as they norm; `self_attn` and `mlp` end in one all-reduce each. What the
-    first layers give has *added* to it, one value for each of them [tokens, hidden].
+    *decoder* has `layers`, each with `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`, and a final
+    `norm`. Norms take (x, residual) and add before they norm; `self_attn` and `mlp` end in one all-reduce each. One
+    value of *added* [tokens, hidden] is added to the result of each of the first layers.
 
-    Of a pipeline's stage, the layers that are here: one that is not the first takes the stream's `residual`, too, and
-    one that is not the last hands it on, without a norm.
+    On a stage of a pipeline, only its layers are declared: a stage other than the first takes the `residual` as an
+    input, and a stage other than the last returns it, without the final norm.
     """
     layers = get_layers(decoder)
     stream: tuple[Value, ...] = (x,) if 0 in layers else (x, p.input(RESIDUAL))
@@ -65,7 +65,7 @@ def record_layer(
 ) -> tuple[Value, Value]:
     """Declare one layer: (x,) for the first, (x, residual) after it -> (x, residual).
 
-    Norms add in place on some platforms, and reduces do everywhere: both overwrite what they read.
+    Norms add in place on some platforms, and reduces sum in place on all: both overwrite what they read.
     """
     norm = layer.input_layernorm if len(stream) == 2 else partial(_first_norm, layer.input_layernorm)
     x, residual = p.compute("attn_norm", norm, *stream, overwrites=stream, outputs=2)
@@ -76,7 +76,7 @@ def record_layer(
     moe = collectives.decompose(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
     if moe is not None:
         x = record_experts(p, moe, x)
-    else:  # named apart, because ops that are named alike are taken to cost alike
+    else:  # two names, because ops of one name are assumed to cost the same
         name = "moe" if hasattr(layer.mlp, "experts") else "mlp"
         x = p.compute(name, collectives.without_reduce(layer.mlp), x)
     return record_reduce(p, "mlp_reduce", collectives, x), residual
@@ -87,12 +87,12 @@ def record_attention(
 ) -> Value:
     """Declare attention without its reduce [tokens, hidden] -> [tokens, hidden]: one op, or latent attention's parts.
 
-    `ordered`, because a cut request reads the KV that its head wrote.
+    It is `ordered`, because a cut request reads the KV that its head wrote.
     """
     latent = collectives.decompose_attention(attention) if p.has_side else None
     if latent is None:
-        whole = collectives.without_reduce(partial(attend, attention))
-        attended: Value = p.compute("attention", whole, positions, x, ordered=True)
+        fn = collectives.without_reduce(partial(attend, attention))
+        attended: Value = p.compute("attention", fn, positions, x, ordered=True)
         return attended
     return record_latent_attention(p, latent, collectives, positions, x)
 
@@ -100,9 +100,9 @@ def record_attention(
 def record_latent_attention(
     p: ProgramBuilder, latent: LatentAttention, collectives: Collectives, positions: Value, x: Value
 ) -> Value:
-    """Declare latent attention with its keys beside its queries, as vllm-ascend #1353 ran decodes.
+    """Declare latent attention with its keys concurrent to its queries, as vllm-ascend #1353 ran decodes.
 
-    Keys are issued first: they are the shorter way, and what they write must be there when attention reads it.
+    Keys are issued first: they take less time, and attention reads what they write.
     """
     slots = p.compute("slots", latent.get_slots)
     if latent.has_latent:
@@ -115,46 +115,46 @@ def record_latent_attention(
 
 
 def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Value) -> Value:
-    """Declare the all-reduce after a module run without it, where there is one."""
+    """Declare the all-reduce of a module that runs without it, if results have to be reduced."""
     reduced: Value = p.comm(name, collectives.all_reduce, x, overwrites=(x,)) if collectives.reduces else x
     return reduced
 
 
 def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
-    """Declare a mixture of experts whose tokens travel, [tokens, hidden] -> [tokens, hidden].
+    """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
 
-    A dispatch that needs sizes keeps the host waiting. The shared experts come before it then, so that the device has
-    work meanwhile; otherwise they come after it, so that the tokens leave as early as they can. On a `side` lane they
-    need nothing but tokens, so they run beside the gate, too, and beside the experts.
+    A dispatch that needs sizes blocks the host. Then the shared experts come before it, so that the device has work
+    meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
+    depend on the tokens only, so they are concurrent to the gate and the experts, too.
     """
     routing = p.compute("gate", moe.gate, x)
     shared: list[Value] = []
     if moe.exchanges_sizes:
         routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
         shared = record_shared_experts(p, moe, x)
-    arrived, back = p.comm(
+    received, handle = p.comm(
         "dispatch", moe.dispatch, x, routing, outputs=2, communicator="experts", host_sync=moe.exchanges_sizes
     )
     if not moe.exchanges_sizes:
         shared = record_shared_experts(p, moe, x)
-    routed = p.compute("experts", moe.experts, arrived)
-    routed = p.comm("combine", moe.combine, routed, back, communicator="experts")
+    routed = p.compute("experts", moe.experts, received)
+    routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
     merged: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
     return merged
 
 
 def record_shared_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> list[Value]:
-    """Declare the experts that every token passes, if there are any."""
+    """Declare the shared experts, if there are any."""
     return [p.side("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
 
 
 def get_layers(decoder: Any) -> dict[int, Any]:
-    """Return the layers of a decoder that are on this rank, by number: all of them, or a pipeline stage's.
+    """Return the layers of a decoder that are on this rank, by number: all, or those of a pipeline's stage.
 
-    vLLM puts placeholders in the place of the others.
+    vLLM replaces the others by placeholders.
     """
-    own = slice(getattr(decoder, "start_layer", 0), getattr(decoder, "end_layer", None))
-    return {index: decoder.layers[index] for index in range(len(decoder.layers))[own]}
+    here = slice(getattr(decoder, "start_layer", 0), getattr(decoder, "end_layer", None))
+    return {index: decoder.layers[index] for index in range(len(decoder.layers))[here]}
 
 
 def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
@@ -166,7 +166,7 @@ def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
 
 
 def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:
-    return norm(x), x  # the residual is x itself, which is why x counts as overwritten
+    return norm(x), x  # the residual is x itself, so x counts as overwritten
 
 
 def _final_norm(norm: Any, x: Any, residual: Any) -> Any:

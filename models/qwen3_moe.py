@@ -1,7 +1,7 @@
 """Qwen3-MoE: grouped-query attention, then experts without shared ones (or, in some layers, a dense MLP).
 
-Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens travel to their
-experts: while the first micro-batch's are on their way, `compute` has the second one's attention.
+Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens are dispatched
+to their experts: during the first micro-batch's dispatch, `compute` runs the second one's attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KNOWN = frozenset(
 
 
 class Qwen3MoeAdapter:
-    """Takes vLLM's decoder layers apart at their communication."""
+    """Splits vLLM's decoder layers at their communication."""
 
     takes_stages = True
 

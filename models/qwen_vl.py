@@ -1,7 +1,7 @@
 """The vision encoders of Qwen2.5-VL and Qwen3-VL.
 
-`comm` reduces one micro-batch's attention (or MLP) while `compute` is in the next one's, or prepares its images: that
-is work of the host, and a device has some of the last micro-batch meanwhile.
+`comm` reduces one micro-batch's attention (or MLP) while `compute` runs the next one's, or prepares its images. That is
+work of the host, during which the device still runs the last micro-batch.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
-# Where an encoder's metadata has what attention of each role is given: ends, greatest length, lengths of sequences.
+# Keys of an encoder's metadata for each kind of attention: cumulative, greatest and single sequence lengths.
 FULL = ("cu_seqlens", "max_seqlen_full", "sequence_lengths_full")
 WINDOW = ("cu_window_seqlens", "max_seqlen_window", "sequence_lengths_window")
 ONLY = ("cu_seqlens", "max_seqlen", "sequence_lengths")
 
 
 class Qwen25VisionAdapter:
-    """Layers attend within windows, some of them within whole images."""
+    """An encoder whose layers attend within windows, some of them within full images."""
 
     def decline(self, encoder: Any) -> Decline | None:
         """Return why this encoder cannot be split, or None."""
         return check_encoder_parts(encoder, "Qwen2_5_Vision", "Qwen2_5_Vision")
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
-        """Return about how many operations an image or a video takes."""
+        """Return the approximate operations of an image or a video."""
         full = len(encoder.fullatt_block_indexes)
         window = min(grid[1] * grid[2], (encoder.window_size // encoder.patch_size) ** 2)
         return estimate_linear_flops(encoder, grid) + sum(
@@ -59,14 +59,14 @@ class Qwen25VisionAdapter:
 
 
 class Qwen3VisionAdapter:
-    """Layers attend within whole images; what some of them see goes to the language model's first layers, too."""
+    """An encoder whose layers attend within full images; some feed the language model, too (deepstack)."""
 
     def decline(self, encoder: Any) -> Decline | None:
         """Return why this encoder cannot be split, or None."""
-        return check_encoder_parts(encoder, "Qwen3_Vision", "Qwen2_5_Vision")  # whose attention it takes
+        return check_encoder_parts(encoder, "Qwen3_Vision", "Qwen2_5_Vision")  # it uses the attention of the latter
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
-        """Return about how many operations an image or a video takes."""
+        """Return the approximate operations of an image or a video."""
         attention = estimate_attention_flops(encoder, grid, grid[1] * grid[2])
         return estimate_linear_flops(encoder, grid) + len(encoder.blocks) * attention
 
@@ -74,7 +74,7 @@ class Qwen3VisionAdapter:
         """Declare one micro-batch: patches in, embeddings out."""
         meta = p.compute("prepare", encoder.prepare_encoder_metadata, grids)
         x = p.compute("embed", partial(_embed_in_places, encoder), pixels, meta)
-        seen = []
+        features = []
         for index, block in enumerate(encoder.blocks):
             with p.layer(index):
                 part = p.compute("attention", collectives.without_reduce(partial(_attend, block, ONLY)), x, meta)
@@ -84,10 +84,10 @@ class Qwen3VisionAdapter:
                 if index in encoder.deepstack_visual_indexes:
                     merger = encoder.deepstack_merger_list[encoder.deepstack_visual_indexes.index(index)]
                     part = p.compute("deepstack", collectives.without_reduce(merger), x)
-                    seen.append(record_reduce(p, "deepstack_reduce", collectives, part))
+                    features.append(record_reduce(p, "deepstack_reduce", collectives, part))
         x = p.compute("merger", collectives.without_reduce(encoder.merger), x)
         x = record_reduce(p, "merger_reduce", collectives, x)
-        embeddings: Value = p.compute("join", _join, x, *seen)
+        embeddings: Value = p.compute("join", _join, x, *features)
         return embeddings
 
 
@@ -107,7 +107,7 @@ def check_encoder_parts(encoder: Any, own: str, attention: str) -> Decline | Non
 def estimate_linear_flops(encoder: Any, grid: Sequence[int]) -> float:
     """Return the operations of this rank's linear layers, two for each weight and patch.
 
-    Weights are counted by the shapes that layers were made with: on some platforms they are packed away after loading.
+    Weights are counted by the shapes of the layers: some platforms repack them after loading.
     """
     linear = (module for module in encoder.blocks.modules() if hasattr(module, "input_size_per_partition"))
     weights: int = sum(module.input_size_per_partition * module.output_size_per_partition for module in linear)
@@ -115,7 +115,7 @@ def estimate_linear_flops(encoder: Any, grid: Sequence[int]) -> float:
 
 
 def estimate_attention_flops(encoder: Any, grid: Sequence[int], length: int) -> float:
-    """Return those of one layer's attention on this rank, within sequences of *length* patches: scores and values."""
+    """Return the operations of one layer's attention on this rank, within sequences of *length* patches."""
     width: float = encoder.hidden_size / encoder.tp_size
     return 4.0 * width * length * grid[0] * grid[1] * grid[2]
 
@@ -131,11 +131,11 @@ def _embed_in_places(encoder: Any, pixels: Any, meta: Any) -> Any:
     return (x + meta["pos_embeds"]).unsqueeze(1)
 
 
-def _attend(block: Any, role: tuple[str, str, str], x: Any, meta: Any) -> Any:
-    ends, greatest, lengths = role
+def _attend(block: Any, keys: tuple[str, str, str], x: Any, meta: Any) -> Any:
+    cumulative, greatest, lengths = keys
     return block.attn(
         block.norm1(x),
-        cu_seqlens=meta[ends],
+        cu_seqlens=meta[cumulative],
         rotary_pos_emb_cos=meta["rotary_pos_emb_cos"],
         rotary_pos_emb_sin=meta["rotary_pos_emb_sin"],
         max_seqlen=meta[greatest],
@@ -150,7 +150,7 @@ def _norm_and_run(block: Any, x: Any) -> Any:
 def _merge(merger: Any, x: Any) -> Any:
     from torch import finfo, float16
 
-    if x.dtype == float16:  # whose range Qwen2.5-VL's last layer leaves; the same is done by vLLM
+    if x.dtype == float16:  # Qwen2.5-VL's last layer exceeds its range; vLLM clamps it, too
         limit = finfo(float16).max - 1000
         x = x.clamp(-limit, limit)
     return merger(x)
@@ -160,7 +160,7 @@ def _restore(x: Any, meta: Any) -> Any:
     return x[meta["reverse_indices"]]
 
 
-def _join(x: Any, *seen: Any) -> Any:
+def _join(x: Any, *features: Any) -> Any:
     from torch import cat
 
-    return cat((x, *seen), dim=1)
+    return cat((x, *features), dim=1)

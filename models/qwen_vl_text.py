@@ -13,7 +13,7 @@ from dbo_runtime.program import ProgramBuilder, Value
 
 
 class Qwen25VLAdapter:
-    """Takes images as tokens like any other."""
+    """A dense decoder: tokens of images are tokens like any other."""
 
     takes_stages = True
 
@@ -29,7 +29,7 @@ class Qwen25VLAdapter:
 
 
 class Qwen3VLAdapter:
-    """Adds features of images to what its first layers give (deepstack), which vLLM keeps in buffers by token."""
+    """A dense decoder whose first layers add features of images (deepstack), which vLLM keeps in buffers by token."""
 
     takes_stages = True
 
@@ -39,7 +39,7 @@ class Qwen3VLAdapter:
         return unknown
 
     def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:
-        """Return embedded tokens [tokens, hidden] with their features beside them [tokens, (1 + levels) * hidden]."""
+        """Return embedded tokens [tokens, hidden] with their features appended [tokens, (1 + levels) * hidden]."""
         from torch import cat
 
         tokens = x.shape[0]
@@ -57,10 +57,10 @@ class Qwen3VLAdapter:
         levels = model.deepstack_num_level if 0 in get_layers(decoder) else 0  # vLLM adds all on the first stage
         features: list[Value] = []
         if levels:
-            x, *features = p.compute("take_features", partial(_take_apart, levels + 1), x, outputs=levels + 1)
+            x, *features = p.compute("take_features", partial(_split_features, levels + 1), x, outputs=levels + 1)
         hidden: Value = record_decoder(p, decoder, collectives, x, positions, added=features)
         return hidden
 
 
-def _take_apart(parts: int, x: Any) -> tuple[Any, ...]:
-    return tuple(part.clone() for part in x.chunk(parts, dim=1))  # norms may change them in place
+def _split_features(parts: int, x: Any) -> tuple[Any, ...]:
+    return tuple(part.clone() for part in x.chunk(parts, dim=1))  # norms may overwrite them

@@ -1,7 +1,7 @@
-"""A model of plain arithmetic with the shape of a decoder, for tests and the adapter tutorial.
+"""A model of plain arithmetic with the structure of a decoder, for tests and the adapter tutorial.
 
-It works on anything that adds and multiplies (ints are exact), and its attention keeps a cache that it reads back, as a
-real one does: running micro-batches in the wrong order gives a visibly wrong result.
+It works on all types that add and multiply (ints are exact), and its attention keeps a cache that it reads: running
+micro-batches in the wrong order returns a wrong result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ToyLayer:
         return residual * 3 + 1, residual
 
     def attention(self, positions: Any, x: Any) -> Any:
-        """Append to the cache and return something that depends on all of it, on this rank's part of the heads."""
+        """Append to the cache and return a function of all of it: this rank's part of the heads."""
         self.cache.append(x + positions)
         return sum(self.cache) + x
 
@@ -42,7 +42,7 @@ class ToyModel:
 
 
 class ToyCollectives:
-    """A group of *ranks* that all hold the same: the reduce multiplies."""
+    """A group of *ranks* with equal values: the reduce multiplies."""
 
     reduces = True
 
@@ -50,10 +50,10 @@ class ToyCollectives:
         self.ranks = ranks
 
     def decompose(self, experts: Any) -> None:
-        """The toy has no experts."""
+        """Return None: the toy has no experts."""
 
     def without_reduce(self, module: Any) -> Any:
-        """The toy's modules give their part of the sum as they are."""
+        """Return *module*, which returns its part of the sum."""
         return module
 
     def all_reduce(self, partial: Any) -> Any:
@@ -62,10 +62,10 @@ class ToyCollectives:
 
 
 class ToyAdapter:
-    """One comm op after attention and one after the MLP."""
+    """Declares one comm op after attention and one after the MLP."""
 
     def decline(self, model: ToyModel) -> Decline | None:
-        """Every toy can be split."""
+        """Return why this model cannot be split, or None."""
         return None if model.layers else Decline("the model has no layers")
 
     def record(self, p: ProgramBuilder, model: ToyModel, collectives: Collectives, x: Value, positions: Value) -> Value:

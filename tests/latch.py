@@ -9,7 +9,7 @@ GRACE = 0.2
 
 
 class Latch:
-    """Blocks whoever passes it until it is released."""
+    """Blocks callers until it is released."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -19,8 +19,8 @@ class Latch:
 
     def pass_when_released(self) -> None:
         """Block until released."""
-        assert self._event.wait(TIMEOUT), "nobody released the latch"
+        assert self._event.wait(TIMEOUT), "the latch was not released"
 
     def pass_after_grace(self) -> None:
-        """Block until released, or for so long that whoever is able to overtake has done so."""
+        """Block until released, or long enough for anything that can overtake to do so."""
         self._event.wait(GRACE)

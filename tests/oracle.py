@@ -1,6 +1,6 @@
 """What a schedule guarantees, from first principles: reachability in a graph of its instructions.
 
-An oracle for lowering and validation, with which it shares nothing but the data types: no clocks, no replay, no home
+An oracle for lowering and validation, with which it shares nothing but the data types: no clocks, no replay, no owning
 lanes computed by the program. A node is the start, an instruction, or the end; an edge says "is over before". The edges
 are the order of each lane, the waits, the forks and the joins. Everything else is reachability.
 """

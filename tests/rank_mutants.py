@@ -24,7 +24,7 @@ SIZES = ((7, 5, 6, 6), (5, 5, 6, 6))
 
 
 def record_experts(layers: int) -> Program:
-    """Return layers whose tokens travel to their experts, with a host sync where the sizes have to be known.
+    """Return layers whose tokens are dispatched to their experts, with a host sync where the sizes have to be known.
 
     It begins and ends on the comm lane, so that a schedule has a fork and a join.
     """

@@ -189,20 +189,20 @@ class WrongInputs(ToyAdapter):
         return x
 
 
-def test_what_an_adapter_offers_beside_the_contract_is_checked_too() -> None:
+def test_what_an_adapter_offers_in_addition_to_the_contract_is_checked_too() -> None:
     with pytest.raises(ProgramError, match=r"take_inputs\(self, model, x\) must take \(self, model, x, keep\)"):
         check_adapter(WrongInputs, "acme:WrongInputs")
 
 
 def test_encoders_have_adapters_of_their_own() -> None:
     assert get_encoder_adapter("Qwen3_VisionTransformer") is not None
-    assert get_encoder_adapter("NobodysTransformer") is None
+    assert get_encoder_adapter("UnknownTransformer") is None
     with pytest.raises(ProgramError, match=r"adapter acme:Toy: decline\(self, model\) must take \(self, encoder\)"):
         check_adapter(ToyAdapter, "acme:Toy", EncoderAdapter)
 
 
-def test_nobody_registered_an_adapter_for_an_unknown_architecture() -> None:
-    assert get_adapter("NobodysForCausalLM") is None
+def test_there_is_no_adapter_for_an_unknown_architecture() -> None:
+    assert get_adapter("UnknownForCausalLM") is None
 
 
 ADAPTER = """

@@ -108,7 +108,7 @@ def test_targets_share_out_the_tokens_evenly() -> None:
     assert share_evenly(prefills(400, 600), 3) == (333, 667)
 
 
-def test_requests_have_no_context_where_nobody_asked() -> None:
+def test_requests_have_no_context_where_it_was_not_read() -> None:
     assert prefills(10, 20).contexts == (0, 0)
     assert Batch((10, 20), 30, context_lens=(5, 0)).contexts == (5, 0)
 

@@ -31,11 +31,11 @@ def page(tmp_path: Path) -> Path:
 
 
 def test_only_what_is_between_the_markers_is_replaced(page: Path) -> None:
-    write_section("one", "make it", make_table(["way", "s"], [["whole", 2]]), page)
+    write_section("one", "make it", make_table(["mode", "s"], [["unsplit", 2]]), page)
     text = page.read_text()
     section = text.partition("<!-- one -->\n")[2].partition("<!-- /one -->")[0]
     assert text.replace(section, "old\n") == TEXT
-    assert section.splitlines()[2:] == ["`make it`", "", "| way | s |", "| --- | --- |", "| whole | 2 |"]
+    assert section.splitlines()[2:] == ["`make it`", "", "| mode | s |", "| --- | --- |", "| unsplit | 2 |"]
     assert describe_machine() in section
     assert describe_versions() in section
 

@@ -19,7 +19,7 @@ from tests.benchmarks import bench_serving, bench_two_hosts, served_hosts, servi
 from tests.benchmarks.measured_hosts import BenchError
 from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, OfferedLoad, Run, read_figures
 from tests.benchmarks.targets import Target, find_missed
-from tests.benchmarks.two_hosts_cells import OFF, PLANNED, SYNCHRONOUS, UNPLANNED, WAYS, Cell, StepFigures
+from tests.benchmarks.two_hosts_cells import MODES, OFF, PLANNED, SYNCHRONOUS, UNPLANNED, Cell, StepFigures
 from tests.benchmarks.workloads import WorkloadError, read_workload
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ SLEEP = ("sleep", "300")
 def make_cell(overlap: Sequence[float], workload: str = "1x2000", same: bool = True) -> Cell:
     """Return a cell in which unsplit steps take 2.6 s, and those without overlap 2.3 s."""
     seconds = {OFF: [2.6], SYNCHRONOUS: [2.3], UNPLANNED: [2.1]}
-    seconds = {way: taken * len(overlap) for way, taken in seconds.items()} | {PLANNED: list(overlap)}
+    seconds = {mode: taken * len(overlap) for mode, taken in seconds.items()} | {PLANNED: list(overlap)}
     steps = {
         SYNCHRONOUS: [StepFigures(2.2, 0.8, 0.0, bound) for bound in (1.7, 1.8, 1.9)],
         PLANNED: [StepFigures(duration, 1.0, 0.75, 1.9, 3) for duration in (1.9, 2.0, 2.4)],
@@ -49,11 +49,11 @@ def test_ratios_are_of_medians_and_the_bound_is_that_of_ops_that_ran_alone() -> 
 
 
 def test_a_cell_without_split_steps_or_bounds_says_that_they_are_unknown() -> None:
-    cell = Cell("tensor", "none", "1x2000", {way: [1.0] for way in WAYS})
+    cell = Cell("tensor", "none", "1x2000", {mode: [1.0] for mode in MODES})
     assert (cell.hidden, cell.efficiency, cell.order_efficiency) == (None, None, None)
     assert two_hosts_report.make_row(cell)[-4:] == ["–", "–", "–", "same"]
-    assert two_hosts_report.make_row(cell)[6:8] == ["whole", "–"]
-    assert cell.parts == "whole"
+    assert two_hosts_report.make_row(cell)[6:8] == ["unsplit", "–"]
+    assert cell.parts == "unsplit"
 
 
 def test_the_report_tells_which_targets_are_missed_and_how_far() -> None:
@@ -99,10 +99,10 @@ def test_what_is_no_workload_is_refused(name: str) -> None:
         read_workload(name)
 
 
-def make_run(way: str, throughput: float, first_token: float) -> Run:
+def make_run(mode: str, throughput: float, first_token: float) -> Run:
     figures = dict.fromkeys(METRICS.values(), 1.0)
     figures.update(request_throughput=throughput, mean_ttft_ms=first_token)
-    return Run(OfferedLoad(LONG_PROMPTS, "inf"), way, figures, split=3, whole=1)
+    return Run(OfferedLoad(LONG_PROMPTS, "inf"), mode, figures, split=3, unsplit=1)
 
 
 def test_servers_are_compared_by_medians() -> None:

@@ -1,4 +1,4 @@
-"""Tokens travel to their experts and back, between processes over gloo, and arrive as plain computations say."""
+"""Tokens are dispatched and combined between processes over gloo, and arrive as plain computations say."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_models.reference import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import record_program
 from dbo_runtime.batch import Batch, decide_data_parallel
@@ -48,6 +47,7 @@ from dbo_runtime.program import Program
 from dbo_runtime.runtime import DataParallelSplit, MicroBatchRuntime
 from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
+from tests.reference_model import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 
 PATIENCE = 60.0  # seconds for one case; far more than any takes
 EXPERTS = 12  # of all ranks together
@@ -69,7 +69,7 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def run(self, case: Callable[..., None], *arguments: Any) -> None:
-        """Call the function on all ranks at once; it travels by name."""
+        """Call the function on all ranks at once; it is sent by name."""
         if not self._processes:
             self._start()
         deadline = time.monotonic() + PATIENCE
@@ -209,37 +209,37 @@ def send(dispatcher: Dispatcher, tokens: Tokens, sizes: tuple[int, ...]) -> tupl
     return dispatcher.dispatch(tokens.x, routing)
 
 
-def find_arrivals(everyone: list[Tokens], rank: int, only_chosen: bool) -> list[tuple[int, int]]:
+def find_arrivals(all_ranks: list[Tokens], rank: int, only_chosen: bool) -> list[tuple[int, int]]:
     """Return (rank, token) of what arrives at a rank, in order: one token at a time, one expert at a time."""
     owners = find_owners().tolist()
     return [
         (source, token)
-        for source, tokens in enumerate(everyone)
+        for source, tokens in enumerate(all_ranks)
         for token, experts in enumerate(tokens.ids.tolist())
         if not only_chosen or any(owners[expert] == rank for expert in experts)
     ]
 
 
-def check_arrival(found: DispatchedTokens, everyone: list[Tokens], only_chosen: bool) -> None:
-    arrivals = find_arrivals(everyone, dist.get_rank(), only_chosen)
-    for arrived, kind in ((found.x, "x"), (found.weights, "weights"), (found.ids, "ids")):
-        rows = [getattr(everyone[source], kind)[token] for source, token in arrivals]
-        expected = torch.stack(rows) if rows else getattr(everyone[0], kind)[:0]
-        assert arrived.dtype == expected.dtype, kind
-        assert arrived.shape == expected.shape, kind
-        assert torch.equal(arrived.view(torch.uint8), expected.view(torch.uint8)), kind  # every bit of it
+def check_arrival(found: DispatchedTokens, all_ranks: list[Tokens], only_chosen: bool) -> None:
+    arrivals = find_arrivals(all_ranks, dist.get_rank(), only_chosen)
+    for received, kind in ((found.x, "x"), (found.weights, "weights"), (found.ids, "ids")):
+        rows = [getattr(all_ranks[source], kind)[token] for source, token in arrivals]
+        expected = torch.stack(rows) if rows else getattr(all_ranks[0], kind)[:0]
+        assert received.dtype == expected.dtype, kind
+        assert received.shape == expected.shape, kind
+        assert torch.equal(received.view(torch.uint8), expected.view(torch.uint8)), kind  # every bit of it
 
 
-def multiply(arrived: DispatchedTokens, owners: torch.Tensor) -> torch.Tensor:
+def multiply(received: DispatchedTokens, owners: torch.Tensor) -> torch.Tensor:
     """Be this rank's experts: expert e multiplies by e + 1 [received, hidden]."""
-    here = owners[arrived.ids.long()] == dist.get_rank()
-    return arrived.x * ((arrived.ids + 1) * here).sum(dim=1, keepdim=True).to(arrived.x.dtype)
+    here = owners[received.ids.long()] == dist.get_rank()
+    return received.x * ((received.ids + 1) * here).sum(dim=1, keepdim=True).to(received.x.dtype)
 
 
-def check_return(whole: torch.Tensor, own: Tokens) -> None:
+def check_return(combined: torch.Tensor, own: Tokens) -> None:
     expected = own.x * (own.ids + 1).sum(dim=1, keepdim=True).to(own.x.dtype)
-    assert whole.dtype == expected.dtype
-    assert torch.equal(whole, expected)
+    assert combined.dtype == expected.dtype
+    assert torch.equal(combined, expected)
 
 
 def there_and_back(make: Callable[[], Dispatcher], traffics: list[Traffic], way_back: list[int]) -> None:
@@ -247,15 +247,15 @@ def there_and_back(make: Callable[[], Dispatcher], traffics: list[Traffic], way_
     dispatcher, rank, count = make(), dist.get_rank(), dist.get_world_size()
     under_way = []
     for traffic in traffics:
-        everyone = [draw_tokens(traffic, other) for other in range(count)]
-        arrived, back = send(dispatcher, everyone[rank], traffic.sizes[:count])
-        everyone[rank].x.fill_(7)  # what was dispatched may be dropped, and its memory used again
-        under_way.append((arrived, back))
+        all_ranks = [draw_tokens(traffic, other) for other in range(count)]
+        received, handle = send(dispatcher, all_ranks[rank], traffic.sizes[:count])
+        all_ranks[rank].x.fill_(7)  # what was dispatched may be dropped, and its memory used again
+        under_way.append((received, handle))
     for micro_batch in way_back:
-        traffic, (arrived, back) = traffics[micro_batch], under_way[micro_batch]
-        everyone = [draw_tokens(traffic, other) for other in range(count)]
-        check_arrival(arrived, everyone, only_chosen=make is all_to_all)
-        check_return(dispatcher.combine(multiply(arrived, find_owners()), back), everyone[rank])
+        traffic, (received, handle) = traffics[micro_batch], under_way[micro_batch]
+        all_ranks = [draw_tokens(traffic, other) for other in range(count)]
+        check_arrival(received, all_ranks, only_chosen=make is all_to_all)
+        check_return(dispatcher.combine(multiply(received, find_owners()), handle), all_ranks[rank])
 
 
 SIZES = [(7, 7, 7), (200, 1, 30), (1, 200, 0), (0, 5, 3), (0, 0, 0), (1, 1, 1)]

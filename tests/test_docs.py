@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import sys
+from argparse import ArgumentParser
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import dbo_runtime
 from dbo_runtime import __main__ as program
 from dbo_runtime import errors
 from dbo_runtime.adapter import GROUP
+from dbo_runtime.observe.counts import HELP, PREFIX
 from tools.write_docs import fill_tables, list_documents, make_models_table, make_settings_table
 
 ROOT = Path(__file__).parents[1]
@@ -41,9 +45,9 @@ def test_models_are_in_a_table_that_comes_from_code() -> None:
 
 def test_the_page_on_vision_has_every_reason_to_decline() -> None:
     page = (ROOT / "docs" / "vision.md").read_text()
-    code = (ROOT / "dbo_runtime" / "vllm_plugin" / "encoder" / "forward.py").read_text()
-    reasons = re.findall(r'Decline\("([^"]+)"', code) + re.findall(r'return "([^"]+)"', code)
-    assert len(reasons) >= 6
+    room = ROOT / "dbo_runtime" / "vllm_plugin" / "encoder"
+    reasons = [reason for path in room.glob("*.py") for reason in re.findall(r'Decline\("([^"]+)"', path.read_text())]
+    assert len(reasons) >= 7
     for reason in reasons:
         assert reason in page
 
@@ -110,6 +114,42 @@ def test_the_errors_of_devices_are_those_in_the_code() -> None:
     parts = [part.strip() for error in errors for part in variable.split(error) if part]
     assert len(errors) >= 10
     assert not [part for part in parts if part not in code]
+
+
+def test_the_page_on_observing_has_every_metric() -> None:
+    page = (ROOT / "docs" / "observing.md").read_text()
+    table = page.partition("| metric |")[2].partition("\n\n")[0]
+    named = {name.removesuffix("_total") for name in re.findall(rf"`{PREFIX}(\w+)`", table)}
+    assert named == set(HELP)
+
+
+def list_commands(document: Path) -> list[list[str]]:
+    """Return the words after `dbo` of each call in the document's blocks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    call = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:dbo|python -m dbo_runtime) (\w.*)")
+    found = [match[1] for block in blocks for line in block.splitlines() if (match := call.fullmatch(line.strip()))]
+    return [shlex.split(words, comments=True) for words in found]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_blocks_are_taken_by_the_command_line(document: Path) -> None:
+    for name, *words in list_commands(document):
+        command = program.COMMANDS[name]
+        parser = ArgumentParser(exit_on_error=False)
+        import_module(command.module).add_arguments(parser)
+        _, unknown = parser.parse_known_args([word for word in words if word != "..."])
+        assert command.passes_on or not unknown, (name, words)
+
+
+def test_commands_are_found_in_blocks() -> None:
+    assert ["doctor", "examples/tiny-deepseek"] in list_commands(ROOT / "docs" / "settings.md")
+    assert ["trace", "traces/step-000003.json", "--figure", "step.png"] in list_commands(ROOT / "docs" / "observing.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_of_make_are_in_the_makefile(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE)) <= targets
 
 
 SWEEPS = [

@@ -71,7 +71,7 @@ def test_the_executor_can_be_run_again_and_again(device: Device, policy: Policy)
 
 
 class Scribe:
-    """A device, and each of its lanes, that writes down what it is told to do. An event is what was last launched."""
+    """A device, and each of its lanes, that records its calls. An event is what was last launched."""
 
     name = "scribe"
 

@@ -60,14 +60,14 @@ class RepeatingDevice(CpuDevice):
     def __init__(self) -> None:
         super().__init__()
         self.graphs: list[Repetition] = []
-        self.beside: list[Any] = []
+        self.shared_with: list[Any] = []
         self.is_capturing = False
         self.replays = 0
         self.off = 0.0
         self.before_replay: Callable[[], Any] = lambda: None
 
-    def capture(self, run: Any, beside: Any = None) -> Any:
-        self.beside.append(beside)
+    def capture(self, run: Any, shared_with: Any = None) -> Any:
+        self.shared_with.append(shared_with)
         run()
         self.is_capturing = True
         try:
@@ -158,11 +158,11 @@ def test_all_token_counts_of_a_bucket_share_a_graph(device: RepeatingDevice, log
     assert [line["buckets"] for line in log.lines] == [[4, 4], [4, 8], [8, 4], [8, 8]]
 
 
-def test_graphs_are_captured_beside_the_newest(device: RepeatingDevice, log: Log) -> None:
+def test_graphs_are_captured_in_the_memory_of_the_newest(device: RepeatingDevice, log: Log) -> None:
     graphs, executor = Graphs(device, log, BUCKETS), prepare(device, record(), 1)
     for count in (2, 6):
         check_step(graphs, executor, make_inputs(count))
-    assert device.beside == [None, device.graphs[0]]
+    assert device.shared_with == [None, device.graphs[0]]
 
 
 def test_shapes_outside_every_bucket_run_eagerly_and_it_is_logged_once(device: RepeatingDevice, log: Log) -> None:
@@ -264,7 +264,7 @@ def test_an_unjoined_lane_is_refused_by_name_before_it_is_captured(device: Repea
         device.synchronize()
     detail = check_declines(graphs, log, "the schedule cannot be captured", 3)
     assert "lane 'side' never returns to 'compute'" in detail
-    assert device.graphs == device.beside == []
+    assert device.graphs == device.shared_with == []
 
 
 def test_an_op_that_blocks_the_host_is_refused_by_name_before_it_is_captured(device: RepeatingDevice, log: Log) -> None:
@@ -273,7 +273,7 @@ def test_an_op_that_blocks_the_host_is_refused_by_name_before_it_is_captured(dev
         check_step(graphs, executor, make_inputs(2, 2))
     detail = check_declines(graphs, log, "the schedule cannot be captured", 3)
     assert re.search(r"rule 8, instruction \d+: work/0 blocks the host.*test_graphs.py:\d+", detail)
-    assert device.graphs == device.beside == []
+    assert device.graphs == device.shared_with == []
 
 
 def test_a_recorded_step_runs_eagerly(device: RepeatingDevice, log: Log) -> None:
@@ -321,7 +321,7 @@ def test_a_capture_that_fails_is_told_with_the_op_and_not_tried_again(device: Re
     assert detail.startswith("FloatingPointError: not, while running op 'work'")
     assert calls.count(True) == 1
     check_step(graphs, good, make_inputs(2, 6))
-    assert device.beside[-1] is None  # nothing is shared with what the failure may have spoiled
+    assert device.shared_with[-1] is None  # nothing is shared with what the failure may have spoiled
     assert (graphs.captured, graphs.replayed) == (2, 0)
 
 
@@ -370,7 +370,7 @@ def test_a_replay_that_fails_becomes_an_eager_step(device: RepeatingDevice, log:
     assert device.graphs[0].is_reset
     device.before_replay = lambda: None
     check_step(graphs, executor, make_inputs(2, 5))
-    assert device.beside[-1] is None
+    assert device.shared_with[-1] is None
 
 
 def test_shapes_without_end_are_not_all_captured(device: RepeatingDevice, log: Log) -> None:

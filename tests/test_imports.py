@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import os
 import subprocess
@@ -33,6 +34,8 @@ CORE = [
         for path in sorted(ROOT.glob("planner/*/*.py"))
         if path.stem not in NOT_CORE
     ),
+    "dbo_runtime.vllm_plugin.api.known",
+    *(f"dbo_runtime.vllm_plugin.platforms.{name}" for name in ("registry", "cpu", "cuda", "npu")),
     "dbo_models.toy",
     "dbo_models.layers",
     "dbo_models.deepseek",
@@ -78,6 +81,20 @@ print(len(runtime.run(runtime.plan(Batch((512,), 512)), [(1, 0), (2, 1)])))
 runtime.close()
 """
     assert run_fresh(code) == "2"
+
+
+def test_private_names_of_vllm_are_imported_in_api_and_platforms_only() -> None:
+    plugin = ROOT / "vllm_plugin"
+    rooms = {path: path.relative_to(plugin).parts[0] for path in plugin.rglob("*.py")}
+    found = {
+        (room, alias.name)
+        for path, room in rooms.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("vllm", "vllm_ascend")
+        for alias in node.names
+        if alias.name.startswith("_") and room not in ("api", "platforms")
+    }
+    assert found == set()
 
 
 def test_every_public_name_is_there() -> None:

@@ -1,4 +1,4 @@
-"""A decoder that adapters share, whole and in stages of a pipeline, on plain numbers."""
+"""A decoder that adapters share, complete and in stages of a pipeline, on plain numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIVEN = (3, 7)  # x and positions
 
 
 class Missing:
-    """Stands where vLLM has placeholders: whoever asks it for a part has come to a layer of another stage."""
+    """Replaces a layer of another stage, as placeholders of vLLM do: none of its parts may be used."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -156,7 +156,7 @@ def make_latent_decoder(has_latent: bool) -> SimpleNamespace:
     return decoder
 
 
-def record_beside(decoder: Any, has_side: bool) -> Program:
+def record_concurrent(decoder: Any, has_side: bool) -> Program:
     p = ProgramBuilder(has_side)
     x, positions = p.input("x"), p.input("positions", token_dim=-1)
     return p.build(record_decoder(p, decoder, TakesLatentApart(), x, positions))
@@ -164,22 +164,22 @@ def record_beside(decoder: Any, has_side: bool) -> Program:
 
 @pytest.mark.parametrize("has_latent", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_latent_attention_with_keys_beside_queries_gives_what_it_gives_whole(has_latent: bool, count: int) -> None:
+def test_latent_attention_with_concurrent_keys_gives_what_it_gives_as_one_op(has_latent: bool, count: int) -> None:
     """Any pieces of a batch see what the pieces before them wrote, whichever lane writes it."""
     inputs = [(3 + number, 7 + number) for number in range(count)]
-    whole = record_beside(make_latent_decoder(has_latent), has_side=False)
-    expected = run_sequential([whole] * count, inputs)
+    unsplit = record_concurrent(make_latent_decoder(has_latent), has_side=False)
+    expected = run_sequential([unsplit] * count, inputs)
     device = CpuDevice()
     for policy in (sequential, alternate):
-        program = record_beside(make_latent_decoder(has_latent), has_side=True)
+        program = record_concurrent(make_latent_decoder(has_latent), has_side=True)
         schedule = lower([program] * count, policy([program] * count))
         validate(schedule)
         assert Executor(schedule, device, EventTable(device)).run(inputs) == expected
     device.close()
 
 
-def test_keys_are_beside_queries_and_attention_waits_for_them() -> None:
-    program = record_beside(make_latent_decoder(has_latent=True), has_side=True)
+def test_keys_are_concurrent_to_queries_and_attention_waits_for_them() -> None:
+    program = record_concurrent(make_latent_decoder(has_latent=True), has_side=True)
     first = [op for op in program.ops if op.layer == 0]
     names = ["attn_norm", "slots", "latent", "keys", "queries", "attention", "attn_out", "attn_reduce"]
     assert [op.name for op in first][: len(names)] == names
@@ -192,6 +192,6 @@ def test_keys_are_beside_queries_and_attention_waits_for_them() -> None:
 
 
 def test_attention_of_another_kind_stays_one_op_where_there_is_a_side_lane() -> None:
-    program = record_beside(make_decoder(), has_side=True)
+    program = record_concurrent(make_decoder(), has_side=True)
     assert program.lanes == ("compute", "comm")
     assert [op.name for op in program.ops][:3] == ["attn_norm", "attention", "attn_reduce"]

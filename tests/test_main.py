@@ -74,7 +74,7 @@ def test_figures_come_as_json_too(costs: str, capsys: pytest.CaptureFixture[str]
     assert split["proven_optimal"] is True
     assert split["bound_ms"] == split["ms"]
     assert (found["split"], found["break_even_tokens"]) == (False, None)  # nothing gains 90 %
-    assert found["decision"].startswith("leave whole: no gain predicted")
+    assert found["decision"].startswith("leave unsplit: no gain predicted")
 
 
 def test_a_published_case_comes_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,13 +89,13 @@ def test_costs_are_scaled_before_they_are_asked(costs: str, capsys: pytest.Captu
     output = run_plan(capsys, "--costs", costs, "--tokens", "64", "--context", "100", *machine)
     assert "step: 64 tokens, 1 prompt of 64 after 100 in the KV cache; deepseek-v2-lite, 27 layers" in output
     assert "Scaled: tensor parallel 16 instead of 8. Scaled: bandwidth 2x." in " ".join(output.split())
-    assert "leave whole: no gain predicted" in output
+    assert "leave unsplit: no gain predicted" in output
 
 
 def test_decodes_are_a_step_too(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_plan(capsys, "--costs", costs, "--query-lens", "1,1,1,1", "--context", "512")
     assert "step: 4 tokens, 4 decodes after 512 in the KV cache;" in output
-    assert "leave whole" in output
+    assert "leave unsplit" in output
     assert run_plan(capsys, "--costs", costs, "--decodes", "4", "--context", "512") == output
 
 
@@ -104,19 +104,19 @@ def test_a_step_that_is_not_cut_says_what_is_beside(tmp_path: Path, capsys: pyte
     save_costs(set_layers(get_case("r1-decode-910c").table, (1, 3)), path)
     words = ("--costs", str(path), "--decodes", "8", "--context", "4096", "--margin", "0.001", "--micro-batches", "2")
     output = run_plan(capsys, *words)
-    assert "1, keys beside *" in output
-    assert "decision:   1 micro-batch, keys beside: gains " in output
+    assert "1, keys concurrent *" in output
+    assert "decision:   1 micro-batch, keys concurrent: gains " in output
     assert "the first 3 of 4 layers of micro-batch 0" in output
     left = run_plan(capsys, *words, "--side", "off")
     assert "beside" not in left.partition("step:")[2]
-    assert "leave whole" in left
+    assert "leave unsplit" in left
 
 
 def test_a_step_that_cannot_be_cut_is_told_so(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_plan(capsys, "--costs", costs, "--tokens", "1")
     assert "step: 1 token, 1 request;" in output
     assert "this step cannot be cut" in output
-    assert "leave whole: nowhere to cut" in output
+    assert "leave unsplit: nowhere to cut" in output
 
 
 def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,10 +143,10 @@ def test_a_sweep_of_one_axis_has_all_figures(costs: str, capsys: pytest.CaptureF
     rows = [line.split() for line in run_plan(capsys, "--costs", costs, "--sweep", "tokens").splitlines()]
     assert rows[0] == ["tokens", "unsplit", "ms", "best", "ms", "gain", "in", "auto"]
     assert [row[0] for row in rows[1:9]] == ["256", "512", "1024", "2048", "4096", "8192", "16384", "32768"]
-    assert rows[1][-1] == "whole"  # too small to pay
+    assert rows[1][-1] == "unsplit"  # too small to pay
     assert rows[8][-1] in "23"
     assert [" ".join(row[:-2]) for row in rows[10:]] == [
-        "auto leaves steps whole: below",
+        "auto leaves steps unsplit: below",
         "auto does not split them: below",
     ]
 
@@ -191,8 +191,8 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
         ("--costs COSTS --tokens 99999999", "--tokens has '99999999'"),
         ("--costs COSTS --requests 9 --tokens 8", "--requests is 9, but there are 8 tokens"),
         ("--costs COSTS --query-lens 5,,5", "--query-lens has ''"),
-        ("--costs COSTS --query-lens 5 --tokens 5", "--query-lens says all about the requests"),
-        ("--costs COSTS --decodes 5 --tokens 5", "--decodes says all about the requests"),
+        ("--costs COSTS --query-lens 5 --tokens 5", "--query-lens says everything about the requests"),
+        ("--costs COSTS --decodes 5 --tokens 5", "--decodes says everything about the requests"),
         ("--costs COSTS --query-lens 5 --decodes 5", "leave out --decodes"),
         ("--costs COSTS --decodes 0", "--decodes has '0'"),
         ("--costs COSTS --side left", "DBO_SIDE"),
@@ -304,7 +304,7 @@ def test_a_schedule_is_printed_with_waits_records_and_frees(policy: str, capsys:
     case = ("--costs", "r1-tp16-941", "--policy", policy)
     about, counts, head, *rows = run_render(capsys, *case).splitlines()
     assert about == f"# r1-tp16-941; layers 4; micro-batches 2; {policy}"  # one of each run of equal layers
-    assert re.fullmatch(r"# 40 steps, \d+ waits, digest \w{16}; all rules of validation hold", counts)
+    assert re.fullmatch(r"# 40 instructions, \d+ waits, digest \w{16}; all rules of validation hold", counts)
     assert head.split() == ["#", "compute", "comm"]
     assert rows[0].split() == ["0", "L0.attention/0", "*"]
     assert re.search(r"^ +\d+ +L0\.attn_reduce/0 \*? +wait L0\.attention/0", "\n".join(rows), re.MULTILINE)
@@ -313,12 +313,13 @@ def test_a_schedule_is_printed_with_waits_records_and_frees(policy: str, capsys:
 
 def test_layers_and_micro_batches_are_as_many_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--costs", "a3-layer-4894", "--layers", "5", "--micro-batches", "3", "--policy", "alternate", "--json")
-    found = json.loads(run_render(capsys, *words))
-    assert (found["layers"], found["micro_batches"], found["policy"]) == (5, 3, "alternate")
-    assert {step["op"].partition(".")[0] for step in found["steps"]} == {f"L{layer}" for layer in range(5)}
-    assert {step["op"].rpartition("/")[2] for step in found["steps"]} == {"0", "1", "2"}
-    assert found["forks"] == ["comm"]
-    assert all(step["lane"] in found["lanes"] for step in found["steps"])
+    shown = json.loads(run_render(capsys, *words))
+    instructions = shown["instructions"]
+    assert (shown["layers"], shown["micro_batches"], shown["policy"]) == (5, 3, "alternate")
+    assert {instruction["op"].partition(".")[0] for instruction in instructions} == {f"L{layer}" for layer in range(5)}
+    assert {instruction["op"].rpartition("/")[2] for instruction in instructions} == {"0", "1", "2"}
+    assert shown["forks"] == ["comm"]
+    assert all(instruction["lane"] in shown["lanes"] for instruction in instructions)
 
 
 def test_a_printed_schedule_is_read_back_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

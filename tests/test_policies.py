@@ -42,10 +42,10 @@ def test_alternate_takes_turns_after_each_overlap_point() -> None:
 @pytest.mark.parametrize("shape", ["cscm", "csmc", "cmsmc", "mscsm", "sms", "cmscmsc"])
 def test_the_side_lane_makes_no_overlap_point(shape: str) -> None:
     """Its ops compute, too: turns are taken as if they were on the compute lane."""
-    beside, folded = [record(shape)] * 2, [record(shape.replace("s", "c"))] * 2
-    assert [program.fold_side().lanes for program in beside] == [program.lanes for program in folded]
+    two_lanes, folded = [record(shape)] * 2, [record(shape.replace("s", "c"))] * 2
+    assert [program.fold_side().lanes for program in two_lanes] == [program.lanes for program in folded]
     for policy in (sequential, alternate, get_policy("staggered", 1)):
-        assert policy(beside) == policy(folded)
+        assert policy(two_lanes) == policy(folded)
 
 
 def test_any_lane_that_does_not_compute_makes_an_overlap_point() -> None:

@@ -306,7 +306,7 @@ def test_values_can_be_copied_and_compared(p: ProgramBuilder) -> None:
     assert len({x, y}) == 2
 
 
-def record_beside(has_side: bool) -> Program:
+def record_concurrent(has_side: bool) -> Program:
     p = ProgramBuilder(has_side)
     x = p.input("x")
     first, second = p.side("first", same, x), p.side("second", same, x)
@@ -314,13 +314,13 @@ def record_beside(has_side: bool) -> Program:
 
 
 def test_ops_for_the_side_lane_are_on_compute_where_there_is_none() -> None:
-    assert [op.lane for op in record_beside(has_side=True).ops] == ["side", "side", "compute"]
-    assert [op.lane for op in record_beside(has_side=False).ops] == ["compute"] * 3
+    assert [op.lane for op in record_concurrent(has_side=True).ops] == ["side", "side", "compute"]
+    assert [op.lane for op in record_concurrent(has_side=False).ops] == ["compute"] * 3
     assert not ProgramBuilder().has_side
 
 
 def test_folding_puts_the_side_lane_on_compute_but_for_the_ops_that_are_kept() -> None:
-    program = record_beside(has_side=True)
+    program = record_concurrent(has_side=True)
     folded, kept = program.fold_side(), program.fold_side("second")
     assert folded.lanes == ("compute",)
     assert [op.lane for op in kept.ops] == ["compute", "side", "compute"]

@@ -33,7 +33,7 @@ def put_first(name: str, program: Program) -> Program:
 
 
 def run(*programs: Program, order: Sequence[int] = ()) -> Schedule:
-    """Return the schedule that runs whole programs, in the order of these micro-batches."""
+    """Return the schedule that runs complete programs, in the order of these micro-batches."""
     orders = [Issue(mb, n) for mb in order or range(len(programs)) for n in range(len(programs[mb].ops))]
     return lower(programs, orders)
 

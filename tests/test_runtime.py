@@ -89,7 +89,7 @@ def test_plans_of_one_shape_share_executor_and_digest(runtime: MicroBatchRuntime
 def test_each_new_plan_is_logged_once(runtime: MicroBatchRuntime, log: Log) -> None:
     for _ in range(3):
         two, three = plan(runtime), plan(runtime, cuts=[100, 200])
-    assert [(line["event"], line["micro_batches"], line["steps"]) for line in log.lines] == [
+    assert [(line["event"], line["micro_batches"], line["instructions"]) for line in log.lines] == [
         ("new plan", 2, 26),
         ("new plan", 3, 39),
     ]
@@ -104,16 +104,16 @@ def test_the_first_decline_of_each_reason_is_logged_and_all_are_counted(runtime:
         runtime.decline(decline)
     runtime.decline(Decline("nowhere to cut"))
     assert log.lines == [
-        {"event": "step not split, runs whole", "reason": "fewer tokens than DBO_MIN_TOKENS", "detail": "10 < 256"},
-        {"event": "step not split, runs whole", "reason": "nowhere to cut", "detail": None},
+        {"event": "step not split", "reason": "fewer tokens than DBO_MIN_TOKENS", "detail": "10 < 256"},
+        {"event": "step not split", "reason": "nowhere to cut", "detail": None},
     ]
     declined = {"fewer tokens than DBO_MIN_TOKENS": 3, "nowhere to cut": 1}
-    assert runtime.statistics.as_dict() == {"split": 0, "beside": 0, "micro_batches": 0, "declined": declined}
+    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 0, "micro_batches": 0, "declined": declined}
 
 
 def test_planning_a_decline_counts_nothing(runtime: MicroBatchRuntime, log: Log) -> None:
     runtime.plan(Batch((1,), prefill_tokens=0))
-    assert runtime.statistics.as_dict() == {"split": 0, "beside": 0, "micro_batches": 0, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 0, "micro_batches": 0, "declined": {}}
     assert log.lines == []
 
 
@@ -121,7 +121,7 @@ def test_running_computes_what_the_sequential_loop_does_and_counts(runtime: Micr
     inputs = [(1, 0), (2, 1)]
     assert runtime.run(plan(runtime), inputs) == run_sequential([record_toy()] * 2, inputs)
     runtime.run(plan(runtime, cuts=[100, 200]), [(1, 0), (2, 1), (3, 2)])
-    assert runtime.statistics.as_dict() == {"split": 2, "beside": 0, "micro_batches": 5, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 2, "concurrent": 0, "micro_batches": 5, "declined": {}}
 
 
 def test_a_run_that_fails_is_not_counted_and_the_log_says_where(runtime: MicroBatchRuntime, log: Log) -> None:
@@ -232,7 +232,7 @@ def test_what_costs_more_than_it_gains_is_declined_with_the_figures(runtime: Mic
     decline = runtime.plan(BATCH)
     assert isinstance(decline, Decline)
     assert decline.reason == "no gain predicted"
-    assert "ms whole, " in decline.detail
+    assert "ms unsplit, " in decline.detail
     assert decline.expected == pytest.approx(40.0, rel=0.01)
     runtime.config = replace(runtime.config, mode="always")
     assert plan(runtime).expected == pytest.approx(60.0, rel=0.4)
@@ -298,7 +298,7 @@ def test_a_step_that_is_not_cut_runs_with_ops_beside_each_other(log: Log) -> Non
     whole = plan(runtime, cuts=[])
     assert whole.slices == (BatchSlice(0, 2, 0, 1024),)
     assert runtime.run(whole, [(5,)]) == [(36,)]
-    assert runtime.statistics.as_dict() == {"split": 0, "beside": 1, "micro_batches": 0, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 1, "micro_batches": 0, "declined": {}}
     runtime.config = replace(runtime.config, side="off")
     assert runtime.plan(BATCH, cuts=[]) == Decline("nowhere to cut", "no cuts were given")
     runtime.close()

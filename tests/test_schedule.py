@@ -78,7 +78,7 @@ def test_a_chain_waits_where_it_changes_lanes_and_frees_what_it_has_used() -> No
     assert schedule.joins == ()  # compute has waited for the last comm op
 
 
-def test_a_lane_that_starts_without_a_wait_is_forked_and_one_that_nobody_waits_for_is_joined() -> None:
+def test_a_lane_that_starts_without_a_wait_is_forked_and_one_that_is_not_waited_for_is_joined() -> None:
     p = ProgramBuilder()
     x = p.input("x")
     p.comm("log", lambda x: None, x, outputs=0)

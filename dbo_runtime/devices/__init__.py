@@ -1,7 +1,7 @@
-"""What a device must offer, and how to open one.
+"""The contract of devices, and how to open one.
 
-A lane runs tasks in the order launched. An event, once recorded on a lane, stands for everything launched there so far;
-a lane that waits for it runs nothing further before that is done. Lanes and events are made once and used again.
+A lane runs tasks in the order launched. An event recorded on a lane happens when everything launched there so far is
+done; a lane that waits for it runs nothing further before. Lanes and events are made once and reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dbo_runtime.observe.logs import open_log
 
 Result = TypeVar("Result")
 Values = list[Any]
-Note = Callable[[float, SupportsFloat, SupportsFloat], None]  # is told when a task was issued, started and ended
+Note = Callable[[float, SupportsFloat, SupportsFloat], None]  # takes when a task was issued, started and ended, in s
 
 _CLASSES = {
     "npu": ("dbo_runtime.devices.npu", "NpuDevice"),
@@ -23,18 +23,18 @@ _CLASSES = {
     "cpu": ("dbo_runtime.devices.cpu", "CpuDevice"),
     "virtual": ("dbo_runtime.devices.virtual", "VirtualDevice"),
 }
-_CHOICES = ("npu", "cuda", "cpu")  # of `auto`, in this order
+_AUTO = ("npu", "cuda", "cpu")  # tried in this order
 
 
 class Event(Protocol):
-    """A point on a lane. Opaque to everyone but its device."""
+    """A point on a lane, opaque outside its device."""
 
 
 class Task(Protocol):
-    """An op bound to the slots it reads and writes."""
+    """A callable that a lane runs: an op bound to the slots that it reads and writes."""
 
     def __call__(self, values: Values, /) -> None:
-        """Read, run, and write the values [slots] of one run."""
+        """Run on the values of one run [slots]."""
 
 
 class Lane(Protocol):
@@ -45,118 +45,117 @@ class Lane(Protocol):
         """The lane's name in programs."""
 
     def launch(self, task: Task, values: Values) -> None:
-        """Run `task(values)` after all that was launched here or waited for."""
+        """Run `task(values)` after everything launched here or waited for so far."""
 
     def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Launch the task and tell *note* when it was issued, starts and ends, in seconds of one clock.
+        """Launch the task and call *note* with when it was issued, started and ended, in seconds of one clock.
 
-        On some devices `float()` of start and end waits.
-
-        *note* may be called from the thread that runs the task.
+        On some devices `float()` of start and end waits for the device. *note* may be called from the thread that runs
+        the task.
         """
 
     def record(self, event: Any) -> None:
-        """Let *event* stand for all that was launched so far."""
+        """Record *event* after everything launched so far."""
 
     def wait(self, event: Any) -> None:
         """Run nothing further before *event* has happened.
 
         Raises:
-            DeviceError: if the event was not recorded since the device began: real devices let such a wait pass.
+            DeviceError: if the event was not recorded since `begin`; streams would ignore such a wait.
         """
 
 
 class Timer(Protocol):
-    """Takes the time of a step on the first lane, from where it was started."""
+    """Measures a step on the first lane, from where the timer was started."""
 
     def stop(self) -> None:
-        """Stop when all that was launched so far is done."""
+        """Stop when everything launched so far is done."""
 
     def read(self) -> float | None:
-        """Return the seconds between start and stop; None as long as that has not come. Never waits."""
+        """Return the seconds between start and stop, or None before the stop is reached. Never waits."""
 
 
 class Graph(Protocol):
-    """A run that was captured: what all its lanes were given to do, and the memory that this reads and writes."""
+    """A captured run: what was launched on all its lanes, and the memory that this reads and writes."""
 
     def replay(self) -> None:
-        """Run it once more where the current stream has come to, on what is in that memory then."""
+        """Run it once more, in the order of the current stream, on the present contents of that memory."""
 
     def reset(self) -> None:
-        """Give the memory back. It cannot be replayed any more, and no replay may still run."""
+        """Release the memory. No replay may still run, and none may follow."""
 
 
 class Device(Protocol):
-    """Something that runs lanes side by side."""
+    """Runs lanes concurrently."""
 
     @property
     def name(self) -> str:
-        """What `open_device` calls it."""
+        """The name that `open_device` takes."""
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what is launched now becomes part of a graph, to be replayed later."""
+        """Whether launches are being captured into a graph."""
 
     @property
     def can_capture(self) -> bool:
-        """Whether runs can be captured into graphs here."""
+        """Whether runs can be captured into graphs."""
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes of these names, `compute` first, making those that are new.
+        """Return the lanes of these names, `compute` first; make those that are new.
 
         Raises:
-            DeviceError: if the device has not so many.
+            DeviceError: if the device has too few.
         """
 
     def make_event(self) -> Event:
-        """Make an event to record and wait for, any number of times."""
+        """Make an event, to be recorded and waited for any number of times."""
 
     def start_timer(self) -> Timer:
-        """Start a watch when all that was launched on the current stream or thread so far is done."""
+        """Start a timer when everything launched on the current stream or thread so far is done."""
 
     def begin(self) -> None:
-        """Start a run. Events recorded before do not count in it."""
+        """Begin a run, in which events recorded before do not count."""
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Let the caller keep, use on the first lane, and free *values*, whichever lane's memory they are in."""
+        """Release *values*, of any lane's memory, to the caller, who uses them on the first lane and frees them."""
 
     def finish(self) -> None:
-        """End a run; raise what a task raised, if none of the waits has raised it already."""
+        """End a run; raise what a task raised, unless a wait has raised it already."""
 
     def abort(self) -> None:
-        """End a run that failed: return when no task runs any more, ready for `begin`."""
+        """End a failed run: return when no task runs any more, ready for `begin`."""
 
-    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
-        """Call *run* twice: as it is, so that what is made at first use is there, and to capture what it launches.
+    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
+        """Call *run* twice: once to initialize what is made at first use, and once to capture what it launches.
 
         Args:
             run: begins, issues and ends a run.
-            beside: a graph that is never replayed at the same time: the two share memory. What a replay has left in
-                its results holds until either is replayed.
+            shared_with: a graph to share memory with, which is never replayed at the same time. Results of a replay
+                hold until either graph is replayed.
 
         Returns:
-            the graph, and what *run* returned while it was captured: each replay writes that memory anew.
+            The graph, and what *run* returned while it was captured: each replay writes that memory anew.
 
         Raises:
-            DeviceError: if the device cannot capture, or does so already.
-            Whatever *run* or the device raises. The current stream is then what it was, and runs go on as before; but
-            some releases of torch (before 2.13) have lost the memory that was shared: capture beside no older graph.
+            DeviceError: if the device cannot capture, or is capturing already.
+            What *run* or the device raises. The current stream is restored, and runs go on as before; but releases of
+            torch before 2.13 have lost the shared memory: share with no older graph then.
         """
 
     def synchronize(self) -> None:
-        """Return when all that was launched is done."""
+        """Wait until everything launched is done."""
 
     def close(self) -> None:
-        """Give back what the device holds, threads included."""
+        """Release what the device holds, including threads."""
 
 
 def open_device(name: str, **options: Any) -> Device:
     """Open the device *name*; *options* go to its constructor.
 
-    `auto`, which has no options, takes an NPU if there is one, else CUDA, else the CPU, and logs which and why.
+    `auto`, which has no options, opens an NPU if there is one, else CUDA, else the CPU, and logs which and why.
 
     Raises:
-        DeviceError: for a name there is no device for, or a device that is not there, with what to do about it.
+        DeviceError: if there is no device of that name or the device is not available, with what to do about it.
     """
     if name == "auto" and not options:
         return _open_first()
@@ -168,39 +167,39 @@ def open_device(name: str, **options: Any) -> Device:
         make: Callable[..., Device] = getattr(import_module(module), kind)
     except (ImportError, RuntimeError) as error:  # RuntimeError: torch, if it cannot load torch_npu by itself
         raise DeviceError(
-            f"device {name!r} needs torch, which cannot be imported ({error}): install or mend it."
+            f"device {name!r} needs torch, which cannot be imported ({error}): install or repair it."
         ) from error
     return make(**options)
 
 
 def _open_first() -> Device:
-    """Open the first of the choices that is there; the last one always is.
+    """Open the first available of `_AUTO`; the last always is.
 
-    Each is asked by its own name: vllm-ascend rebinds names of `torch.cuda`, so that they say nothing about CUDA.
+    Each is opened by its own name: vllm-ascend rebinds names of `torch.cuda`, which then do not describe CUDA.
     """
     missing = []
-    for name in _CHOICES[:-1]:
+    for name in _AUTO[:-1]:
         try:
             device = open_device(name)
         except DeviceError as error:
             missing.append(f"no {name}: {error}")
         else:
-            open_log().info("device chosen", device=name, reason=" ".join(missing) or "an NPU is there")
+            open_log().info("device chosen", device=name, reason=" ".join(missing) or "an NPU is available")
             return device
-    open_log().info("device chosen", device=_CHOICES[-1], reason=" ".join(missing))
-    return open_device(_CHOICES[-1])
+    open_log().info("device chosen", device=_AUTO[-1], reason=" ".join(missing))
+    return open_device(_AUTO[-1])
 
 
-def make_refusal(name: str) -> DeviceError:
-    """Return what a device without graphs raises where it is asked to capture."""
+def make_capture_error(name: str) -> DeviceError:
+    """Return what the `capture` of a device without graphs raises."""
     return DeviceError(f"device {name!r} cannot capture graphs: run the schedule eagerly there.")
 
 
 def check_recorded(recorded: int, run: int, waiter: str) -> None:
-    """Refuse a wait for an event that was recorded last in another run than the present one.
+    """Check that an event that a lane waits for was last recorded in the present run.
 
     Raises:
-        DeviceError: names the lane that waits.
+        DeviceError: if it was not, naming the lane that waits.
     """
     if recorded != run:
         raise DeviceError(

@@ -1,9 +1,9 @@
-"""The CPU as a device: the compute lane is the calling thread itself, every other lane is one worker thread.
+"""The CPU as a device: the compute lane is the calling thread, every other lane a worker thread.
 
-Nothing is handed over that need not be, and nobody spins: a wait is a counter read, or a condition variable.
+No thread spins: a wait reads a counter, or blocks on a condition variable.
 
-A worker, and not gloo's own `async_op=True`: on two hosts that was a few per cent faster in one workload and slower in
-another, and a lane whose ops finish in order is what schedules are made for.
+Collectives run on a worker and not with gloo's `async_op=True`: on two hosts that was a few per cent faster in one
+workload and slower in another, and schedules are made for lanes whose ops finish in order.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
-from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
+from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_capture_error
 from dbo_runtime.errors import DeviceError
 
 ThreadState = Callable[[], AbstractContextManager[Any]]
 
 
 class CpuEvent:
-    """A count on a worker's lane (what Vulkan calls a timeline semaphore), or a mark of the calling thread."""
+    """A count on a worker's lane, as a timeline semaphore of Vulkan, or a mark of the calling thread."""
 
     __slots__ = ("count", "run", "worker")
 
@@ -33,27 +33,27 @@ class CpuEvent:
 
 
 class CallingThreadLane:
-    """Runs each task at once, where it was launched."""
+    """Runs each task immediately, on the calling thread."""
 
     def __init__(self, name: str, device: CpuDevice) -> None:
         self.name = name
         self._device = device
 
     def launch(self, task: Task, values: Values) -> None:
-        """Run the task to its end."""
+        """Run the task."""
         task(values)
 
     def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Run the task between two looks at the clock."""
+        """Run the task and read the clock before and after."""
         _Timed(task, note)(values)
 
     def record(self, event: CpuEvent) -> None:
-        """Mark the event as past: whatever was launched here has returned."""
+        """Mark the event as past: everything launched here has returned."""
         event.run = self._device.run
         event.worker = None
 
     def wait(self, event: CpuEvent) -> None:
-        """Block until the worker of the event has come that far."""
+        """Block until the event's worker has reached its count."""
         check_recorded(event.run, self._device.run, self.name)
         if event.worker is not None:
             event.worker.block(event.count)
@@ -61,7 +61,7 @@ class CallingThreadLane:
 
 
 class WorkerLane:
-    """Runs tasks in order on a thread of its own, in the thread state of whoever began the run."""
+    """Runs tasks in order on its own thread, in the thread state of the thread that began the run."""
 
     def __init__(self, name: str, device: CpuDevice) -> None:
         self.name = name
@@ -82,11 +82,11 @@ class WorkerLane:
         self._jobs.put((task, values))
 
     def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Queue the task with two looks at the clock; *note* is called on the worker."""
+        """Queue the task and read the clock before and after; *note* is called on the worker."""
         self.launch(_Timed(task, note), values)
 
     def record(self, event: CpuEvent) -> None:
-        """Let the event stand for all that is queued."""
+        """Record the event after all that is queued."""
         event.run = self._device.run
         event.worker = self
         event.count = self._launched
@@ -99,7 +99,7 @@ class WorkerLane:
             self.launch(lambda _: worker.block(count), [])
 
     def block(self, count: int | None = None) -> None:
-        """Return when *count* tasks are done (all that were launched, if not given)."""
+        """Return when *count* tasks are done, by default all that were launched."""
         count = self._launched if count is None else count
         if self._done < count:
             with self._progress:
@@ -114,7 +114,7 @@ class WorkerLane:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             task, values = job
-            if not self._device.has_failed:  # after a failure the rest of the run is only counted off
+            if not self._device.has_failed:  # after a failure the rest of the run is only counted
                 try:
                     with self._device.thread_state():
                         task(values)
@@ -127,7 +127,7 @@ class WorkerLane:
 
 
 class HostTimer:
-    """The host's clock, where the calling thread has run all that it launched."""
+    """A timer by the host's clock: the calling thread has run all that it launched."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -143,7 +143,7 @@ class HostTimer:
 
 
 class _Timed:
-    """A task that tells when it was issued and when it ran."""
+    """A task that notes when it was issued and when it ran."""
 
     __slots__ = ("_issued", "_note", "_task")
 
@@ -163,9 +163,9 @@ class CpuDevice:
 
     Args:
         capture_state: called on the calling thread at `begin`; returns a context manager factory that a worker enters
-            around each task. Thread-local state of torch (inference mode, grad mode) travels this way.
-        inline: lanes that are the calling thread, too, beside the first: where ops that compute must not run at the
-            same time, because kernels share memory to work in.
+            around each task. This passes on thread-local state of torch (inference mode, grad mode).
+        inline: further lanes that are the calling thread, for ops that must not run concurrently with `compute`
+            because their kernels share scratch memory.
     """
 
     name = "cpu"
@@ -187,7 +187,7 @@ class CpuDevice:
         return self._failure is not None
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes; the first name is the calling thread's, and so are those that are `inline`."""
+        """Return the lanes; the first and those that are `inline` are the calling thread."""
         for position, name in enumerate(names):
             if name not in self._lanes:
                 make = WorkerLane if position and name not in self._inline else CallingThreadLane
@@ -199,45 +199,45 @@ class CpuDevice:
         return CpuEvent()
 
     def start_timer(self) -> HostTimer:
-        """Start a watch now."""
+        """Start a timer now."""
         return HostTimer()
 
     def begin(self) -> None:
-        """Start a run with the calling thread's state."""
+        """Begin a run with the calling thread's state."""
         self.run += 1
         if self._capture_state is not None:
             self.thread_state = self._capture_state()
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Nothing to do: memory is not a lane's."""
+        """Do nothing: memory does not belong to lanes."""
 
     def finish(self) -> None:
-        """Raise what a worker's task raised."""
+        """End a run; raise what a worker's task raised."""
         self.raise_failure()
 
     def abort(self) -> None:
-        """Wait until the workers are idle; what they still had queued is not run."""
+        """Wait until the workers are idle, without running what is still queued."""
         self.fail(DeviceError("the run was aborted."))
         self.synchronize()
         self._failure = None
 
-    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
-        """Refuse: what threads run is in no graph."""
-        raise make_refusal(self.name)
+    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
+        """Raise DeviceError: threads cannot be captured into a graph."""
+        raise make_capture_error(self.name)
 
     def synchronize(self) -> None:
         """Wait until the workers are idle."""
-        for worker in self._find_workers():
+        for worker in self._list_workers():
             worker.block()
 
     def close(self) -> None:
-        """End the workers. The device can be used again: lanes are made anew."""
-        for worker in self._find_workers():
+        """End the workers. The device can be reused: lanes are made anew."""
+        for worker in self._list_workers():
             worker.close()
         self._lanes.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Note the first failure of a run."""
+        """Keep the first failure of a run."""
         with self._lock:
             self._failure = self._failure or error
 
@@ -246,5 +246,5 @@ class CpuDevice:
         if self._failure is not None:
             raise self._failure
 
-    def _find_workers(self) -> list[WorkerLane]:
+    def _list_workers(self) -> list[WorkerLane]:
         return [lane for lane in self._lanes.values() if isinstance(lane, WorkerLane)]

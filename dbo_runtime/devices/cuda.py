@@ -11,8 +11,8 @@ from dbo_runtime.errors import DeviceError
 class CudaDevice(StreamDevice):
     """The current CUDA device.
 
-    A collective of NCCL that is called on a lane takes part in the lane's order like any kernel: it runs on the stream
-    that is current, or on one of NCCL's own that waits for it and that it waits for.
+    A collective of NCCL that is called on a lane is in the lane's order like any kernel: it runs on the current stream,
+    or on an internal stream of NCCL that is synchronized with it before and after.
 
     Raises:
         DeviceError: if there is no CUDA device, with the reason.

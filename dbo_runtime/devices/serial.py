@@ -1,15 +1,15 @@
-"""A device on which nothing runs beside anything: what ops cost alone is measured on it."""
+"""A device without concurrency, on which the cost of each op alone is measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dbo_runtime.devices import Device, Event, Graph, Lane, Result, Timer, make_refusal
+from dbo_runtime.devices import Device, Event, Graph, Lane, Result, Timer, make_capture_error
 
 
 class SerialDevice:
-    """The first lane of another device, under every name."""
+    """The first lane of another device, under every lane's name."""
 
     can_capture = False
 
@@ -19,7 +19,7 @@ class SerialDevice:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the other device is."""
+        """Whether the other device is capturing."""
         return self._device.is_capturing
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
@@ -31,15 +31,15 @@ class SerialDevice:
         return self._device.make_event()
 
     def start_timer(self) -> Timer:
-        """Start a watch of the other device."""
+        """Start a timer of the other device."""
         return self._device.start_timer()
 
     def begin(self) -> None:
-        """Start a run of the other device."""
+        """Begin a run of the other device."""
         self._device.begin()
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Hand over what is in the first lane's memory."""
+        """Release what is in the first lane's memory."""
         self._device.release_to_caller(values)
 
     def finish(self) -> None:
@@ -50,13 +50,13 @@ class SerialDevice:
         """Abort a run of the other device."""
         self._device.abort()
 
-    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
-        """Refuse: ops are measured one by one here, which no graph allows."""
-        raise make_refusal(self.name)
+    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
+        """Raise DeviceError: ops are measured one by one, which a graph does not allow."""
+        raise make_capture_error(self.name)
 
     def synchronize(self) -> None:
         """Wait for the other device."""
         self._device.synchronize()
 
     def close(self) -> None:
-        """Leave the other device as it is: it belongs to somebody else."""
+        """Do nothing: the other device belongs to the caller."""

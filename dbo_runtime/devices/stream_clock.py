@@ -1,4 +1,4 @@
-"""Time on streams, by timing events: nothing waits but who asks for a number."""
+"""Time on streams, by timing events: nothing waits before a number is read."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ class StreamClock:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._bridge = _Bridge(backend)
+        self._reference = _Reference(backend)
 
     def restart(self) -> None:
-        """Begin anew. Milliseconds between events are a float32 to the backends, so they must not lie far apart."""
-        self._bridge = _Bridge(self._backend)
+        """Make a new reference. Backends return the ms between events as float32, so they must not be far apart."""
+        self._reference = _Reference(self._backend)
 
     def read(self, stream: Any) -> Moment:
-        """Return the moment at which all that was issued onto a stream is done."""
+        """Return the moment at which everything issued onto a stream is done."""
         native = self._backend.Event(enable_timing=True)
         native.record(stream)
-        return Moment(native, self._bridge)
+        return Moment(native, self._reference)
 
 
 class Moment:
-    """A point in a stream's time. `float()` waits for it and gives seconds of `time.perf_counter`."""
+    """A point in a stream's time. `float()` waits for it and returns seconds of `time.perf_counter`."""
 
-    __slots__ = ("_bridge", "_native")
+    __slots__ = ("_native", "_reference")
 
-    def __init__(self, native: Any, bridge: _Bridge) -> None:
+    def __init__(self, native: Any, reference: _Reference) -> None:
         self._native = native
-        self._bridge = bridge
+        self._reference = reference
 
     def __float__(self) -> float:
         self._native.synchronize()
-        event, seconds = self._bridge.find()
+        event, seconds = self._reference.get()
         return seconds - float(self._native.elapsed_time(event)) / 1e3  # it is in ms
 
 
-class _Bridge:
-    """An event of which the host's time is known, made when somebody first asks: the host has to wait for it."""
+class _Reference:
+    """A reference event of known host time. It is made at first use, because the host has to wait for it."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._found: tuple[Any, float] | None = None
+        self._point: tuple[Any, float] | None = None
 
-    def find(self) -> tuple[Any, float]:
-        """Return the event, and what the host's clock said when it had come."""
-        if self._found is None:
+    def get(self) -> tuple[Any, float]:
+        """Return the event, and the host's clock at which it happened, in seconds."""
+        if self._point is None:
             native = self._backend.Event(enable_timing=True)
             native.record()
             native.synchronize()
-            self._found = native, time.perf_counter()
-        return self._found
+            self._point = native, time.perf_counter()
+        return self._point
 
 
 class StreamTimer:
@@ -69,12 +69,12 @@ class StreamTimer:
         self._stopped = False
 
     def stop(self) -> None:
-        """Stop when what was issued onto the current stream is done."""
+        """Stop when everything issued onto the current stream is done."""
         self._stop.record()
         self._stopped = True
 
     def read(self) -> float | None:
-        """Return the seconds; None as long as the stream has not come to the stop."""
+        """Return the seconds, or None before the stream has reached the stop."""
         if not self._stopped or not self._stop.query():
             return None
         return float(self._start.elapsed_time(self._stop)) / 1e3  # it is in ms

@@ -1,8 +1,8 @@
-"""Streams of torch as lanes: what `torch.npu` and `torch.cuda` have in common.
+"""Streams of torch as lanes: the common part of `torch.npu` and `torch.cuda`.
 
-The host thread that issues calls every op at once, with its lane's stream as the current one; kernels follow in the
-order of the stream. So an op that raises does it on the host, and nothing here waits for a kernel but `abort`, `close`,
-and whoever reads a clock.
+The issuing host thread calls every op immediately, with its lane's stream as the current one; kernels follow in the
+stream's order. So an op that raises does so on the host, and only `abort`, `close` and reads of a clock wait for
+kernels.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_r
 from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
 from dbo_runtime.errors import DeviceError
 
-POOL = 32  # streams that CUDA (of one priority) and NPU each hand out in turn (c10/cuda/CUDAStream.h, NPUStream.cpp)
+POOL_STREAMS = 32  # that CUDA (of one priority) and NPU each return in rotation (c10/cuda/CUDAStream.h, NPUStream.cpp)
 
 
 class StreamEvent:
-    """An event of the backend, and in which run it was recorded last."""
+    """An event of the backend, and the run in which it was last recorded."""
 
     __slots__ = ("native", "run")
 
@@ -33,7 +33,7 @@ class StreamEvent:
 
 
 class StreamLane:
-    """A stream. The first lane's is the one that is current when a run begins."""
+    """A stream; that of the first lane is the one current when a run begins."""
 
     def __init__(self, name: str, stream: Any, device: StreamDevice) -> None:
         self.name = name
@@ -53,17 +53,17 @@ class StreamLane:
         note(issued, start, self._device.read_clock(self))
 
     def record(self, event: StreamEvent) -> None:
-        """Let the event stand for all that was issued onto the stream."""
+        """Record the event after everything issued onto the stream."""
         event.native.record(self.stream)
         event.run = self._device.run
 
     def wait(self, event: StreamEvent) -> None:
-        """Let the stream wait for the event; the host goes on."""
+        """Let the stream wait for the event, without blocking the host."""
         check_recorded(event.run, self._device.run, self.name)
         self.stream.wait_event(event.native)
 
     def move(self, stream: Any) -> None:
-        """Go on with another stream, after all that is on the present one."""
+        """Continue on another stream, after everything on the present one."""
         stream.wait_stream(self.stream)
         self.stream = stream
 
@@ -72,13 +72,13 @@ class StreamDevice:
     """Streams as lanes.
 
     Args:
-        name: what `open_device` calls it; torch's name of the device type.
+        name: that `open_device` takes, and torch's name of the device type.
         backend: `torch.npu` or `torch.cuda`.
-        make_graph: makes one of the backend's graphs.
+        make_graph: returns a new graph of the backend.
 
     Attributes:
-        run: how many runs were begun.
-        switches: how often the current stream was changed: a lane's ops in a row share one change.
+        run: number of runs begun.
+        switches: number of changes of the current stream; consecutive ops of a lane share one.
     """
 
     can_capture = True
@@ -100,10 +100,10 @@ class StreamDevice:
         return bool(self.backend.is_current_stream_capturing())
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes; the first name stands for the stream that is current when a run begins.
+        """Return the lanes; the first is the stream that is current when a run begins.
 
         Raises:
-            DeviceError: if all streams that the backend hands out are taken.
+            DeviceError: if all streams of the backend are in use.
         """
         for position, name in enumerate(names):
             if name not in self._lanes:
@@ -117,69 +117,69 @@ class StreamDevice:
         return StreamEvent(self.backend.Event())
 
     def start_timer(self) -> StreamTimer:
-        """Start a watch on the current stream."""
+        """Start a timer on the current stream."""
         return StreamTimer(self.backend)
 
     def begin(self) -> None:
-        """Start a run: the first lane is the stream that is current now."""
+        """Begin a run: the first lane is the stream that is current now."""
         self.run += 1
         self._clock.restart()
-        first = self._find_first()
+        first = self._get_first()
         if first is None:
             return
         stream = self.backend.current_stream()
         if stream != first.stream:
-            if self.is_capturing:  # a stream under capture cannot wait for one outside; it has memory of its own
+            if self.is_capturing:  # a stream under capture cannot wait for another; its memory is separate
                 first.stream = stream
-            else:  # what the last run left in the lanes' memory may still be read on the old stream
+            else:  # the old stream may still read the lanes' memory of the last run
                 first.move(stream)
             self.separate_streams()
         self._current = first
 
     def switch(self, lane: StreamLane) -> None:
-        """Make a lane's stream the current one, unless it is that already."""
+        """Make a lane's stream the current one, if it is not."""
         if lane is not self._current:
             self.backend.set_stream(lane.stream)
             self._current = lane
             self.switches += 1
 
     def read_clock(self, lane: StreamLane) -> Moment:
-        """Return the moment at which all that was issued onto the lane is done.
+        """Return the moment at which everything issued onto the lane is done.
 
         Raises:
-            DeviceError: under capture, where there are no moments yet.
+            DeviceError: under capture, when nothing runs yet.
         """
         if self.is_capturing:
-            raise DeviceError("no times can be taken of what is captured into a graph: leave the instrument out.")
+            raise DeviceError("what is captured into a graph cannot be timed: leave the instrument out.")
         return self._clock.read(lane.stream)
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Tell the allocator of tensors that leave the schedule, because from now on the caller frees them.
+        """Record tensors that leave the schedule with the allocator, because from now on the caller frees them.
 
-        Within a run the schedule's frees keep memory safe: none comes before the lane that the memory belongs to has
-        waited for whoever read it. The caller waits for nothing, and uses all of them on the first lane's stream.
+        Within a run the schedule's frees keep memory safe: none comes before the owning lane has waited for every
+        reader. The caller does not wait, and uses the tensors on the first lane's stream.
         """
-        first = self._find_first()
-        assert first is not None, "nothing is handed over before a run"
-        for tensor in _find_tensors(values):
+        first = self._get_first()
+        assert first is not None, "no lane is open"
+        for tensor in _list_tensors(values):
             if tensor.device.type == self.name:
                 tensor.record_stream(first.stream)
 
     def finish(self) -> None:
-        """End a run: the stream that was current when it began is current again. Kernels may still run."""
-        first = self._find_first()
+        """End a run: restore the stream that was current when it began. Kernels may still run."""
+        first = self._get_first()
         if first is not None:
             self.switch(first)
 
     def abort(self) -> None:
-        """End a run that failed: return when no kernel of it runs any more.
+        """End a failed run: return when none of its kernels runs any more.
 
-        Under capture nothing runs yet, but a graph can end only where all its lanes have come together again.
+        Under capture nothing runs yet, but a capture can end only when all its lanes are joined.
         """
-        first = self._find_first()
+        first = self._get_first()
         if first is None:
             return
-        self.backend.set_stream(first.stream)  # whatever the op that failed has left
+        self.backend.set_stream(first.stream)  # the op that failed may have left another
         self._current = first
         capturing = self.is_capturing
         for lane in self._lanes.values():
@@ -188,16 +188,16 @@ class StreamDevice:
             elif lane is not first and self._is_captured(lane):
                 first.stream.wait_stream(lane.stream)
 
-    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
-        """Capture on a stream of its own; see `Device.capture`.
+    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
+        """Capture on a separate stream; see `Device.capture`.
 
-        All captures have one stream, for within a pool memory is a stream's. What other threads do meanwhile is not
-        looked at (`thread_local`): a watchdog that asks for an event must not break a capture, nor be broken by it.
+        All captures use one stream, because memory within a pool belongs to a stream. Other threads are ignored
+        (`thread_local`): a watchdog that queries an event must neither break a capture nor fail because of it.
         """
         if self.is_capturing:
-            raise DeviceError("a capture goes on already: end it first, or leave out the one within.")
-        stream, before = self._find_capture_stream(), self.backend.current_stream()
-        pool = self.backend.graph_pool_handle() if beside is None else cast(Any, beside).pool()
+            raise DeviceError("a capture is in progress already: end it first, or leave out the inner one.")
+        stream, before = self._get_capture_stream(), self.backend.current_stream()
+        pool = self.backend.graph_pool_handle() if shared_with is None else cast(Any, shared_with).pool()
         graph = self._make_graph()
         with _without_collection():
             try:
@@ -207,7 +207,7 @@ class StreamDevice:
                 with self.backend.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     result = run()
             finally:
-                self.backend.set_stream(before)  # both backends leave theirs where the end of a capture is refused
+                self.backend.set_stream(before)  # if the end of a capture fails, both backends leave theirs
         return graph, result
 
     def synchronize(self) -> None:
@@ -215,11 +215,11 @@ class StreamDevice:
         self.backend.synchronize()
 
     def reserve(self, run: Callable[[], Any]) -> int:
-        """Run something, and let the memory it took show as a peak of what tensors took; return its bytes.
+        """Call *run*, record the memory that it reserves as a peak of allocated memory, and return its bytes.
 
-        Each lane has memory of its own, and what one has cached no other can have, so that a split step takes more than
-        its tensors do, and keeps it while others run. Whoever sizes a cache by the peak of tensors (vLLM:
-        `allocated_bytes.all.peak`) leaves room for it afterwards.
+        Each lane caches memory that no other lane can use, so a split step reserves more than its tensors take, and
+        keeps it. A caller that sizes a cache by the peak of allocated memory (vLLM: `allocated_bytes.all.peak`) then
+        leaves room for it.
         """
         memory = self.backend
         self.synchronize()
@@ -235,7 +235,7 @@ class StreamDevice:
         return taken
 
     def close(self) -> None:
-        """Wait for the lanes and forget them. The device can be used again."""
+        """Wait for the lanes and drop them. The device can be reused."""
         self.synchronize()
         for position, lane in enumerate(self._lanes.values()):
             if position:
@@ -243,38 +243,38 @@ class StreamDevice:
         self._lanes.clear()
         self._current = self._capture_stream = None
 
-    def find_taken(self) -> set[int]:
-        """Return the ids of streams that are no lane's and must not become one."""
+    def list_reserved(self) -> set[int]:
+        """Return the ids of the streams that must not become a lane."""
         return set()
 
     def draw_stream(self, lane: str) -> Any:
-        """Return a stream that nobody else has.
+        """Return a stream that is not in use.
 
         Raises:
-            DeviceError: if the backend has no such stream.
+            DeviceError: if the backend has none.
         """
-        taken = self.find_taken() | {other.stream.stream_id for other in self._lanes.values()}
+        taken = self.list_reserved() | {other.stream.stream_id for other in self._lanes.values()}
         if self._capture_stream is not None:
             taken.add(self._capture_stream.stream_id)
-        for _ in range(POOL):
+        for _ in range(POOL_STREAMS):
             stream = self.backend.Stream()
             if stream.stream_id not in taken:
                 return stream
         raise DeviceError(
-            f"{self.name} has no stream left for lane {lane!r}: it hands out {POOL} in turn, and all are taken. Let "
-            "the program name fewer lanes, or make fewer communicators."
+            f"{self.name} has no stream left for lane {lane!r}: all {POOL_STREAMS} are in use. Let the program name "
+            "fewer lanes, or make fewer communicators."
         )
 
     def return_stream(self, stream: Any) -> None:
-        """Undo what was done to a stream that was drawn: the backend hands it to others, too."""
+        """Reset a stream that was drawn: the backend returns it again later."""
 
     def separate_streams(self) -> None:
-        """See that no two lanes have the same stream: one would wait for itself, and nothing would overlap.
+        """Give each lane a stream of its own: on a shared one, a lane would wait for itself and nothing would overlap.
 
         Raises:
-            DeviceError: if that cannot be had.
+            DeviceError: if the current stream is reserved, or none is left for a lane.
         """
-        taken = self.find_taken()
+        taken = self.list_reserved()
         for position, lane in enumerate(self._lanes.values()):
             if lane.stream.stream_id in taken:
                 if not position:
@@ -286,11 +286,11 @@ class StreamDevice:
                 lane.move(self.draw_stream(lane.name))
             taken.add(lane.stream.stream_id)
 
-    def _find_first(self) -> StreamLane | None:
+    def _get_first(self) -> StreamLane | None:
         return next(iter(self._lanes.values()), None)
 
-    def _find_capture_stream(self) -> Any:
-        if self._capture_stream is None or self._capture_stream.stream_id in self.find_taken():
+    def _get_capture_stream(self) -> Any:
+        if self._capture_stream is None or self._capture_stream.stream_id in self.list_reserved():
             self._capture_stream = self.draw_stream("capture")
         return self._capture_stream
 
@@ -301,7 +301,7 @@ class StreamDevice:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Keep the garbage collector off: it could end a graph or tensors, and with that break a capture."""
+    """Disable the garbage collector: freeing a graph or tensors could break a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -311,9 +311,9 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _find_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _list_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _find_tensors(value)
+            yield from _list_tensors(value)

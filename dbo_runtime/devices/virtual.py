@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_refusal
+from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_capture_error
 from dbo_runtime.devices.event_loop import Machine, run_ahead, run_schedule
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.schedule import Instruction, Schedule
@@ -112,9 +112,9 @@ class VirtualDevice:
     def abort(self) -> None:
         """Do nothing: there is nothing to undo."""
 
-    def capture(self, run: Callable[[], Result], beside: Graph | None = None) -> tuple[Graph, Result]:
+    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
         """Raise DeviceError: tasks run on the host only."""
-        raise make_refusal(self.name)
+        raise make_capture_error(self.name)
 
     def synchronize(self) -> None:
         """Do nothing: tasks have run when they were launched."""

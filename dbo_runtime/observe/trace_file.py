@@ -1,4 +1,4 @@
-"""Reads the trace files that `trace` writes."""
+"""Read trace files that `trace` wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read_trace(path: str | Path) -> dict[str, Timeline]:
     """Return the timelines of a trace by name; their times are seconds since the trace's first event.
 
     Raises:
-        ConfigError: if the file cannot be read, or is no trace of ours.
+        ConfigError: if the file cannot be read, or is not a trace of dbo_runtime.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -26,8 +26,8 @@ def read_trace(path: str | Path) -> dict[str, Timeline]:
         return _read_timelines(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
-            f"{str(path)!r} is no trace of dbo_runtime ({type(error).__name__}: {error}). Name a file that DBO_TRACE "
-            "or `plan --trace` wrote."
+            f"{str(path)!r} is not a trace of dbo_runtime ({type(error).__name__}: {error}). Name a file that "
+            "DBO_TRACE or `plan --trace` wrote."
         ) from error
 
 

@@ -1,56 +1,64 @@
-"""Methods for vLLM's workers, reached over its own RPC.
+"""Methods for vLLM's workers, called over vLLM's own RPC.
 
 Pass `worker_extension_cls="dbo_runtime.vllm_plugin.extension.WorkerExtension"` to `LLM(...)`, then call
-`llm.collective_rpc("dbo_statistics")`. It works with the plugin off, too: there is nothing to tell then.
+`llm.collective_rpc("dbo_statistics")`. With the plugin off the methods work as well, and return None.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import reread_environment
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
+from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from dbo_runtime.vllm_plugin.encoder.forward import Grid, SplitEncoder
+    from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
 
 class WorkerExtension:
     """Mixed into the worker class by vLLM."""
 
-    model_runner: Any
+    model_runner: GPUModelRunner
 
     def dbo_statistics(self) -> dict[str, Any] | None:
-        """Return the counts of split and declined steps, or None where the model is not split at all."""
+        """Return the counts of split and declined steps, or None if no step of the model is split."""
         forward = self._dbo_forward()
         return None if forward is None else forward.runtime.statistics.as_dict()
 
     def dbo_encoder_statistics(self) -> dict[str, Any] | None:
-        """Return the counts of the vision encoder's forwards, or None where it is not split at all."""
+        """Return the counts of the vision encoder's forwards, or None if none of them is split."""
         encoder = self._dbo_encoder()
         return None if encoder is None else encoder.runtime.statistics.as_dict()
 
     def dbo_request_timeline(self) -> None:
-        """Keep the timeline of the next step that is split, and forget the last one."""
+        """Keep the timeline of the next split step; drop the last one."""
         forward = self._dbo_forward()
         if forward is not None:
             forward.recording.request()
 
     def dbo_timeline(self) -> dict[str, Any] | None:
-        """Return the timeline that was asked for, or None if no step was split since; see `Timeline.from_dict`."""
+        """Return the requested timeline, or None if no step was split since; see `Timeline.from_dict`."""
         forward = self._dbo_forward()
         timeline = None if forward is None else forward.recording.timeline
         return None if timeline is None else timeline.as_dict()
 
     def dbo_cut_at(self, cuts: list[Any] | None) -> None:
-        """Cut every step at these token offsets (those that it can be cut at), whatever the settings say.
+        """Cut every step at these token offsets (those that are possible), whatever the settings say.
 
         Data parallel ranks take one list each, in rank order, and all of them are given all lists. None returns to the
-        settings. For tests and experiments; with data parallel ranks only while no request runs, because they would
-        hear of it between different steps.
+        settings. For tests and experiments; with data parallel ranks only while no request runs, because the change
+        would reach them between different steps.
 
         Raises:
             SplitError: if data parallel ranks are given one list for all.
@@ -58,14 +66,14 @@ class WorkerExtension:
         forward = self._dbo_forward()
         if forward is None:
             return
-        planner = forward.planner
-        planner.choose_cuts = planner.choose_sizes = None
+        decider = forward.decider
+        decider.choose_cuts = decider.choose_sizes = None
         if cuts and isinstance(cuts[0], list):
-            planner.choose_sizes = partial(_keep_common, cuts)
-        elif cuts and planner.rank is not None:
+            decider.choose_sizes = partial(_keep_common, cuts)
+        elif cuts and decider.rank is not None:
             raise SplitError(f"data parallel ranks take a list of cuts each, all of them in one call, not {cuts}.")
         elif cuts is not None:
-            planner.choose_cuts = partial(_keep_possible, cuts)
+            decider.choose_cuts = partial(_keep_possible, cuts)
 
     def dbo_cut_images_at(self, cuts: list[int] | None) -> None:
         """Cut every batch of images before these (0 is the first), whatever the settings say; None returns to them."""
@@ -74,38 +82,40 @@ class WorkerExtension:
             encoder.choose_cuts = None if cuts is None else partial(_keep_inside, cuts)
 
     def dbo_last_step(self) -> dict[str, Any] | None:
-        """Return of the last step its way (`whole` or `split`), the seconds predicted (or None), and those it took."""
+        """Return the last step's mode (`split` or `unsplit`), predicted seconds (or None), and measured seconds."""
         forward = self._dbo_forward()
         return None if forward is None or forward.last_step is None else forward.last_step._asdict()
 
     def dbo_calibrate(self, path: str = "", budget: float | None = None) -> dict[str, Any] | None:
-        """Measure what ops cost, plan by that from now on, and write it to *path* if that is given.
+        """Measure the costs of ops, plan by them from now on, and write them to *path* if that is given.
 
-        Only while no request runs. Returns how well the costs fit, field by field (`cost_source.Report`), or None where
-        the model is not split.
+        Only while no request runs. Returns the errors of the fit, field by field (`cost_source.Report`), or None if no
+        step of the model is split.
 
         Args:
             path: of a cost file, on the first rank's host.
-            budget: seconds to take, about; as many as at a server's start if not given.
+            budget: seconds to take, approximately; as many as at a server's start if not given.
         """
-        forward = self._dbo_forward()
-        if forward is None or forward.costs is None:
+        served = self._dbo_served()
+        if served is None or served.costs is None:
             return None
-        return asdict(forward.costs.calibrate(path, **({} if budget is None else {"budget": budget})))
+        return asdict(served.costs.calibrate(path, **({} if budget is None else {"budget": budget})))
 
     def dbo_predict(self, query_lens: list[int]) -> dict[str, float] | None:
-        """Return what a step of prefills of these lengths is predicted to take, in seconds, whole and split.
+        """Return the predicted seconds of a step of prefills of these lengths, unsplit and split.
 
-        None where there are no costs to predict by, or nowhere to cut.
+        None without costs, or if there is nowhere to cut.
         """
         forward = self._dbo_forward()
         planner = None if forward is None else forward.runtime.planner
-        if planner is None:
+        if forward is None or planner is None:
             return None
         config = replace(forward.runtime.config, mode="always")
         batch = Batch(tuple(query_lens), sum(query_lens))
-        rank = forward.planner.rank
-        choice = planner.choose(batch, config) if rank is None else planner.choose_data_parallel([batch.tokens], config)
+        if forward.decider.rank is None:
+            choice = planner.choose(batch, config)
+        else:
+            choice = planner.choose_data_parallel([batch.tokens], config)
         return None if isinstance(choice, Decline) else choice.prediction._asdict()
 
     def dbo_configure(self, settings: dict[str, str]) -> None:
@@ -117,23 +127,23 @@ class WorkerExtension:
             ConfigError: if a setting is unknown, has a value that is not allowed, or is read at start only.
         """
         config = reread_environment(os.environ, settings)
-        for forward in (self._dbo_forward(), self._dbo_encoder()):
-            if forward is not None:
-                forward.runtime.config = config
+        served = self._dbo_served()
+        if served is not None:
+            served.configure(config)
 
-    def _dbo_forward(self) -> Any:
-        from dbo_runtime.vllm_plugin.step.forward import SplitForward
+    def _dbo_served(self) -> ServedModel | None:
+        return get_served_model(self.model_runner.get_model())
 
-        forward = self.model_runner.get_model().forward
-        return forward if isinstance(forward, SplitForward) else None
+    def _dbo_forward(self) -> SplitForward | None:
+        served = self._dbo_served()
+        return None if served is None else served.forward
 
-    def _dbo_encoder(self) -> Any:
-        from dbo_runtime.vllm_plugin.encoder.forward import get_encoder
+    def _dbo_encoder(self) -> SplitEncoder | None:
+        served = self._dbo_served()
+        return None if served is None else served.encoder
 
-        return get_encoder(self.model_runner.get_model())
 
-
-def _keep_inside(cuts: list[int], grids: list[Any]) -> list[int]:
+def _keep_inside(cuts: list[int], grids: Sequence[Grid]) -> list[int]:
     return [cut for cut in cuts if 0 < cut < len(grids)]
 
 
@@ -146,7 +156,7 @@ def _keep_possible(cuts: list[int], batch: Batch) -> list[int]:
     return possible
 
 
-def _keep_common(cuts: list[list[int]], tokens: list[int]) -> tuple[tuple[int, ...], ...] | Decline:
+def _keep_common(cuts: list[list[int]], tokens: Sequence[int]) -> tuple[tuple[int, ...], ...] | Decline:
     """Return the tokens of every rank in each micro-batch, as many as every rank has cuts for."""
     kept = [[cut for cut in own if cut < count] for own, count in zip(cuts, tokens, strict=True)]
     parts = 1 + min(map(len, kept))

@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls in every process it starts: often, early, and whether or not anyone wants DBO."""
+"""The entry point that vLLM calls in every process that it starts: early, repeatedly, and with overlap on or off."""
 
 from __future__ import annotations
 
@@ -8,25 +8,36 @@ from dbo_runtime.config import ENABLE, is_enabled, read_environment
 
 
 def register() -> None:
-    """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1`; otherwise do nothing, and import nothing heavy to do it.
+    """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1`; otherwise do nothing, and import nothing heavy.
+
+    Imports are late for that reason, and in order: a module of the plugin may rely on names of a known vLLM only.
 
     Raises:
-        ConfigError: for a setting that is not allowed, or a folder for traces that cannot be written to. It stops
-            vLLM's start, which is what the user needs to see.
+        ConfigError: for a setting that is not allowed, or a folder for traces that cannot be written to. It ends
+            vLLM's start, so that the user sees it.
     """
     if ENABLE not in os.environ:
         return
-    from dbo_runtime.vllm_plugin.api.compat import announce_variable
+    from dbo_runtime.vllm_plugin.api.environment import announce_variable, pass_settings_on
 
     announce_variable()
     if not is_enabled(os.environ):
         return
     config = read_environment(os.environ)
+    from dbo_runtime.observe.declines import warn_declined
+    from dbo_runtime.observe.logs import open_log
     from dbo_runtime.observe.trace import prepare_folder
-    from dbo_runtime.vllm_plugin.install.worker_hooks import install
+    from dbo_runtime.vllm_plugin.api.versions import check_version
     from dbo_runtime.vllm_plugin.telemetry.metrics import open_folder
 
     if config.trace:
         prepare_folder(config.trace)
     open_folder()
+    pass_settings_on()
+    unknown = check_version()
+    if unknown is not None:
+        warn_declined(open_log(), "every step", unknown)
+        return
+    from dbo_runtime.vllm_plugin.install.worker_hooks import install
+
     install()

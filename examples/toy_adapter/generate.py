@@ -1,4 +1,4 @@
-"""Generate with this folder's model, whose weights are made up, over two ranks: for the log lines and the trace."""
+"""Generate with this folder's model and random weights on two ranks, for the log lines and the trace."""
 
 from pathlib import Path
 

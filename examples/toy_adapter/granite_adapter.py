@@ -1,16 +1,15 @@
-"""Granite for dbo_runtime: an adapter in a package of its own, as anyone could write it."""
+"""Granite for dbo_runtime: an adapter in a separate package."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from dbo_runtime import ProgramBuilder, Value
-from dbo_runtime.decline import Decline
+from dbo_runtime import Decline, ProgramBuilder, Value
 
 
 class GraniteAdapter:
-    """Takes the layers of vLLM's GraniteForCausalLM apart at their two all-reduces."""
+    """Splits the layers of vLLM's GraniteForCausalLM at their two all-reduces."""
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model, as configured and loaded, cannot be split, or None if it can."""
@@ -33,13 +32,13 @@ class GraniteAdapter:
 
         normed = p.compute("attn_norm", layer.input_layernorm, x)
         part = p.compute("attention", collectives.without_reduce(layer.self_attn), positions, normed, ordered=True)
-        whole = p.comm("attn_reduce", collectives.all_reduce, part, overwrites=(part,))
-        x = p.compute("attn_add", add, x, whole)
+        reduced = p.comm("attn_reduce", collectives.all_reduce, part, overwrites=(part,))
+        x = p.compute("attn_add", add, x, reduced)
 
         normed = p.compute("mlp_norm", layer.post_attention_layernorm, x)
         part = p.compute("mlp", collectives.without_reduce(layer.mlp), normed)
-        whole = p.comm("mlp_reduce", collectives.all_reduce, part, overwrites=(part,))
-        result: Value = p.compute("mlp_add", add, x, whole)
+        reduced = p.comm("mlp_reduce", collectives.all_reduce, part, overwrites=(part,))
+        result: Value = p.compute("mlp_add", add, x, reduced)
         return result
 
 

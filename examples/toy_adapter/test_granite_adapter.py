@@ -1,4 +1,4 @@
-"""The adapter does what the model does, unsplit and cut at every token; and a mistake in it would be found."""
+"""The adapter's program equals the model's forward, unsplit and cut at every token; and a mistake in it is detected."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from granite_adapter import GraniteAdapter
 
 from dbo_runtime.testing import verify_adapter
 
-MODEL = str(Path(__file__).parent)  # where config.json is; weights are made up
+MODEL = str(Path(__file__).parent)  # where config.json is; weights are random
 
 
 def test_the_program_is_the_models_own_forward_at_every_cut() -> None:
-    trial = verify_adapter(MODEL, GraniteAdapter())
-    assert not trial.mismatches, str(trial)
-    assert trial.cuts > 10
+    verification = verify_adapter(MODEL, GraniteAdapter())
+    assert not verification.mismatches, str(verification)
+    assert verification.cuts > 10
 
 
 def test_a_mistake_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

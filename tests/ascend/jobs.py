@@ -86,7 +86,7 @@ def find_middle_boundary(batch: Batch) -> list[int]:
 
 def find_planner(worker: Any) -> Any:
     """Return what plans a worker's steps."""
-    return worker.model_runner.get_model().forward.planner
+    return worker.model_runner.get_model().forward.decider
 
 
 def generate(

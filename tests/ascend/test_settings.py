@@ -73,25 +73,25 @@ FEATURES = {
     "xlite_graph_config.enabled": (True, "xlite graphs"),
     "sparse_kv_offload_config.enabled": (True, "sparse KV offload"),
     "kvpp_config.size": (2, "KV cache pipelines (kvpp_config)"),
-    "finegrained_tp_config.oproj_tensor_parallel_size": (2, "a tensor parallel group of its own for o_proj"),
-    "finegrained_tp_config.mlp_tensor_parallel_size": (2, "a tensor parallel group of its own for the MLP"),
+    "finegrained_tp_config.oproj_tensor_parallel_size": (2, "a separate tensor parallel group for o_proj"),
+    "finegrained_tp_config.mlp_tensor_parallel_size": (2, "a separate tensor parallel group for the MLP"),
 }
 
 
 def test_features_that_cannot_be_split_are_named(one_npu: Ranks) -> None:
     """On the very configuration object that vllm-ascend has made, one feature after the other."""
-    (found,) = one_npu.run(name_hazards)
-    assert found == {None: None, **{name: f"not supported yet: {said}" for name, (_, said) in FEATURES.items()}}
+    (found,) = one_npu.run(list_unsupported)
+    assert found == {None: None, **{name: f"not supported yet: {feature}" for name, (_, feature) in FEATURES.items()}}
 
 
-def name_hazards(engine: Engine, rank: int) -> dict[str | None, str | None]:
-    """Return why the model would run whole with each of the features on, and with none."""
+def list_unsupported(engine: Engine, rank: int) -> dict[str | None, str | None]:
+    """Return why the model would run unsplit with each of the features on, and with none."""
     from vllm_ascend.ascend_config import get_ascend_config
 
-    from dbo_runtime.vllm_plugin.context.checks import check_config
+    from dbo_runtime.vllm_plugin.step.unsupported import check_config
 
     config = engine.llm.llm_engine.vllm_config
-    found: dict[str | None, str | None] = {None: check_config(config)}
+    found = {None: check_config(config)}
     for name, (value, _) in FEATURES.items():
         first, _, last = name.partition(".")
         changed = value
@@ -100,11 +100,11 @@ def name_hazards(engine: Engine, rank: int) -> dict[str | None, str | None]:
             object.__setattr__(changed, last, value)  # some are frozen
         with patch.object(get_ascend_config(), first, changed):
             found[name] = check_config(config)
-    return found
+    return {name: None if decline is None else str(decline) for name, decline in found.items()}
 
 
-def test_steps_whose_experts_communicate_inside_of_kernels_run_whole(one_npu: Ranks) -> None:
-    (found,) = one_npu.run(name_step_hazards)
+def test_steps_whose_experts_communicate_inside_of_kernels_run_unsplit(one_npu: Ranks) -> None:
+    (found,) = one_npu.run(list_step_declines)
     assert found == {
         "ALLGATHER": None,
         "ALLTOALL": None,  # of one tensor parallel rank
@@ -113,14 +113,15 @@ def test_steps_whose_experts_communicate_inside_of_kernels_run_whole(one_npu: Ra
     }
 
 
-def name_step_hazards(engine: Engine, rank: int) -> dict[str, str | None]:
-    """Return why a step would run whole with each way of vllm-ascend to reach experts."""
+def list_step_declines(engine: Engine, rank: int) -> dict[str, str | None]:
+    """Return why a step would run unsplit with each communication of vllm-ascend's experts."""
     from vllm_ascend.ascend_forward_context import MoECommType
 
-    from dbo_runtime.vllm_plugin.platforms.ascend import check_step
+    from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
-    hazards = {kind.name: check_step(SimpleNamespace(moe_comm_type=kind)) for kind in MoECommType}
-    return {name: None if hazard is None else str(hazard) for name, hazard in hazards.items()}
+    context = SimpleNamespace
+    declines = {kind.name: get_platform().check_step(context(moe_comm_type=kind)) for kind in MoECommType}
+    return {name: None if decline is None else str(decline) for name, decline in declines.items()}
 
 
 def test_without_chunked_prefill_requests_are_not_cut_inside(one_npu: Ranks) -> None:
@@ -169,7 +170,7 @@ def test_the_example_runs_beside_vllm_ascend(fault: str, tmp_path: Path) -> None
         assert "steps split: " in done.stdout
         assert "no NPU has run this yet, only a stand-in for CANN" in done.stderr
     else:
-        assert "every step runs whole  reason=vllm-ascend 0.31.0 is not one that this dbo_runtime knows" in done.stderr
+        assert "reason=this version of vllm-ascend is not known to dbo_runtime  detail=0.31.0;" in done.stderr
         assert "steps: none were split" in done.stdout
 
 

@@ -31,7 +31,8 @@ GRAPHS = {
 IN_GRAPH = 1000000  # ids of streams from here on are lanes of graphs; see `Kernel`
 SHARED_EXPERTS, MOE_LAYERS = ("Matmul", "SwiGlu", "Matmul"), 2
 WHOLE_ATTENTION = (
-    "attention stays one op, with nothing beside it  reason=AscendMultiHeadLatentAttention runs it as one op"
+    "attention stays one op, with no concurrent ops  reason=the class of latent attention runs it as one op"
+    " (AscendMultiHeadLatentAttention)"
 )
 
 Found = tuple[list[Answer], dict[str, int]]
@@ -61,7 +62,7 @@ def answer(
     (before,) = engine.statistics()
     found = engine.generate(PROMPTS[rank], tokens[rank], arrive[rank])
     (after,) = engine.statistics()
-    return found, {name: after[name] - before[name] for name in ("split", "beside")}
+    return found, {name: after[name] - before[name] for name in ("split", "concurrent")}
 
 
 def test_steps_that_are_not_cut_give_the_same_bits(beside: Ranks) -> None:
@@ -72,7 +73,7 @@ def test_steps_that_are_not_cut_give_the_same_bits(beside: Ranks) -> None:
     counts = [counts for _, counts in found]
     assert counts[0] == counts[1]
     assert counts[0]["split"] == 0
-    assert counts[0]["beside"] >= 10
+    assert counts[0]["concurrent"] >= 10
 
 
 @pytest.mark.parametrize("cut", [40, 70, 95])
@@ -81,7 +82,7 @@ def test_split_steps_give_the_same_bits(beside: Ranks, cut: int) -> None:
     wholes = beside.run(answer, {"DBO_MODE": "off"}, AT_ONCE, (1, 1))
     found = beside.run(answer, {"DBO_MODE": "always"}, AT_ONCE, (1, 1), [[cut], [cut]])
     assert_equal(wholes, found)
-    assert [counts for _, counts in found] == [{"split": 1, "beside": 0}] * 2
+    assert [counts for _, counts in found] == [{"split": 1, "concurrent": 0}] * 2
 
 
 def test_steps_that_are_split_and_steps_that_cannot_be_choose_the_same_tokens(beside: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""What bites whoever splits batches on vllm-ascend: each remedy is taken away once, and answers must go wrong then.
+"""What splitting on vllm-ascend has to take care of: without each remedy answers must be wrong.
 
 All prompts are cut between requests, so that with every remedy in place answers are equal to the bit.
 """
@@ -20,12 +20,12 @@ from tests.vllm_plugin.ranks import Ranks
 PROMPTS = [make_prompts(40, 30, 20, 10, 5, 50)]
 CUT_INSIDE = [make_prompts(400)]
 TOKENS = 4
-CONTEXTS = "dbo_runtime.vllm_plugin.platforms.ascend_contexts.AscendContextSplitter"
+PLATFORM = "dbo_runtime.vllm_plugin.platforms.npu.NpuPlatform"
 
 
 def keep_rotary_tables() -> AbstractContextManager[Any]:
     """Let builds overwrite the one buffer of tables."""
-    return patch("dbo_runtime.vllm_plugin.platforms.ascend.own_rotary_tables", nullcontext)
+    return patch(f"{PLATFORM}.building_metadata", lambda platform: nullcontext())
 
 
 def keep_positions() -> AbstractContextManager[Any]:
@@ -43,27 +43,31 @@ def keep_lengths() -> AbstractContextManager[Any]:
 
     from dataclasses import replace
 
-    from dbo_runtime.vllm_plugin.platforms.ascend_contexts import AscendContextSplitter
+    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+    from dbo_runtime.vllm_plugin.platforms.npu import NpuPlatform
 
-    original, slice_common = AscendContextSplitter._complete_common, AscendContextSplitter._slice_common
+    original, slice_common = NpuPlatform.complete_metadata, ContextSplitter._slice_common
 
     def remember(self: Any, common: Any, slices: Any) -> Any:
-        self.whole = common
+        self.platform.whole = common
         return slice_common(self, common, slices)
 
-    return patch.multiple(CONTEXTS, _complete_common=complete, _slice_common=remember)
+    stack = ExitStack()
+    stack.enter_context(patch.object(NpuPlatform, "complete_metadata", complete))
+    stack.enter_context(patch.object(ContextSplitter, "_slice_common", remember))
+    return stack
 
 
 def keep_context() -> AbstractContextManager[Any]:
     """Leave what vllm-ascend adds to forward contexts as it is for the whole step."""
-    return patch(f"{CONTEXTS}._complete_context", lambda *arguments: None)
+    return patch(f"{PLATFORM}.complete_context", lambda *arguments: None)
 
 
 def change_fields(**changed: Any) -> AbstractContextManager[Any]:
-    """Change what becomes of fields of the common metadata."""
-    from dbo_runtime.vllm_plugin.platforms import ascend
+    """Change how fields of the common metadata are sliced."""
+    from dbo_runtime.vllm_plugin.platforms.npu import ASCEND_FIELDS
 
-    return patch(f"{CONTEXTS}.fields", ascend.FIELDS._replace(**changed))
+    return patch(f"{PLATFORM}.fields", ASCEND_FIELDS._replace(**changed))
 
 
 def run_without(
@@ -138,6 +142,7 @@ def _fail_with_distrust(worker: Any) -> str:
 
     from dbo_runtime.errors import ProgramError
     from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+    from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
     group = get_tp_group()
 
@@ -147,7 +152,7 @@ def _fail_with_distrust(worker: Any) -> str:
         return out
 
     try:
-        ModelCollectives(group).without_reduce(attend)(torch.ones(2, 4, device="npu"))
+        ModelCollectives(get_platform(), group).without_reduce(attend)(torch.ones(2, 4, device="npu"))
     except ProgramError as error:
         return str(error)
     return "no error"
@@ -160,10 +165,10 @@ def test_a_part_keeps_the_communication_of_the_whole_step(one_npu: Ranks) -> Non
 
 
 def record_communication(engine: Engine, rank: int) -> set[str]:
-    """Split a step where fewer tokens would have another way to communicate; return the ways of its parts."""
+    """Split a step where fewer tokens would communicate otherwise; return the communication of its parts."""
     from vllm_ascend import ascend_forward_context as contexts
 
-    from dbo_runtime.vllm_plugin.platforms.ascend_contexts import AscendContextSplitter
+    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 
     chosen, kinds = contexts.select_moe_comm_method, set()
 
@@ -175,10 +180,10 @@ def record_communication(engine: Engine, rank: int) -> set[str]:
         kinds.update(part.moe_comm_type.name for part in parts)
         return parts
 
-    original = AscendContextSplitter.split
+    original = ContextSplitter.split
     engine.configure(DBO_MODE="always")
     engine.cut_at(60)
-    with patch.object(contexts, "select_moe_comm_method", choose), patch.object(AscendContextSplitter, "split", split):
+    with patch.object(contexts, "select_moe_comm_method", choose), patch.object(ContextSplitter, "split", split):
         engine.generate(make_prompts(60, 60), 1)
     return kinds
 

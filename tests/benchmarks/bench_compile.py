@@ -4,7 +4,7 @@
 
 Two engines of the same model in this process, one rank each: one compiles, as vLLM does by default, and one was told
 `enforce_eager`. Each takes one real step, whose forward context is kept; then the forwards of both run again and again
-on it, in all ways. Each round runs every way once, in random order. Times are CPU time of this process, one thread;
+on it, in all modes. Each round runs every mode once, in random order. Times are CPU time of this process, one thread;
 figures are medians over rounds, and ratios are medians of the ratios within a round.
 
 - **compiled** is vLLM's own forward, and **again** the same once more, which tells how far ratios can be trusted;
@@ -40,15 +40,16 @@ from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
-from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.benchmarks.page import Publish, find_command, make_table
 from tests.vllm_plugin.families import FAMILIES, SIZES, TINY, find_backend
 
 SECONDS = 8.0  # of measuring each step, about
 ROUNDS = 5, 60  # at least, at most
 LENGTH = 64  # tokens of the prompts that are decoded after: a short context, so that the rest counts more
-WAYS = "again", "eager", "program", "ops compiled", "told eager", "program, told eager"
+MODES = "again", "eager", "program", "ops compiled", "told eager", "program, told eager"
 STEPS = {
     "decode of 1": (LENGTH,),
     "decode of 8": (LENGTH,) * 8,
@@ -118,8 +119,8 @@ class Served:
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
         config = self._runner.vllm_config
-        groups = compat.get_groups(config)
-        collectives = ModelCollectives(groups.tensor_parallel, groups.data_parallel)
+        groups = get_groups(config)
+        collectives = ModelCollectives(get_platform(), groups.tensor_parallel, groups.data_parallel)
         adapter = get_adapter(subject.architecture)
         assert adapter is not None
         self.program = record_program(adapter, self._model, collectives)
@@ -184,10 +185,10 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def measure(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Return CPU seconds of each way in each round; a first round warms up and says how many there is time for."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names, chance = list(ways), random.Random(0)
+def measure(modes: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Return CPU seconds of each mode in each round; a first round warms up and says how many there is time for."""
+    seconds: dict[str, list[float]] = {name: [] for name in modes}
+    names, chance = list(modes), random.Random(0)
     rounds = ROUNDS[1]
     turn = 0
     while turn <= rounds:
@@ -195,7 +196,7 @@ def measure(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
         start = time.perf_counter()
         for name in names:
             begun = time.process_time()
-            ways[name]()
+            modes[name]()
             seconds[name].append(time.process_time() - begun)
         if turn < 2:  # the very first one may still compile
             rounds = min(ROUNDS[1], max(ROUNDS[0], int(SECONDS / (time.perf_counter() - start))))
@@ -233,7 +234,7 @@ def write_config(subject: Subject, directory: Path) -> Path:
 def take_step(compiling: Served, eager: Served, title: str) -> tuple[list[str], list[float]]:
     """Measure one kind of step; return a row of the table, and the ratios of the program, eager and compiled."""
     step, other = (engine.keep_step(STEPS[title], title.startswith("decode")) for engine in (compiling, eager))
-    ways: dict[str, Callable[[], torch.Tensor]] = {
+    modes: dict[str, Callable[[], torch.Tensor]] = {
         "compiled": partial(compiling.run_own, step),
         "again": partial(compiling.run_own, step),
         "eager": partial(compiling.run_own, step, skip_compiled=True),
@@ -242,11 +243,11 @@ def take_step(compiling: Served, eager: Served, title: str) -> tuple[list[str], 
         "told eager": partial(eager.run_own, other),
         "program, told eager": partial(eager.run_program, other, eager.program),
     }
-    whole = ways["compiled"]()
-    split = ways["ops compiled"]()
+    whole = modes["compiled"]()
+    split = modes["ops compiled"]()
     apart = float((split - whole).abs().max() / whole.abs().max())
-    seconds = measure(ways)
-    ratios = {name: find_ratio(seconds[name], seconds["compiled"]) for name in WAYS}
+    seconds = measure(modes)
+    ratios = {name: find_ratio(seconds[name], seconds["compiled"]) for name in MODES}
     row = [title, str(len(seconds["compiled"])), f"{median(seconds['compiled']) * 1e3:.2f}"]
     print(title, {name: round(ratio, 3) for name, ratio in ratios.items()}, f"{apart:.0e}", flush=True)
     return [*row, *(f"{ratio:.3f}" for ratio in ratios.values())], [ratios["program"], ratios["ops compiled"]]
@@ -262,7 +263,7 @@ def test_what_a_split_step_loses(publish: Publish, tmp_path: Path) -> None:
                 print(f"\n{name}", flush=True)
                 steps = [title for title, prompts in STEPS.items() if max(prompts) <= compiling.longest - LENGTH]
                 rows, losses = zip(*(take_step(compiling, eager, title) for title in steps), strict=True)
-                header = ["step", "rounds", "compiled, ms CPU", *(f"{way} / compiled" for way in WAYS)]
+                header = ["step", "rounds", "compiled, ms CPU", *(f"{mode} / compiled" for mode in MODES)]
                 worst = [max(each) - 1 for each in zip(*losses, strict=True)]
                 lines += [f"**{name}** ({compiling.compilation.mode.name} by {compiling.compilation.backend}):", ""]
                 lines += [*make_table(header, rows), ""]

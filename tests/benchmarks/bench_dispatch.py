@@ -3,7 +3,7 @@
     python -m pytest tests/benchmarks/bench_dispatch.py -q -s
 
 Over loopback, where bytes cost next to nothing, and over a link of limited rate between two network namespaces where
-there are root and iproute2. The two ways take turns, and ratios are medians of the ratios of neighbours, so that what
+there are root and iproute2. The two take turns, and ratios are medians of the ratios of neighbours, so that what
 else the machine does counts little. Experts are chosen at random: of two ranks, a token with many experts needs both.
 """
 
@@ -44,11 +44,11 @@ def there_and_back(dispatcher: Dispatcher, x: torch.Tensor, routing: Routing) ->
     return arrived, back
 
 
-def count_bytes(arrived: DispatchedTokens, way: CombineHandle, rank: int) -> int:
+def count_bytes(arrived: DispatchedTokens, mode: CombineHandle, rank: int) -> int:
     """Return what a rank sends to others there and back; the exchanged sizes, 8 bytes a rank, are left out."""
     row = arrived.x.shape[1] * arrived.x.element_size()
     routing = arrived.ids.shape[1] * 8  # a weight and an id for each expert
-    away, back = (sum(rows) - rows[rank] for rows in (way.sent, way.received))
+    away, back = (sum(rows) - rows[rank] for rows in (mode.sent, mode.received))
     return away * (row + routing) + back * row
 
 
@@ -65,7 +65,7 @@ def measure(dispatchers: list[Dispatcher], tokens: int, top_k: int, runs: int) -
 
 
 def time_once(dispatcher: Dispatcher, x: torch.Tensor, routing: Routing) -> float:
-    """Return the milliseconds of one way there and back that all ranks begin together."""
+    """Return the milliseconds of one mode there and back that all ranks begin together."""
     dist.barrier()
     start = time.perf_counter()
     there_and_back(dispatcher, x, routing)

@@ -2,7 +2,7 @@
 
     python -m pytest tests/benchmarks/bench_encoder.py -q -s
 
-vLLM's own encoder of either family, with random weights, on one rank. Each round runs both ways once, in random order,
+vLLM's own encoder of either family, with random weights, on one rank. Each round runs both modes once, in random order,
 on the same pictures; figures are medians over rounds, and the ratio is the median of the ratios within a round. On an
 NPU the plan saves what a CPU has not: a copy from the device, and a wait for it, in each block.
 """
@@ -46,11 +46,11 @@ def test_the_plan_never_costs_more_than_it_saves(publish: Publish, tmp_path: Pat
             planned = make_encoder(family, **SIZES, **WINDOW[family])
             for name, grids in PICTURES.items():
                 pixels = make_pixels(plain, grids, 0)
-                ways = {"off": partial(plain, pixels, grids), "on": partial(planned, pixels, grids)}
-                seconds = time_in_turns(ways, ROUNDS)
+                modes = {"off": partial(plain, pixels, grids), "on": partial(planned, pixels, grids)}
+                seconds = time_in_turns(modes, ROUNDS)
                 each = [off / on for off, on in zip(seconds["off"], seconds["on"], strict=True)]
                 ratios.append(median(each))
-                times = [f"{median(seconds[way]) * 1e3:.2f}" for way in ("off", "on")]
+                times = [f"{median(seconds[mode]) * 1e3:.2f}" for mode in ("off", "on")]
                 rows.append([family, name, *times, f"{ratios[-1]:.2f}x"])
     header = ["encoder", "pictures", "without the plan, ms", "with it, ms", "without / with"]
     reached = "Reached" if min(ratios) >= LEAST_RATIO else "**Missed**"

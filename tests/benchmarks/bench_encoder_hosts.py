@@ -3,7 +3,7 @@
     python -m pytest tests/benchmarks/bench_encoder_hosts.py -q -s
 
 vLLM's own encoder of either family, with random weights, over two network namespaces (root) and a link of limited rate.
-Each round runs all ways once, in random order, on the same pictures, and all give the same bits. Figures are medians
+Each round runs all modes once, in random order, on the same pictures, and all give the same bits. Figures are medians
 over rounds, and ratios medians of the ratios within a round.
 """
 
@@ -38,15 +38,15 @@ def test_an_encoder_over_two_hosts_overlaps(publish: Publish, tmp_path: Path) ->
     for family in FAMILIES:
         for rate in RATES:
             seconds = measure(family, rate, tmp_path)
-            times = [f"{median(seconds[way]):.3f}" for way in (OFF, SEQUENTIAL, OVERLAP)]
-            gains = [find_ratio(seconds[way], seconds[OVERLAP]) for way in (OFF, SEQUENTIAL)]
+            times = [f"{median(seconds[mode]):.3f}" for mode in (OFF, SEQUENTIAL, OVERLAP)]
+            gains = [find_ratio(seconds[mode], seconds[OVERLAP]) for mode in (OFF, SEQUENTIAL)]
             rows.append([family, rate, *times, *(f"{gain:.2f}x" for gain in gains)])
     header = ["encoder", "link", "unsplit, s", "split, no overlap, s", "overlap, s", "over unsplit", "over no overlap"]
     publish("encoder-hosts", find_command(__file__), make_table(header, rows))
 
 
 def measure(family: str, rate: str, folder: Path) -> dict[str, list[float]]:
-    """Return the first host's seconds of each way."""
+    """Return the first host's seconds of each mode."""
     with TwoHosts(rate) as hosts:
         setting = Setting(folder, folder, hosts)
         meeting, results = f"tcp://{hosts[0].address}:{MASTER_PORT}", folder / f"{family}-{rate}.json"

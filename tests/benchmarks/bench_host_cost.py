@@ -1,4 +1,4 @@
-"""What it costs the host to take turns between two micro-batches: this executor beside the other ways to do it.
+"""What it costs the host to take turns between two micro-batches: this executor compared with other mechanisms.
 
     python -m pytest tests/benchmarks/bench_host_cost.py -q -s
 
@@ -8,7 +8,7 @@ the time of a step by the number of its points, in a step that has little else: 
 The cost of a step is that of a decoder of 61 layers of 9 ops (DeepSeek-V3), 3 of which communicate, in 2 micro-batches.
 Both have 367 points. Ops do nothing and streams and events cost nothing, so what is left is the host's work.
 
-Each round runs every way once, in random order. Figures are medians over rounds, and ratios are medians of the ratios
+Each round runs every mode once, in random order. Figures are medians over rounds, and ratios are medians of the ratios
 within a round, so that what else the machine does counts little.
 """
 
@@ -122,16 +122,16 @@ def test_every_way_issues_as_many_ops_and_takes_as_many_turns(program: Program, 
     schedule = lower([program] * MICRO_BATCHES, alternate([program] * MICRO_BATCHES))
     issued = [step.issue.micro_batch for step in schedule.instructions]
     assert count_turns(issued) == POINTS
-    for name, way in others(program).items():
+    for name, mode in others(program).items():
         seen: list[int] = []
-        way(seen.append)
+        mode(seen.append)
         assert (len(seen), count_turns(seen)) == (len(issued), POINTS), name
 
 
 def measure(program: Program, ours: Ours, others: Others) -> dict[str, list[float]]:
-    """Return the seconds of a step of each way, in each round; a first round warms up."""
-    ways = ours(program) | {name: lambda way=way: way(do_nothing) for name, way in others(program).items()}
-    return time_in_turns(ways, ROUNDS)
+    """Return the seconds of a step of each mode, in each round; a first round warms up."""
+    modes = ours(program) | {name: lambda mode=mode: mode(do_nothing) for name, mode in others(program).items()}
+    return time_in_turns(modes, ROUNDS)
 
 
 def find_ratio(ones: list[float], others: list[float]) -> float:
@@ -142,7 +142,7 @@ def test_an_overlap_point_costs_the_host_little(publish: Publish, ours: Ours, ot
     bare, decoder = (measure(program, ours, others) for program in (BARE, DECODER))
     point, ratio = median(bare[FREE]) / POINTS, find_ratio(bare[VLLM], bare[FREE])
     in_step = find_ratio(decoder[VLLM], decoder[FREE])
-    header = ["way", "us a point", "by the first row", "ms a step", "by the first row"]
+    header = ["mechanism", "us a point", "by the first row", "ms a step", "by the first row"]
     table = make_table(header, [describe(name, bare, decoder) for name in bare])
     targets = [
         f"- Target: at most {MOST_POINT * 1e6:.0f} us a point. {judge(point <= MOST_POINT)}: {point * 1e6:.2f} us.",

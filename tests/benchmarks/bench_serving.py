@@ -36,11 +36,11 @@ from tests.benchmarks.served_hosts import Server, serve
 from tests.benchmarks.served_workloads import METRICS, TRAFFIC, OfferedLoad, Run, send
 from tests.benchmarks.serving_report import (
     ENOUGH,
+    MODES,
     OFF,
     ON,
     TARGET_LOAD,
     TARGET_RATE,
-    WAYS,
     WITHOUT,
     find_targets,
     write_report,
@@ -49,7 +49,7 @@ from tests.benchmarks.targets import find_missed
 from tests.benchmarks.two_hosts_cells import NO_LIMIT
 
 MODULE = "python -m tests.benchmarks.bench_serving"
-STRIDE = 5  # through the orders, so that each way is soon in each place
+STRIDE = 5  # through the orders, so that each mode is soon in each place
 
 
 def test_overlap_serves_long_prompts_as_much_faster_as_is_asked_of_it() -> None:
@@ -66,9 +66,9 @@ def test_overlap_serves_long_prompts_as_much_faster_as_is_asked_of_it() -> None:
 def main() -> int:
     """Measure, print, and write the page if asked."""
     arguments = parse_arguments()
-    ways = [*WAYS] if arguments.skip_without else [WITHOUT, *WAYS]
+    modes = [*MODES] if arguments.skip_without else [WITHOUT, *MODES]
     with prepare() as setting:
-        runs = measure_all(setting, arguments.rate, choose_loads(arguments), ways, arguments.repeat)
+        runs = measure_all(setting, arguments.rate, choose_loads(arguments), modes, arguments.repeat)
     lines = write_report(runs, arguments.rate, arguments.repeat)
     print("\n".join(lines))
     if arguments.write_page:
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
         "--request-rates", nargs="+", type=check_request_rate, help="a second, or `inf` (default: the workload's own)"
     )
     parser.add_argument("--requests", type=count, help="of each run (default: the workload's own)")
-    parser.add_argument("--repeat", type=count, default=ENOUGH, help=f"runs of each way (default: {ENOUGH})")
+    parser.add_argument("--repeat", type=count, default=ENOUGH, help=f"runs of each mode (default: {ENOUGH})")
     parser.add_argument(
         "--skip-without", action="store_true", help="measure no server that was started without the variable"
     )
@@ -116,9 +116,9 @@ def choose_loads(arguments: argparse.Namespace) -> list[OfferedLoad]:
 
 
 def measure_all(
-    setting: Setting, link: str, loads: Sequence[OfferedLoad], ways: Sequence[str], repeat: int
+    setting: Setting, link: str, loads: Sequence[OfferedLoad], modes: Sequence[str], repeat: int
 ) -> list[Run]:
-    """Measure every load: with a server without the plugin, if that is asked for, and in each way of one that has it.
+    """Measure every load: with a server without the plugin, if that is asked for, and in each mode of one that has it.
 
     Raises:
         BenchError: if a server or a client fails.
@@ -126,49 +126,49 @@ def measure_all(
     for host in setting.hosts:
         host.set_rate(None if link == NO_LIMIT else link)
     runs: list[Run] = []
-    if WITHOUT in ways:
+    if WITHOUT in modes:
         say("starting a server without the plugin ...")
         with serve(setting) as server:
             runs += measure(setting, server, loads, [WITHOUT], repeat)
     say("starting a server with the plugin, which measures its costs ...")
     with serve(setting, VLLM_ASCEND_ENABLE_DBO="1", DBO_CALIBRATE="1") as server:
-        runs += measure(setting, server, loads, [way for way in ways if way in WAYS], repeat)
+        runs += measure(setting, server, loads, [mode for mode in modes if mode in MODES], repeat)
     return runs
 
 
 def measure(
-    setting: Setting, server: Server, loads: Sequence[OfferedLoad], ways: Sequence[str], repeat: int
+    setting: Setting, server: Server, loads: Sequence[OfferedLoad], modes: Sequence[str], repeat: int
 ) -> Iterator[Run]:
-    """Yield the runs of a server, ways in turn, after one of each way to warm up with each traffic."""
-    orders = list(permutations(ways))  # what ran before leaves its mark
+    """Yield the runs of a server, modes in turn, after one of each mode to warm up with each traffic."""
+    orders = list(permutations(modes))  # what ran before leaves its mark
     warmed: set[str] = set()
     for load in loads:
         if load.traffic.name not in warmed:
-            for way in ways:
-                run_once(setting, server, replace(load, rate="inf"), way)
+            for mode in modes:
+                run_once(setting, server, replace(load, rate="inf"), mode)
             warmed.add(load.traffic.name)
         for turn in range(repeat):
-            for way in orders[turn * STRIDE % len(orders)]:
-                run = run_once(setting, server, load, way)
+            for mode in orders[turn * STRIDE % len(orders)]:
+                run = run_once(setting, server, load, mode)
                 figures = ", ".join(f"{title} {run.figures[name]:.4g}" for title, name in METRICS.items())
-                say(f"{load.traffic.name}, {load.rate} requests/s, {way}, {turn + 1} of {repeat}: {figures}")
+                say(f"{load.traffic.name}, {load.rate} requests/s, {mode}, {turn + 1} of {repeat}: {figures}")
                 yield run
 
 
-def run_once(setting: Setting, server: Server, load: OfferedLoad, way: str) -> Run:
-    """Have the server go a way, and send it the requests."""
-    if way == WITHOUT:
-        return Run(load, way, send(setting, server, load))
-    server.call("dbo_configure", WAYS[way])
+def run_once(setting: Setting, server: Server, load: OfferedLoad, mode: str) -> Run:
+    """Switch the server to a mode, and send it the requests."""
+    if mode == WITHOUT:
+        return Run(load, mode, send(setting, server, load))
+    server.call("dbo_configure", MODES[mode])
     before = server.call("dbo_statistics")
     figures = send(setting, server, load)
     after = server.call("dbo_statistics")
-    whole = sum(after["declined"].values()) - sum(before["declined"].values())
-    return Run(load, way, figures, after["split"] - before["split"], whole)
+    unsplit = sum(after["declined"].values()) - sum(before["declined"].values())
+    return Run(load, mode, figures, after["split"] - before["split"], unsplit)
 
 
 def say(line: str) -> None:
-    """Tell how far things are."""
+    """Report progress."""
     print(line, file=sys.stderr, flush=True)
 
 

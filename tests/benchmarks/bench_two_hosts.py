@@ -1,10 +1,10 @@
-"""What overlap brings between two hosts, with the real vLLM: link rates, workloads, and both ways to share a model.
+"""What overlap brings between two hosts, with the real vLLM: link rates, workloads, and both kinds of parallelism.
 
     python -m tests.benchmarks.bench_two_hosts --write-page
     python -m tests.benchmarks.bench_two_hosts --rates 200mbit --repeat 2 --workloads 1x2000 --parallel tensor
 
-It makes two network namespaces (as root), a DeepSeek-V3 with random weights, and an engine over both for each way to
-share the model, which then sees all rates, and measures its costs at each. Every workload runs unsplit, split without
+It makes two network namespaces (as root), a DeepSeek-V3 with random weights, and an engine over both for each kind of
+parallelism, which then sees all rates, and measures its costs at each. Every workload runs unsplit, split without
 overlap, split in two with overlap, and as planned from the costs, in turn. With pytest, only what there are targets for
 is measured, and held against them.
 """
@@ -77,7 +77,7 @@ def main() -> int:
             write_section(f"{arguments.section}-{parallel}", " ".join([MODULE, *sys.argv[1:]]), lines)
     if all(cell.same for cell in cells):
         return 0
-    print("error: not all ways gave the same tokens, see the last column.", file=sys.stderr)
+    print("error: not all modes gave the same tokens, see the last column.", file=sys.stderr)
     return 1
 
 
@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="in the words of tc, or `none` (default: four)")
     parser.add_argument("--workloads", nargs="+", default=list(NAMES), help=f"(default: {' '.join(NAMES)})")
     parser.add_argument("--parallel", nargs="+", choices=tuple(PARALLEL), default=list(PARALLEL), help="(default: all)")
-    parser.add_argument("--repeat", type=count, default=ENOUGH, help=f"runs of each way (default: {ENOUGH})")
+    parser.add_argument("--repeat", type=count, default=ENOUGH, help=f"runs of each mode (default: {ENOUGH})")
     parser.add_argument("--budget", type=count, default=BUDGET, help=f"seconds to calibrate (default: {BUDGET})")
     parser.add_argument(
         "--family", choices=tuple(FAMILIES), default=DEFAULT_FAMILY, help=f"(default: {DEFAULT_FAMILY})"
@@ -113,19 +113,19 @@ def measure_all(
     budget: int = BUDGET,
     family: str = DEFAULT_FAMILY,
 ) -> list[Cell]:
-    """Measure every workload at every rate for each way to share the model, each of which starts engines once.
+    """Measure every workload at every rate for each kind of share the model, each of which starts engines once.
 
     Raises:
         BenchError: if a node fails.
         NetworkError: if hosts cannot be made.
     """
     cells: list[Cell] = []
-    for way in parallel:
+    for mode in parallel:
         with prepare(family) as setting:
-            name = PARALLEL[way].format(dispatch=find_dispatch())
+            name = PARALLEL[mode].format(dispatch=find_dispatch())
             print(f"starting engines: {name} ...", file=sys.stderr, flush=True)
             words = ["--rates", *rates, "--workloads", *workloads, "--repeat", str(repeat), "--budget", str(budget)]
-            cells += run_nodes(setting, way, [*words, "--attention-backend", find_backend(family)])
+            cells += run_nodes(setting, mode, [*words, "--attention-backend", find_backend(family)])
     return cells
 
 

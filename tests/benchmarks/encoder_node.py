@@ -25,7 +25,7 @@ ROUNDS = 7
 SIZES = {"depth": 4, "hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "out_hidden_size": 512}
 PICTURES = [[1, 24, 24]] * 4
 OFF, SEQUENTIAL, OVERLAP = "unsplit", "split, no overlap", "overlap"
-WAYS = {
+MODES = {
     OFF: RuntimeConfig(enabled=True, mode="off"),
     SEQUENTIAL: RuntimeConfig(enabled=True, mode="always", policy=("sequential", 0)),
     OVERLAP: RuntimeConfig(enabled=True, mode="auto"),
@@ -33,32 +33,32 @@ WAYS = {
 
 
 def main() -> None:
-    """Time all ways in turns, and write down the first host's seconds."""
+    """Time all modes in turns, and write down the first host's seconds."""
     family, rank, meeting, results = sys.argv[1:]
     os.sched_setaffinity(0, {int(os.environ["VLLM_CPU_OMP_THREADS_BIND"])})
     os.environ["VLLM_DIST_IDENT"] = f"host {rank}"  # apart, so that no shared memory is looked for
     device = CpuDevice(capture_state=capture_thread_state)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     with torch.inference_mode(), join(int(rank), 2, meeting) as group:
         install_host_lengths()
         encoder = make_encoder(family, **SIZES)
         pixels = make_pixels(encoder, PICTURES, 0)
         found = []
-        with split(encoder, group, WAYS[OVERLAP], device) as forward:
+        with split(encoder, group, MODES[OVERLAP], device) as forward:
             chance = random.Random(0)  # the same on both
             for _ in range(ROUNDS + 1):
-                for way in chance.sample(list(WAYS), len(WAYS)):
-                    forward.runtime.config = WAYS[way]
+                for mode in chance.sample(list(MODES), len(MODES)):
+                    forward.runtime.config = MODES[mode]
                     dist.barrier()
                     start = time.perf_counter()
                     found.append(encoder(pixels, PICTURES))
                     dist.barrier()
-                    seconds[way].append(time.perf_counter() - start)
+                    seconds[mode].append(time.perf_counter() - start)
             assert forward.runtime.statistics.split == 2 * (ROUNDS + 1)
     assert all(torch.equal(one, found[0]) for one in found)
     device.close()
     if rank == "0":
-        Path(results).write_text(json.dumps({way: each[1:] for way, each in seconds.items()}))
+        Path(results).write_text(json.dumps({mode: each[1:] for mode, each in seconds.items()}))
 
 
 if __name__ == "__main__":

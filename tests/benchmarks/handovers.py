@@ -1,7 +1,7 @@
 """Ways to take turns between two micro-batches on the host, other than ours: threads, tasks, generators.
 
 What they issue is what the executor issues, and at each overlap point they record and wait for events as vLLM does. Ops
-are functions of the micro-batch; lanes, streams and events cost nothing. A way is a function that runs one step.
+are functions of the micro-batch; lanes, streams and events cost nothing. A mode is a function that runs one step.
 """
 
 from __future__ import annotations

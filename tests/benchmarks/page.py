@@ -3,7 +3,7 @@
 A benchmark takes the fixture `publish` and calls it once for a section; it prints, and with `--write-page` also writes:
 
     def test_it(publish: Publish) -> None:
-        publish("serving", find_command(__file__), make_table(["way", "seconds"], [["whole", "2.13"]]))
+        publish("serving", find_command(__file__), make_table(["mode", "seconds"], [["unsplit", "2.13"]]))
 
 Of a machine only the kind is told: architecture, cores, accelerator. A section is replaced as a whole, in a file beside
 the page that then takes its place, so a benchmark that fails or is interrupted leaves the page as it was.

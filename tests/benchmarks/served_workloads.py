@@ -77,16 +77,16 @@ class Run:
     """What one run of `vllm bench serve` found.
 
     Attributes:
-        way: how the server ran.
+        mode: how the server ran.
         figures: by vLLM's names.
-        split, whole: steps of the server meanwhile; None where it does not count.
+        split, unsplit: steps of the server meanwhile; None where it does not count.
     """
 
     load: OfferedLoad
-    way: str
+    mode: str
     figures: dict[str, float]
     split: int | None = None
-    whole: int | None = None
+    unsplit: int | None = None
 
 
 def send(setting: Setting, server: Server, load: OfferedLoad) -> dict[str, float]:
@@ -129,7 +129,7 @@ def read_figures(found: dict[str, Any], traffic: Traffic) -> dict[str, float]:
     return {name: float(found[name]) for name in METRICS.values()}
 
 
-def find_median(runs: Sequence[Run], load: OfferedLoad, way: str, metric: str) -> float | None:
-    """Return the median of a metric over all runs of a way; None without any."""
-    values = [run.figures[metric] for run in runs if (run.load, run.way) == (load, way)]
+def find_median(runs: Sequence[Run], load: OfferedLoad, mode: str, metric: str) -> float | None:
+    """Return the median of a metric over all runs of a mode; None without any."""
+    values = [run.figures[metric] for run in runs if (run.load, run.mode) == (load, mode)]
     return median(values) if values else None

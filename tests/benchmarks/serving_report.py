@@ -10,7 +10,7 @@ from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, OfferedLoad
 from tests.benchmarks.targets import Target
 
 OFF, ON, ALWAYS, WITHOUT = "off", "on", "always", "without"
-WAYS = {  # of a server with the plugin: settings
+MODES = {  # of a server with the plugin: settings
     OFF: {"DBO_MODE": "off"},
     ON: {"DBO_MODE": "auto"},
     ALWAYS: {"DBO_MODE": "always", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
@@ -20,7 +20,7 @@ TARGET_LOAD = OfferedLoad(LONG_PROMPTS, "inf")
 THROUGHPUT, FIRST_TOKEN = "request_throughput", "mean_ttft_ms"
 REMARKS = """\
 One server with `VLLM_ASCEND_ENABLE_DBO=1` and `DBO_CALIBRATE=1`, which is told over RPC before each run what to do,
-ways in turn: *off* is `DBO_MODE=off`, *on* the default (`auto`, by the costs that it measured at its start), *always*
+modes in turn: *off* is `DBO_MODE=off`, *on* the default (`auto`, by the costs that it measured at its start), *always*
 splits each step in two that can be, by turns. *without* is another server, started without the variable and measured
 before; how far it is from *off* is what the hooks cost and how much the machine changed in between. *steps split* is of
 the last run, the client's own warm-up included. The ratios compare with *off*: more is better for throughput, less for
@@ -32,7 +32,7 @@ def write_report(runs: Sequence[Run], link: str, repeat: int) -> list[str]:
     lines = [
         f"`vllm serve` over two hosts at {link}, TP=2, {describe_model()}; `vllm bench serve` on the first host; a "
         "core for each host, the client's and the API server's work on the same ones; "
-        f"medians of {repeat} runs of each way.",
+        f"medians of {repeat} runs of each mode.",
     ]
     for traffic in dict.fromkeys(run.load.traffic for run in runs):
         lines += ["", *describe_traffic(traffic), "", *make_rows([run for run in runs if run.load.traffic == traffic])]
@@ -51,31 +51,31 @@ def make_rows(runs: Sequence[Run]) -> list[str]:
     """Return the table of a traffic."""
     rows = []
     for load in dict.fromkeys(run.load for run in runs):
-        for way in sorted({run.way for run in runs if run.load == load}, key=[WITHOUT, *WAYS].index):
-            figures = [find_median(runs, load, way, metric) for metric in METRICS.values()]
-            ratios = [compare(runs, load, way, metric) for metric in (THROUGHPUT, FIRST_TOKEN)]
+        for mode in sorted({run.mode for run in runs if run.load == load}, key=[WITHOUT, *MODES].index):
+            figures = [find_median(runs, load, mode, metric) for metric in METRICS.values()]
+            ratios = [compare(runs, load, mode, metric) for metric in (THROUGHPUT, FIRST_TOKEN)]
             rows.append(
                 [
                     load.rate,
-                    way,
+                    mode,
                     *("" if figure is None else f"{figure:.4g}" for figure in figures),
-                    describe_steps(runs, load, way),
+                    describe_steps(runs, load, mode),
                     *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
                 ]
             )
-    header = ("requests/s offered", "way", *METRICS, "steps split", "throughput / off", "TTFT / off")
+    header = ("requests/s offered", "mode", *METRICS, "steps split", "throughput / off", "TTFT / off")
     return make_table(header, rows)
 
 
-def describe_steps(runs: Sequence[Run], load: OfferedLoad, way: str) -> str:
-    """Return how many of how many steps were split in the last run of a way."""
-    run = [run for run in runs if (run.load, run.way) == (load, way)][-1]
-    return "" if run.split is None or run.whole is None else f"{run.split} of {run.split + run.whole}"
+def describe_steps(runs: Sequence[Run], load: OfferedLoad, mode: str) -> str:
+    """Return how many of how many steps were split in the last run of a mode."""
+    run = [run for run in runs if (run.load, run.mode) == (load, mode)][-1]
+    return "" if run.split is None or run.unsplit is None else f"{run.split} of {run.split + run.unsplit}"
 
 
-def compare(runs: Sequence[Run], load: OfferedLoad, way: str, metric: str) -> float | None:
-    """Return the ratio of a way's median to that of `off`; None if one of them was not measured."""
-    own, off = (find_median(runs, load, each, metric) for each in (way, OFF))
+def compare(runs: Sequence[Run], load: OfferedLoad, mode: str, metric: str) -> float | None:
+    """Return the ratio of a mode's median to that of `off`; None if one of them was not measured."""
+    own, off = (find_median(runs, load, each, metric) for each in (mode, OFF))
     return own / off if own is not None and off else None
 
 

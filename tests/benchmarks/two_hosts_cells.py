@@ -8,7 +8,7 @@ from typing import Any
 
 OFF, SYNCHRONOUS = "unsplit", "split, no overlap"
 UNPLANNED, PLANNED = "overlap, no costs", "overlap, planned"
-WAYS = {  # what is compared -> its settings; engines have measured their costs at each rate
+MODES = {  # what is compared -> its settings; engines have measured their costs at each rate
     OFF: {"DBO_MODE": "off"},
     SYNCHRONOUS: {"DBO_MODE": "always", "DBO_POLICY": "sequential", "DBO_MICRO_BATCHES": "2"},
     UNPLANNED: {"DBO_MODE": "always", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
@@ -43,9 +43,9 @@ class Cell:
     Attributes:
         parallel: `tensor` or `data-expert`.
         rate: of the link, in the words of tc, or `none`.
-        seconds: of each way, in turn [ways][turns].
-        steps: of the ways that split [ways][steps x ranks].
-        same: whether all ways gave the same tokens.
+        seconds: of each mode, in turn [modes][turns].
+        steps: of the modes that split [modes][steps x ranks].
+        same: whether all modes gave the same tokens.
         predicted: of the best split by the costs, the unsplit step's time by its own; None where it was not asked for.
     """
 
@@ -60,19 +60,19 @@ class Cell:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Cell:
         """Return what `as_dict` was called on."""
-        steps = {way: [StepFigures(**each) for each in all_of] for way, all_of in data["steps"].items()}
+        steps = {mode: [StepFigures(**each) for each in all_of] for mode, all_of in data["steps"].items()}
         return cls(**{**data, "steps": steps})
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         return asdict(self)
 
-    def median(self, way: str) -> float:
-        """Seconds of a way."""
-        return median(self.seconds[way])
+    def median(self, mode: str) -> float:
+        """Seconds of a mode."""
+        return median(self.seconds[mode])
 
     def gain(self, over: str) -> float:
-        """By how much planned overlap is faster than another way: the ratio of medians."""
+        """By how much planned overlap is faster than another mode: the ratio of medians."""
         return self.median(over) / self.median(PLANNED)
 
     def spread(self, over: str) -> tuple[float, float]:
@@ -85,8 +85,8 @@ class Cell:
 
     @property
     def parts(self) -> str:
-        """Into how many micro-batches the planner had steps split, `whole` if into none."""
-        return "/".join(map(str, sorted({step.micro_batches for step in self.steps.get(PLANNED, ())}))) or "whole"
+        """Into how many micro-batches the planner had steps split, `unsplit` if into none."""
+        return "/".join(map(str, sorted({step.micro_batches for step in self.steps.get(PLANNED, ())}))) or "unsplit"
 
     @property
     def hidden(self) -> float | None:

@@ -19,12 +19,12 @@ from typing import Any
 from examples.compare_modes import gather
 from examples.network_hosts import Host
 from examples.two_nodes import OPTIONS, join_data_parallel, join_tensor_parallel, let_workers_go_first
-from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, PLANNED, WAYS, Cell, StepFigures
+from tests.benchmarks.two_hosts_cells import MODES, NO_LIMIT, OFF, PLANNED, Cell, StepFigures
 from tests.benchmarks.workloads import Workload, read_workload, run
 
-ORDERS = tuple(permutations(WAYS))  # what ran before leaves its mark on caches and on the link
-STRIDE = 5  # through the orders, so that each way is soon in each place
-TIMELINES = 7  # of each way that splits
+ORDERS = tuple(permutations(MODES))  # what ran before leaves its mark on caches and on the link
+STRIDE = 5  # through the orders, so that each mode is soon in each place
+TIMELINES = 7  # of each mode that splits
 
 
 def main() -> int:
@@ -92,19 +92,19 @@ def set_rate(interfaces: list[str], rate: str) -> None:
 
 
 def measure(llm: Any, parallel: str, rate: str, workload: Workload, repeat: int) -> Cell:
-    """Time each way *repeat* times in turn, after a round to warm up, and look into some steps."""
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    """Time each mode *repeat* times in turn, after a round to warm up, and look into some steps."""
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     answers = set()
     for turn in range(repeat + 1):
-        for way in ORDERS[turn * STRIDE % len(ORDERS)]:
-            taken, tokens = time_once(llm, workload, way)
+        for mode in ORDERS[turn * STRIDE % len(ORDERS)]:
+            taken, tokens = time_once(llm, workload, mode)
             answers.add(tuple(tokens))
             if turn:
-                seconds[way].append(taken)
-    steps: dict[str, list[StepFigures]] = {way: [] for way in WAYS if way != OFF}
+                seconds[mode].append(taken)
+    steps: dict[str, list[StepFigures]] = {mode: [] for mode in MODES if mode != OFF}
     for _ in range(TIMELINES):
-        for way, kept in steps.items():
-            llm.collective_rpc("dbo_configure", args=(WAYS[way],))
+        for mode, kept in steps.items():
+            llm.collective_rpc("dbo_configure", args=(MODES[mode],))
             run(llm, workload, ask=True)
             timelines = [timeline for timeline in llm.collective_rpc("dbo_timeline") if timeline is not None]
             kept += gather(llm, [look_into(timeline) for timeline in timelines])
@@ -113,36 +113,36 @@ def measure(llm: Any, parallel: str, rate: str, workload: Workload, repeat: int)
 
 
 def predict(llm: Any, workload: Workload) -> float | None:
-    """Return by how much the best split of a prefill is faster than the whole, by the costs; None of other steps."""
+    """Return the predicted speed-up of the best split of a prefill; None for other steps."""
     if workload.answer > 1:
         return None
     found = llm.collective_rpc("dbo_predict", args=(list(workload.prompts),))[0]
-    return found["whole"] / found["split"] if found and found["split"] else None  # hasty costs may predict nothing
+    return found["unsplit"] / found["split"] if found and found["split"] else None  # hasty costs may predict nothing
 
 
-def time_once(llm: Any, workload: Workload, way: str) -> tuple[float, list[tuple[int, ...]]]:
+def time_once(llm: Any, workload: Workload, mode: str) -> tuple[float, list[tuple[int, ...]]]:
     """Return seconds and tokens, once it is sure that the steps were those of the workload, and split if they had to.
 
     A late prompt that did not share a step with decodes would have taken one more. What is planned is left to the
     planner.
     """
-    llm.collective_rpc("dbo_configure", args=(WAYS[way],))
+    llm.collective_rpc("dbo_configure", args=(MODES[mode],))
     before = count_steps(llm)
     start = time.perf_counter()
     tokens = run(llm, workload)
     seconds = time.perf_counter() - start
-    whole, split = (now - then for now, then in zip(count_steps(llm), before, strict=True))
-    expected = (workload.steps, 0) if way == OFF else (0, workload.steps)
-    if whole + split != workload.steps or (way != PLANNED and (whole, split) != expected):
+    unsplit, split = (now - then for now, then in zip(count_steps(llm), before, strict=True))
+    expected = (workload.steps, 0) if mode == OFF else (0, workload.steps)
+    if unsplit + split != workload.steps or (mode != PLANNED and (unsplit, split) != expected):
         raise RuntimeError(
-            f"{workload.name}, {way}: {whole} whole and {split} split steps instead of {expected[0]} and "
+            f"{workload.name}, {mode}: {unsplit} unsplit and {split} split steps instead of {expected[0]} and "
             f"{expected[1]}; {llm.collective_rpc('dbo_statistics')[0]}"
         )
     return seconds, tokens
 
 
 def count_steps(llm: Any) -> tuple[int, int]:
-    """Return how many steps ran whole, and how many split."""
+    """Return how many steps ran unsplit, and how many split."""
     statistics = llm.collective_rpc("dbo_statistics")[0]
     return sum(statistics["declined"].values()), statistics["split"]
 
@@ -159,7 +159,7 @@ def look_into(kept: dict[str, Any]) -> StepFigures:
 
 def describe(cell: Cell) -> str:
     """Return one line."""
-    times = ", ".join(f"{way} {cell.median(way):.3f} s" for way in WAYS)
+    times = ", ".join(f"{mode} {cell.median(mode):.3f} s" for mode in MODES)
     return f"{cell.parallel}, {cell.rate}, {cell.workload}: {times}"
 
 

@@ -8,12 +8,12 @@ from examples.two_nodes import PARALLEL
 from tests.benchmarks.measured_hosts import DEFAULT_FAMILY, describe_model
 from tests.benchmarks.page import make_table
 from tests.benchmarks.targets import Target
-from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, SYNCHRONOUS, WAYS, Cell
+from tests.benchmarks.two_hosts_cells import MODES, NO_LIMIT, OFF, SYNCHRONOUS, Cell
 
 TARGET_RATE, TARGET_PARALLEL, ENOUGH = "200mbit", "tensor", 7  # runs for a verdict
 TARGETS = {"1x2000": (1.30, 1.15, 0.90), "4x500": (1.15, 1.12, 0.90)}  # over off, over synchronous, own bound / T
 HEADER = (
-    "link", "workload", *(f"{way}, s" for way in WAYS), "planned in", "predicted", "over unsplit", "over no overlap",
+    "link", "workload", *(f"{mode}, s" for mode in MODES), "planned in", "predicted", "over unsplit", "over no overlap",
     "hidden", "bound / T", "own bound / T", "tokens",
 )  # fmt: skip
 REMARKS = """\
@@ -24,11 +24,11 @@ best split, compared with unsplit; it is taken only where that holds even if the
 with the quartiles of the ratios within a turn in parentheses. *own bound* is the least time that any issue order could
 take for ops that take what they took in that very step, *T* the forward's time; *bound* is that for ops that take as
 long as alone, so it also counts what ops that overlap cost each other. *hidden* is the share of communication that ran
-beside computation. *tokens* tells whether all ways gave the same ones.""".splitlines()
+beside computation. *tokens* tells whether all modes gave the same ones.""".splitlines()
 
 
 def write_report(cells: Sequence[Cell], repeat: int, dispatch: str, family: str = DEFAULT_FAMILY) -> list[str]:
-    """Return a section's lines of markdown, for one way to share the model."""
+    """Return a section's lines of markdown, for one kind of parallelism."""
     (parallel,) = {cell.parallel for cell in cells}
     name = PARALLEL[parallel].format(dispatch=dispatch)
     shares = "together" if parallel == "tensor" else "each with prompts of its own"
@@ -50,7 +50,7 @@ def make_row(cell: Cell) -> list[str]:
     return [
         "no limit" if cell.rate == NO_LIMIT else cell.rate,
         cell.workload,
-        *(f"{cell.median(way):.3f}" for way in WAYS),
+        *(f"{cell.median(mode):.3f}" for mode in MODES),
         cell.parts,
         "–" if cell.predicted is None else f"{cell.predicted:.2f}x",
         describe_gain(cell, OFF),

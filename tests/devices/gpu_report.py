@@ -68,7 +68,7 @@ def main() -> int:
 class Report:
     """The rows of the table, part by part.
 
-    The communication here is a copy to the host and back, a stand-in: one GPU has nobody to talk to. It takes a copy
+    The communication here is a copy to the host and back, because there is one GPU only. It takes a copy
     engine and no multiprocessor; collectives of NCCL take some, so what is gained here is the most that could be.
     """
 
@@ -135,7 +135,7 @@ class Report:
         yield "overlapped and sequential results", "equal" if equal else "DIFFERENT"
 
     def measure_overlap(self) -> Iterator[Row]:
-        """Measure copies beside matrix multiplications, as a ratio within one run."""
+        """Measure copies concurrent to matrix multiplications, as a ratio within one run."""
         ways = {"sequential": self._prepare(sequential), "overlapped": self._prepare(alternate)}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(self._rounds):
@@ -146,7 +146,7 @@ class Report:
         timeline = recorder.timeline()
         both = timeline.overlap("compute", "comm")
         before, after = (median(seconds[way][1:]) for way in ("sequential", "overlapped"))
-        yield "copies beside matmuls", f"{before * 1e3:.2f} ms one after the other, {after * 1e3:.2f} ms overlapped"
+        yield "copies and matmuls", f"{before * 1e3:.2f} ms one after the other, {after * 1e3:.2f} ms overlapped"
         yield "ratio (an upper bound)", f"{before / after:.2f}"
         share = both / max(timeline.busy("comm"), 1e-12)
         yield "copying hidden behind computing", f"{share:.0%} of {timeline.busy('comm') * 1e3:.2f} ms"

@@ -148,7 +148,7 @@ class StreamLatch:
 
 
 def find_present() -> list[str]:
-    """Return the devices that tests run on here. Those that are missing are told of once, by the contract."""
+    """Return the devices that tests run on here. Those that are missing are reported once, by the contract."""
     try:
         import torch
     except ImportError:

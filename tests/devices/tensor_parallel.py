@@ -90,31 +90,31 @@ def make_inputs(*bounds: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def compare_split_and_unsplit(rank: Any) -> dict[str, Any]:
-    """Return how far split and unsplit results are apart at each cut, and what ran beside the all-reduces."""
+    """Return the relative error of split results at each cut, and what was concurrent to the all-reduces."""
     from tests.standin_cann import cann
 
     standin = cann.load()
     group = dist.new_group(backend="hccl")
     layers = [Layer(rank.number, rank.size, seed, group) for seed in range(LAYERS)]
     program = record(layers)
-    whole = run_whole(program, layers)
+    expected = run_unsplit(program, layers)
     device = NpuDevice(groups=[group])
     schedule = lower([program] * 2, alternate([program] * 2))
     validate(schedule)
     executor = Executor(schedule, device, EventTable(device))
-    apart = {cut: measure_distance(run_split(executor, layers, cut), whole) for cut in range(1, TOKENS)}
+    errors = {cut: compute_relative_error(run_split(executor, layers, cut), expected) for cut in range(1, TOKENS)}
     standin.delay("HcclAllReduce", SLOW)
     with standin.trace() as unsplit:
-        run_whole(program, layers)
+        run_unsplit(program, layers)
     with standin.trace() as split:
         run_split(executor, layers, TOKENS // 2)
     standin.calm()
     lanes = [lane.stream.stream_id for lane in device.open_lanes(schedule.lanes)]
     return {
-        "apart": apart,
-        "beside": {"unsplit": find_beside(unsplit), "split": find_beside(split)},
+        "relative_error": errors,
+        "concurrent": {"unsplit": list_concurrent(unsplit), "split": list_concurrent(split)},
         "lanes": lanes,
-        "collectives": sorted(device.find_taken()),
+        "collectives": sorted(device.list_reserved()),
     }
 
 
@@ -122,16 +122,16 @@ def find_streams_of_collectives(rank: Any) -> list[int]:
     """Return on which stream a new group's collectives run: before the first, after others drew some, and after it."""
     group = dist.new_group(backend="hccl")
     device = NpuDevice(groups=[group])
-    found = [*device.find_taken()]
+    found = [*device.list_reserved()]
     drawn = [device.backend.Stream().stream_id for _ in range(5)]
-    found += device.find_taken()
+    found += device.list_reserved()
     dist.all_reduce(torch.ones(4, device="npu"), group=group)
-    found += device.find_taken()
+    found += device.list_reserved()
     assert not set(found) & set(drawn)
     return found
 
 
-def run_whole(program: Program, layers: list[Layer]) -> list[torch.Tensor]:
+def run_unsplit(program: Program, layers: list[Layer]) -> list[torch.Tensor]:
     """Run all tokens as one micro-batch, without a device."""
     for layer in layers:
         layer.forget()
@@ -147,11 +147,11 @@ def run_split(executor: Executor, layers: list[Layer], cut: int) -> list[torch.T
     return [torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)]
 
 
-def measure_distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+def compute_relative_error(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(one, other, strict=True))
 
 
-def find_beside(kernels: Any) -> list[str]:
+def list_concurrent(kernels: Any) -> list[str]:
     """Return the kernels that ran while another stream was in an all-reduce."""
     kernels = [kernel for kernel in kernels if not kernel.name.startswith("Event")]
     reduces = [kernel for kernel in kernels if kernel.name == "HcclAllReduce"]

@@ -1,4 +1,4 @@
-"""What every device promises to whoever issues onto it."""
+"""What every device promises to its callers."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def test_auto_takes_what_is_there_and_says_once_why(capfd: pytest.CaptureFixture
     expected = next(name for name in ("npu", "cuda", "cpu") if name in find_present())
     prepare(expected)
     device = open_device("auto")
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     assert device.name == expected
-    assert said.count(f"device chosen  device={expected}  reason=") == 1
-    assert all(f"no {name}: " in said for name in ("npu", "cuda") if name not in find_present() and expected == "cpu")
+    assert output.count(f"device chosen  device={expected}  reason=") == 1
+    assert all(f"no {name}: " in output for name in ("npu", "cuda") if name not in find_present() and expected == "cpu")
 
 
 def test_a_device_that_needs_torch_says_so_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("torch", "dbo_runtime.devices.npu", "dbo_runtime.devices.torch_streams"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DeviceError, match=r"device 'npu' needs torch, which cannot be imported .*: install or mend it"):
+    with pytest.raises(DeviceError, match=r"device 'npu' needs torch, which cannot be imported .*: install or repair"):
         open_device("npu")
 
 
@@ -153,7 +153,7 @@ def test_without_the_wait_the_same_tasks_overtake(rig: Any, lanes: list[Lane], l
     lanes[2].launch(rig.note(2), pad)
     lanes[2].record(event)
     lanes[0].wait(event)
-    lanes[0].launch(latch.let_go, pad)  # runs only because nobody waits for lane 1
+    lanes[0].launch(latch.let_go, pad)  # runs only because nothing waits for lane 1
     finish(rig.device, lanes)
     assert rig.read(pad) == [2, 1]
 
@@ -212,16 +212,16 @@ def test_intervals_of_a_lane_follow_each_other_and_are_of_the_hosts_clock(rig: A
 
 
 def test_a_watch_takes_the_time_of_what_is_launched_before_it_is_stopped(rig: Any, lanes: list[Lane]) -> None:
-    watch = rig.device.start_timer()
-    assert watch.read() is None
+    timer = rig.device.start_timer()
+    assert timer.read() is None
     pad = rig.make_pad()
     before = time.perf_counter()
     rig.device.begin()
     lanes[0].launch(rig.note(1), pad)
     finish(rig.device, lanes)
-    watch.stop()
+    timer.stop()
     rig.device.synchronize()
-    seconds = watch.read()
+    seconds = timer.read()
     assert seconds is not None
     assert seconds > 0
     assert rig.device.name == "virtual" or seconds <= time.perf_counter() - before + GRACE
@@ -230,13 +230,13 @@ def test_a_watch_takes_the_time_of_what_is_launched_before_it_is_stopped(rig: An
 def test_a_watch_on_what_runs_behind_the_host_says_nothing_before_that_has_run(rig: Any, latch: Any) -> None:
     if rig.device.name == "cpu":
         pytest.skip("the compute lane of the CPU is the host itself")
-    watch = rig.device.start_timer()
+    timer = rig.device.start_timer()
     latch.hold([])
-    watch.stop()
-    assert watch.read() is None
+    timer.stop()
+    assert timer.read() is None
     latch.release()
     rig.device.synchronize()
-    assert watch.read() > 0
+    assert timer.read() > 0
 
 
 def test_what_was_launched_is_done_when_the_device_is_synchronized(rig: Any, lanes: list[Lane]) -> None:

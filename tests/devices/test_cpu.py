@@ -116,7 +116,7 @@ def test_a_workers_failure_is_raised_where_compute_waits(device: CpuDevice, lane
     device.abort()
 
 
-def test_a_failure_that_nobody_waited_for_is_raised_at_the_end(
+def test_a_failure_that_was_not_waited_for_is_raised_at_the_end(
     device: CpuDevice, lanes: list[Lane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = release_on_failure(device, monkeypatch)
@@ -200,7 +200,7 @@ def test_close_lets_queued_tasks_end_first() -> None:
 
 
 def test_a_lane_of_a_closed_device_refuses_tasks() -> None:
-    """Nobody would run them, and whoever waits for them would wait for ever."""
+    """Nothing would run them, and a wait for them would never end."""
     device = CpuDevice()
     lanes = device.open_lanes(["compute", "comm"])
     device.close()

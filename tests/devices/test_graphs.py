@@ -1,4 +1,4 @@
-"""Whole schedules as graphs on streams: random programs replayed, memory shared, captures that break."""
+"""Schedules as graphs on streams: random programs replayed, memory shared, captures that break."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_an_unjoined_lane_is_refused_before_anything_is_captured(
 
 
 def test_where_the_device_refuses_the_end_of_a_capture_the_current_stream_is_as_it_was(device: StreamDevice) -> None:
-    """As it does with an unjoined lane that nobody has validated."""
+    """As it does with an unjoined lane that was not validated."""
     schedule = prepare(device, record_send()).schedule
     unjoined = Executor(replace(schedule, joins=()), device, EventTable(device))
     inputs = move(make_inputs(schedule, (2, 2), 0), device.name)
@@ -303,7 +303,7 @@ def test_a_capture_within_a_capture_is_refused_and_a_step_there_becomes_part_of_
 
     def run() -> Outputs:
         if device.is_capturing:
-            with pytest.raises(DeviceError, match="a capture goes on already") as caught:
+            with pytest.raises(DeviceError, match="a capture is in progress already") as caught:
                 device.capture(lambda: None)
             refused.append(str(caught.value))
             return graphs.run(executor, moved)

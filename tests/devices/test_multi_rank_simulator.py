@@ -1,4 +1,4 @@
-"""The dry run of several ranks: times that can be worked out by hand, and each way in which it cannot go on."""
+"""The simulation of several ranks: times that can be worked out by hand, and each way in which it cannot go on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def times(timeline: Timeline) -> list[tuple[str, int, float, float]]:
 def refuse(
     schedules: Sequence[Schedule], rank: int, instruction: int, *words: str, groups: Groups | None = None
 ) -> None:
-    """Assert that the dry run stops, in these words, with this instruction of this rank marked."""
+    """Assert that the simulation stops, in these words, with this instruction of this rank marked."""
     with pytest.raises(ScheduleError) as raised:
         simulate_ranks(schedules, cost, groups)
     head, table = str(raised.value).split("\n\n")
@@ -75,7 +75,7 @@ def test_ranks_of_other_groups_do_not_wait() -> None:
     assert (fast.duration, slow.duration) == (5, 7)
 
 
-def test_a_instruction_on_compute_keeps_the_host_from_issuing_on_other_lanes() -> None:
+def test_an_instruction_on_compute_keeps_the_host_from_issuing_on_other_lanes() -> None:
     p = ProgramBuilder()
     p.compute("attention", lambda: 0, outputs=0)
     p.comm("copy", lambda: 0, outputs=0, communicator=None)

@@ -95,8 +95,8 @@ def test_a_lane_whose_core_limit_is_refused_runs_without_and_it_is_logged_once(
         device.begin()
         device.finish()
         device.close()
-    said = capfd.readouterr().err
-    assert said.count(f"core limit refused, the lane runs without  lane=comm  cube={limit.cube}") == 1
+    output = capfd.readouterr().err
+    assert output.count(f"core limit rejected, the lane runs without it  lane=comm  cube={limit.cube}") == 1
 
 
 def test_the_compute_lane_may_not() -> None:

@@ -67,7 +67,7 @@ def run_late(rig: Any, schedule: Schedule, latch: Any) -> list[int]:
     device = rig.device
     executor = Executor(schedule, device, EventTable(device))
     x = torch.zeros(LENGTH, dtype=torch.int64, device=device.name)
-    for lane in device.open_lanes(schedule.lanes):  # so that memory nobody has written to does not look right
+    for lane in device.open_lanes(schedule.lanes):  # so that memory that was not written does not look right
         with device.backend.stream(lane.stream):
             poison = [torch.full((LENGTH,), POISON, dtype=torch.int64, device=device.name) for _ in range(8)]
             del poison
@@ -95,7 +95,7 @@ def record_send(latch: Any) -> Program:
 def without_wait(schedule: Schedule, label: str) -> Schedule:
     return replace(
         schedule,
-        steps=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.instructions),
+        instructions=tuple(replace(step, waits=()) if step.label == label else step for step in schedule.instructions),
         forks=(*schedule.forks, "comm"),  # so that the lane still begins where it should
     )
 
@@ -113,8 +113,8 @@ def test_without_the_wait_validation_refuses_and_the_device_reads_what_is_not_th
     assert run_late(rig, schedule, latch) == [POISON * 2 + 1] * LENGTH
 
 
-def record_beside(rig: Any, latch: Any) -> Program:
-    """Return a program whose comm op is held while a compute op beside it needs memory."""
+def record_concurrent(rig: Any, latch: Any) -> Program:
+    """Return a program whose comm op is held while a concurrent compute op needs memory."""
 
     def allocate() -> torch.Tensor:
         rig.drain()
@@ -135,18 +135,18 @@ def with_free_at(schedule: Schedule, name: str, label: str) -> Schedule:
     )
     return replace(
         schedule,
-        steps=tuple(replace(step, frees=(*step.frees, slot)) if step.label == label else step for step in steps),
+        instructions=tuple(replace(step, frees=(*step.frees, slot)) if step.label == label else step for step in steps),
     )
 
 
 def test_a_free_comes_when_no_lane_reads_the_memory_any_more(rig: Any) -> None:
     latch = rig.make_latch()
-    assert run_late(rig, lower_alone(record_beside(rig, latch)), latch) == [1010] * LENGTH
+    assert run_late(rig, lower_alone(record_concurrent(rig, latch)), latch) == [1010] * LENGTH
 
 
 def test_a_free_moved_earlier_is_refused_and_gives_the_memory_away_while_it_is_read(rig: Any) -> None:
     latch = rig.make_latch()
-    schedule = with_free_at(lower_alone(record_beside(rig, latch)), "make", "other/0")
+    schedule = with_free_at(lower_alone(record_concurrent(rig, latch)), "make", "other/0")
     with pytest.raises(ScheduleError, match="make"):
         validate(schedule)
     assert run_late(rig, schedule, latch) == [3000] * LENGTH  # what `other` wrote there, twice, and once

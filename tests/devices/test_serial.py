@@ -20,7 +20,7 @@ def make_executor(device: Device) -> Executor:
     return Executor(lower(programs, alternate(programs)), device, EventTable(device))
 
 
-def test_nothing_runs_beside_anything_and_results_are_the_same(device: Device) -> None:
+def test_nothing_is_concurrent_and_results_are_the_same(device: Device) -> None:
     executor, recorder = make_executor(SerialDevice(device)), Recorder()
     inputs = [([1],), ([2],)]
     assert executor.run(inputs, instrument=recorder) == run_sequential(executor.schedule.programs, [([1],), ([2],)])

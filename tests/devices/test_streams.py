@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from itertools import pairwise
 from typing import Any
@@ -23,7 +24,7 @@ if not {*rigs.STREAMS} & {*rigs.find_present()}:
 
 import torch
 
-from dbo_runtime.devices.torch_streams import POOL, StreamDevice, StreamLane
+from dbo_runtime.devices.torch_streams import POOL_STREAMS, StreamDevice, StreamLane
 
 NUMBERS = torch.arange(64)
 
@@ -65,17 +66,17 @@ def assert_equal(outputs: Any, expected: Any) -> None:
 
 
 def test_each_lane_has_a_stream_of_its_own(device: StreamDevice) -> None:
-    """However many streams somebody else draws from the same pool."""
+    """However many other streams are drawn from the same pool."""
     for name in ("comm", "aux", "extra", "more"):
-        [device.backend.Stream() for _ in range(POOL - 1)]
+        [device.backend.Stream() for _ in range(POOL_STREAMS - 1)]
         device.open_lanes(["compute", name])
     lanes = device.open_lanes(["compute", "comm", "aux", "extra", "more"])
     assert len({lane.stream.stream_id for lane in lanes}) == len(lanes)
 
 
 def test_more_lanes_than_streams_are_refused(device: StreamDevice) -> None:
-    with pytest.raises(DeviceError, match=rf"no stream left for lane 'l\d+': it hands out {POOL} in turn"):
-        device.open_lanes(["compute", *(f"l{number}" for number in range(POOL + 1))])
+    with pytest.raises(DeviceError, match=rf"no stream left for lane 'l\d+': all {POOL_STREAMS} are in use"):
+        device.open_lanes(["compute", *(f"l{number}" for number in range(POOL_STREAMS + 1))])
 
 
 def test_streams_are_made_once(device: StreamDevice) -> None:
@@ -233,7 +234,7 @@ def test_a_schedule_is_captured_into_a_graph_and_replays(device: StreamDevice) -
 
 @pytest.mark.parametrize("lane", ["compute", "comm", "side"])
 def test_an_op_that_fails_under_capture_is_named_and_the_device_goes_on(device: StreamDevice, lane: str) -> None:
-    """A graph cannot end while a lane has left it: then nobody would hear of the op."""
+    """A graph cannot end while a lane has left it: then the op would not be reported."""
     fails = [False]
 
     def work(x: torch.Tensor) -> torch.Tensor:
@@ -264,7 +265,7 @@ def test_an_op_that_fails_under_capture_is_named_and_the_device_goes_on(device: 
 def test_no_times_are_taken_of_what_is_captured(device: StreamDevice) -> None:
     executor = prepare(device, record_layers(1))
     executor.run(make_inputs(device))
-    with pytest.raises(DeviceError, match="captured into a graph: leave the instrument out"):
+    with pytest.raises(DeviceError, match="captured into a graph cannot be timed: leave the instrument out"):
         capture(device, executor, make_inputs(device), warm_up=False, instrument=Recorder())
     assert_equal(executor.run(make_inputs(device)), run_sequential([record_layers(1)] * 2, make_inputs(None)))
 
@@ -287,7 +288,7 @@ def test_an_op_that_waits_for_the_device_is_refused_under_capture(device: Stream
 
 
 def test_reserved_memory_is_enough_for_split_steps(device: StreamDevice, record_property: Any) -> None:
-    """Whoever sizes a cache by the peak of tensors leaves room for what all lanes together have cached."""
+    """A cache sized by the peak of tensors leaves room for what all lanes together have cached."""
     p = ProgramBuilder()
     x = p.input("x")
     for index in range(4):
@@ -304,6 +305,7 @@ def test_reserved_memory_is_enough_for_split_steps(device: StreamDevice, record_
     def run_whole(tokens: int) -> None:
         run_sequential([program], [(torch.ones(2 * tokens, device=device.name),)])
 
+    gc.collect()  # errors of earlier tests hold tensors in reference cycles
     device.backend.empty_cache()
     weights = device.backend.memory_allocated()
     taken = device.reserve(lambda: (run_whole(largest), run(largest)))

@@ -17,7 +17,7 @@ from tests.standin_cann import cann
 from tests.standin_cann.npu_ranks import Ranks
 
 
-def test_split_and_unsplit_agree_at_every_cut_and_compute_runs_beside_the_all_reduce(
+def test_split_and_unsplit_agree_at_every_cut_and_compute_is_concurrent_to_the_all_reduce(
     tmp_path: Path, record_property: Any
 ) -> None:
     record_property("device", "npu")
@@ -29,9 +29,9 @@ def test_split_and_unsplit_agree_at_every_cut_and_compute_runs_beside_the_all_re
         answers = ranks.run(compare_split_and_unsplit, timeout=240)
     assert all(len(set(found)) == 1 for found in streams)  # so lanes that avoid it once avoid it for good
     for answer in answers:
-        assert max(answer["apart"].values()) < 1e-5, answer["apart"]
+        assert max(answer["relative_error"].values()) < 1e-5, answer["relative_error"]
         assert not set(answer["lanes"]) & set(answer["collectives"])
-        assert not [name for name in answer["beside"]["unsplit"] if not name.startswith("Memcpy")]
+        assert not [name for name in answer["concurrent"]["unsplit"] if not name.startswith("Memcpy")]
     # Which kernels meet a reduce is the machine's matter; that some do on either rank is ours.
-    beside = {name for answer in answers for name in answer["beside"]["split"] if not name.startswith("Memcpy")}
-    assert "Matmul" in beside, beside
+    concurrent = {name for answer in answers for name in answer["concurrent"]["split"] if not name.startswith("Memcpy")}
+    assert "Matmul" in concurrent, concurrent

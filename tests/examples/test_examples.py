@@ -85,7 +85,7 @@ def test_two_hosts_give_the_same_tokens_and_their_traces_show_lanes_that_overlap
     assert done.returncode == 0, done.stderr[-4000:]
     row = next(line for line in done.stdout.splitlines() if line.startswith("2x150"))
     assert row.endswith("yes")
-    assert re.search(r"\d+% of the communication ran beside computation", done.stdout)
+    assert re.search(r"\d+% of the communication was hidden behind computation", done.stdout)
     hidden = check_traces(tmp_path / "traces", ranks=2, steps=4)
     assert min(hidden) == 0  # split, no overlap
     assert max(hidden) > 0.2

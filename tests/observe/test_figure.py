@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.observe.figure import COLOURS, DPI, WIDTH, draw_figure
+from dbo_runtime.observe.figure import COLOURS, DPI, WIDTH_INCHES, draw_figure
 from dbo_runtime.observe.timeline import Span, Timeline
 
 FIRST, SECOND = COLOURS[:2]
@@ -39,7 +39,7 @@ def test_the_picture_is_a_png_that_grows_with_its_panels(tmp_path: Path) -> None
     draw_figure({"unsplit": ONE}, tmp_path / "one.png", "one")
     draw_figure({"unsplit": ONE, "split": TWO}, str(tmp_path / "two.png"), "two")
     one, two = read_size(tmp_path / "one.png"), read_size(tmp_path / "two.png")
-    assert one[0] == two[0] == WIDTH * DPI
+    assert one[0] == two[0] == WIDTH_INCHES * DPI
     assert two[1] > one[1] > DPI
 
 
@@ -96,7 +96,7 @@ def test_only_few_bars_are_outlined(count: int, outlined: bool, tmp_path: Path) 
 def test_a_timeline_in_which_nothing_ran_is_an_empty_panel(timelines: dict[str, Timeline], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw_figure(timelines, tmp_path / "picture.png", "title")
-    assert read_size(tmp_path / "picture.png")[0] == WIDTH * DPI
+    assert read_size(tmp_path / "picture.png")[0] == WIDTH_INCHES * DPI
 
 
 def test_a_figure_of_no_timelines_is_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_summary_has_what_was_hidden_and_what_was_lost() -> None:
 def test_people_read_milliseconds_and_shares() -> None:
     text = str(summarize(STEP))
     assert text.startswith("10000.00 ms; lanes busy: compute 8000.00, comm 5000.00 ms\n")
-    assert "60.0% of the communication ran beside computation; E_overlap 60.0%" in text
+    assert "60.0% of the communication was hidden behind computation; E_overlap 60.0%" in text
     assert "LB/T 0.950" in text
     assert "compute idle for 2000.00 ms: nothing left 2000.00" in text
 

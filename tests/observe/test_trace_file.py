@@ -107,7 +107,7 @@ def test_a_folder_without_traces_is_said_to_be_one(tmp_path: Path, capsys: pytes
 def test_what_is_no_trace_of_ours_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"other\.json.*is no trace of dbo_runtime"):
+    with pytest.raises(ConfigError, match=r"other\.json.*is not a trace of dbo_runtime"):
         read_trace(path)
 
 

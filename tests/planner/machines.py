@@ -41,7 +41,7 @@ PROGRAM = record_layers()
 
 
 def make_table(program: Program, ops: dict[str, OpCost], error: float | None = 0.0, **changes: object) -> CostTable:
-    """Return costs that are off by *error*; None if nobody knows."""
+    """Return costs that are off by *error*; None if that is not known."""
     errors = {} if error is None else dict.fromkeys(ops, error)
     return replace(CostTable(make_provenance(), describe_program(program), ops, {}, HostCost(), errors), **changes)
 
@@ -57,7 +57,7 @@ class Machine(NamedTuple):
     def make_costs(self, roofline: bool) -> dict[str, OpCost]:
         """Return the costs of ops of which the compute one takes 1 ms at this size."""
         compute, comm = 1e-3, self.ratio * 1e-3
-        if roofline:  # half a step waits for the weights, and a whole one may not
+        if roofline:  # half a batch is bound by reading the weights, and a full one may not be
             attention = ComputeCost(per_token=compute / self.tokens, weights=compute * (1 + self.weights) / 2)
         else:
             attention = ComputeCost(compute * self.weights, compute * (1 - self.weights) / self.tokens)

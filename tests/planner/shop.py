@@ -118,7 +118,7 @@ def small_programs(draw: st.DrawFn, lanes: Sequence[str], max_ops: int) -> Progr
 
 @st.composite
 def shops(draw: st.DrawFn, micro_batches: int = 2, max_ops: int = 5) -> Shop:
-    """Micro-batches of equal or different programs, on two lanes or three. Times are whole, so that sums are exact."""
+    """Micro-batches of equal or different programs, on two lanes or three. Times are integers: sums are exact."""
     lanes = draw(st.sampled_from([(COMPUTE, COMM), (COMPUTE, COMM), (COMPUTE, COMM, "aux")]))
     kinds = draw(st.lists(small_programs(lanes, max_ops), min_size=1, max_size=micro_batches))
     chosen = tuple(draw(st.sampled_from(kinds)) for _ in range(micro_batches))

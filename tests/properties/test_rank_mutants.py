@@ -12,7 +12,7 @@ from dbo_runtime.ranks import validate_ranks
 from tests.rank_mutants import FAULTS, GROUPS, Mismatch, make_plans, plant
 
 RANKS = range(4)
-HARMLESS_TO_THE_DRY_RUN = {2, 4, 5, 7, 8, 9, 11}  # rules against races, risks and wrong sizes: nobody waits for ever
+HARMLESS_TO_THE_DRY_RUN = {2, 4, 5, 7, 8, 9, 11}  # rules against races, risks and wrong sizes: no rank waits for ever
 
 
 def test_without_a_fault_the_plans_are_accepted_and_run() -> None:

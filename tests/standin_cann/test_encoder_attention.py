@@ -126,7 +126,7 @@ def run_encoder(cls: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
 def test_no_block_copies_lengths_from_the_device(standin: StandIn) -> None:
     """Before: one copy in each block. After: none at all."""
     copies, results = [], []
-    for cls in (CopyingAttention, make_attention_class(CopyingAttention, "npu")):
+    for cls in (CopyingAttention, make_attention_class(CopyingAttention, NpuAttention)):
         result, forward = run_encoder(cls)
         with standin.trace() as kernels:
             forward()

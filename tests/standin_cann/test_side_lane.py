@@ -23,7 +23,7 @@ from dbo_runtime.errors import ScheduleError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Outputs, run_sequential
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, Cost, CostTable, HostCost, Origin
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
@@ -159,7 +159,7 @@ class Bench:
         ops = {name: self._make_cost(lanes[name], median(found), tokens) for name, found in seconds.items()}
         # Kernels here sleep, so no lane slows another one.
         return CostTable(
-            Origin("measured", __name__, "2026-11-22", {"platform": "npu"}, {}, {}, {}),
+            Provenance("measured", __name__, "2026-11-22", {"platform": "npu"}, {}, {}, {}),
             describe_program(self.program),
             ops,
             {COMPUTE: 1.0, SIDE: 1.0, COMM: 1.0},
@@ -167,7 +167,7 @@ class Bench:
             {},
         )
 
-    def _make_cost(self, lane: str, seconds: float, tokens: int) -> Cost:
+    def _make_cost(self, lane: str, seconds: float, tokens: int) -> OpCost:
         if lane == COMM:
             return CommCost(0.0, seconds / tokens, 1.0) if self.shrinks else CommCost(seconds, 0.0, 1.0)
         return ComputeCost(per_token=seconds / tokens) if self.shrinks else ComputeCost(fixed=seconds)

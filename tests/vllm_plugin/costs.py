@@ -10,10 +10,13 @@ from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTabl
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.program import Program
-from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.calibration import measurement
+from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape
+from dbo_runtime.vllm_plugin.install.served_model import get_served_model
+from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
 FEW_SHAPES = [Shape(2, 1, 16), Shape(1, 8), Shape(4, 8), Shape(3, 1, 200), Shape(1, 64)]
 BYTES = 512.0  # a token of the tiny model: 128 numbers in float32
@@ -43,9 +46,9 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
     """Measure a few shapes on a worker; return what was measured and the progress that was told."""
     told: list[tuple[int, int, str]] = []
     runner = worker.model_runner
-    group = compat.get_groups(runner.vllm_config).all_ranks
+    group = get_groups(runner.vllm_config).all_ranks
     shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
-    with shapes, patch.object(measurement, "LONG", math.inf):  # however slow this machine is
+    with shapes, patch.object(measurement, "LONG_ROUND_SECONDS", math.inf):  # however slow this machine is
         found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))
     return found, told
 
@@ -53,9 +56,17 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
 def calibrate_few(worker: Any, path: str = "", repeats: int = 2) -> tuple[dict[str, Any], str]:
     """Calibrate a worker by a few shapes; return the report and the digest of what it plans by from now on."""
     shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
-    with shapes, patch.object(measurement, "MOST_REPEATS", repeats):
+    with shapes, patch.object(measurement, "MAX_REPEATS", repeats):
         report = worker.dbo_calibrate(path, 600.0)
     return report, worker.model_runner.get_model().forward.runtime.planner.table.digest
+
+
+def get_costs(forward: SplitForward) -> CostSource:
+    """Return what gives the model of *forward* its costs."""
+    served = get_served_model(forward._model)
+    assert served is not None
+    assert served.costs is not None
+    return served.costs
 
 
 def forget_costs(worker: Any) -> None:

@@ -1,14 +1,10 @@
-"""One of the ranks that share a vision encoder: it runs batches of images in all ways and tells how they compare.
-
-python -m tests.vllm_plugin.encoder_ranks FAMILY RANK RANKS FOLDER BATCHES
-"""
+"""One of the ranks that share a vision encoder: it runs batches of images in all ways and tells how they compare."""
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,10 +25,15 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.vllm_plugin.encoder.forward import FoundEncoder, SplitEncoder, find_encoder
+from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.api.groups import Groups
+from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths
+from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
+from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
 
 SIZES = {
@@ -103,17 +104,20 @@ def unplanned() -> Iterator[None]:
 @contextmanager
 def split(encoder: Any, group: Any, config: RuntimeConfig, device: Device) -> Iterator[SplitEncoder]:
     """Let an encoder be split as the plugin would."""
-    collectives = ModelCollectives(group)
+    collectives = ModelCollectives(get_platform(), group)
     multimodal = SimpleNamespace(mm_encoder_tp_mode="weights")
     vllm_config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal),
         compilation_config=SimpleNamespace(compile_mm_encoder=False, cudagraph_mm_encoder=False),
         lora_config=None,
     )
-    found = find_encoder(torch.nn.ModuleList([encoder]), vllm_config, collectives)
-    assert isinstance(found, FoundEncoder), found
+    platform = get_platform()
+    found = record_encoder(torch.nn.ModuleList([encoder]), vllm_config, platform, collectives)
+    assert isinstance(found, EncoderProgram), found
     collectives.connect()
-    found.attach(device, config, group, 2, None, open_log(quiet=True))
+    runtime = MicroBatchRuntime(found.program, device, config, open_log(quiet=True), group.world_size)
+    transport = platform.get_transport(Groups(group, None, group), 2)
+    SplitEncoder(found.module, found.adapter, runtime, transport, Agreement(group)).install()
     try:
         yield encoder.forward
     finally:
@@ -211,16 +215,13 @@ def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
     return {"work": work, "runs": runs, "differing": differing, "statistics": statistics, "reads": reads}
 
 
-def main() -> None:
-    """Be the rank that the command line says."""
-    family, rank, ranks, folder, batches, *mistake = sys.argv[1:]
+def compare_on_rank(
+    rank: int, ranks: int, folder: Path, family: str, batches: int, is_forgetful: bool = False
+) -> dict[str, Any]:
+    """Be one of the ranks that share an encoder; return what `compare` does, as JSON would have it."""
+    os.environ.update(VLLM_DIST_IDENT=folder.name)
     with ExitStack() as stack:
-        group = stack.enter_context(join(int(rank), int(ranks), f"file://{folder}/rendezvous"))
-        if mistake:
+        group = stack.enter_context(join(rank, ranks, f"file://{folder}/rendezvous"))
+        if is_forgetful:
             stack.enter_context(forget_roles())
-        found = compare(family, group, range(int(batches)))
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        return compare(family, group, range(batches))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 VOCABULARY = 320
@@ -22,10 +25,18 @@ class Answer:
 
 
 class Engine:
-    """An `LLM` over the tiny model, in float32, that gives all log-probabilities."""
+    """An `LLM` over the tiny model, in float32, that gives all log-probabilities.
 
-    def __init__(self, model: Path, ranks: int, **options: Any) -> None:
+    Args:
+        model: the folder of the model.
+        ranks: how many tensor parallel ranks of each stage.
+        context: what makes the processes of its workers, if it has any; without, vLLM spawns them.
+        options: for `LLM`.
+    """
+
+    def __init__(self, model: Path, ranks: int, context: BaseContext | None = None, **options: Any) -> None:
         from vllm import LLM
+        from vllm.v1.executor import multiproc_executor
 
         defaults = {
             "tensor_parallel_size": ranks,
@@ -41,7 +52,8 @@ class Engine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
-        self.llm = LLM(str(model), **{**defaults, **options})
+        with nullcontext() if context is None else patch.object(multiproc_executor, "get_mp_context", lambda: context):
+            self.llm = LLM(str(model), **{**defaults, **options})
 
     def configure(self, **settings: str) -> None:
         """Change settings from the next step on, such as DBO_MODE="off"."""

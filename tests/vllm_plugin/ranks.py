@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,19 @@ class Ranks:
         model: the model that they serve together.
         size: how many ranks.
         environment: settings for all of them.
+        context: what makes their processes; without, they are spawned.
         options: for each `Engine`.
     """
 
-    def __init__(self, model: Path, size: int, environment: Mapping[str, str], **options: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
+    def __init__(
+        self, model: Path, size: int, environment: Mapping[str, str], context: BaseContext | None = None, **options: Any
+    ) -> None:
         port = find_free_port()
         self._pipes: list[Connection] = []
         self._processes = []
+        context = context or multiprocessing.get_context("spawn")
         for rank in range(size):
-            here, there = spawn.Pipe()
+            here, there = context.Pipe()
             variables = {
                 **environment,
                 "VLLM_DP_RANK": str(rank),
@@ -52,7 +56,7 @@ class Ranks:
                 "VLLM_HOST_IP": "127.0.0.1",
                 "GLOO_SOCKET_IFNAME": "lo",
             }
-            process = spawn.Process(target=serve_rank, args=(rank, there, str(model), variables, options))
+            process = context.Process(target=serve_rank, args=(rank, there, str(model), variables, options))
             process.start()
             there.close()
             self._pipes.append(here)

@@ -12,6 +12,8 @@ import pytest
 
 from dbo_runtime.config import ENABLE
 
+pytestmark = pytest.mark.vllm  # each starts it in a process of its own
+
 # Loads plugins as vLLM does, once for each of some environments, and tells what became of each.
 LOADER = """
 import json, os, sys
@@ -146,4 +148,7 @@ print("vllm.v1.worker.worker_base" in sys.modules)
     lines = [line for line in done.stderr.splitlines() if "[dbo_runtime]" in line]
     assert len(lines) == 1
     assert lines[0].startswith("WARNING ")
-    assert "every step runs whole  reason=vLLM 0.99.1 is not one that this dbo_runtime knows (0.30.x)" in lines[0]
+    assert (
+        "every step runs unsplit  reason=this version of vLLM is not known to dbo_runtime  detail=0.99.1; known: 0.30.x"
+        in lines[0]
+    )

@@ -1,10 +1,10 @@
-"""Splits a model that nobody wrote an adapter for: its own forward, stopped at each all-reduce. Experimental.
+"""Split a model without an adapter: its own forward, stopped at each all-reduce. Experimental.
 
-Each micro-batch runs the forward on a strand, a stack of its own within the calling thread. Where the model sums over
-ranks, the strand hands over what is to be summed and stops; it goes on with the sum. So the forward becomes a program
-of parts and reduces like any other, with its waits, traces and costs. What an adapter knows and this cannot: where
-parts could be taken apart further, and whether modules keep something from one part to the next that another
-micro-batch overwrites. DBO_CHECK=1 tells.
+Each micro-batch runs the forward in a coroutine, on a separate stack within the calling thread. At each all-reduce the
+coroutine returns the tensor to be summed and stops; it resumes with the sum. So the forward becomes a program of parts
+and reduces like any other, with its waits, traces and costs. What an adapter knows and this cannot: where parts can be
+decomposed further, and whether modules keep state from one part to the next that another micro-batch overwrites.
+DBO_CHECK=1 finds that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from vllm.forward_context import set_forward_context
@@ -23,46 +23,62 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import ProgramBuilder, Value
-from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, UNSPLIT, Stage
+from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, WHOLE_MODEL, Stage
 
-TRIAL_TOKENS = 2  # of the run in which all-reduces are counted
-OTHERS = ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather", "broadcast", "send", "recv")
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.model_executor.models.interfaces_base import VllmModel
+
+COUNTING_TOKENS = 2  # of the run in which all-reduces are counted
+OTHER_COLLECTIVES = (
+    "all_gather",
+    "all_gatherv",
+    "reduce_scatter",
+    "reduce_scatterv",
+    "gather",
+    "broadcast",
+    "send",
+    "recv",
+)
 
 
 class GenericAdapter:
-    """Takes any model apart at its all-reduces.
+    """Decomposes any model at its all-reduces.
 
     Args:
-        group: vLLM's coordinator of the ranks that sum.
+        group: vLLM's coordinator of the tensor parallel ranks.
         vllm_config: of the engine.
-        stage: of a pipeline that the model is.
+        stage: the pipeline stage that the model is.
     """
 
     takes_stages = True
 
-    def __init__(self, group: Any, vllm_config: Any, stage: Stage = UNSPLIT) -> None:
+    def __init__(self, group: GroupCoordinator, vllm_config: VllmConfig, stage: Stage = WHOLE_MODEL) -> None:
         self._group = group
         self._vllm_config = vllm_config
         self._stage = stage
 
-    def decline(self, model: Any) -> Decline | None:
-        """Return why this model cannot be split, or None."""
+    def decline(self, model: VllmModel) -> Decline | None:
+        """Decline a model whose forward cannot be stopped at all-reduces."""
         if self._group.world_size == 1:
             return Decline("one rank sums nothing, so there is nothing to stop its forward at")
         if not hasattr(model, "embed_input_ids"):
-            return Decline("it does not embed tokens apart from its forward")
+            return Decline("it does not embed tokens outside its forward")
         if find_spec("greenlet") is None:
             return Decline("DBO_GENERIC needs greenlet: pip install 'dbo-runtime[generic]'")
         return None
 
-    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+    def record(
+        self, p: ProgramBuilder, model: VllmModel, collectives: Collectives, x: Value, positions: Value
+    ) -> Value:
         """Declare one micro-batch: parts of the forward, and the reduces between them.
 
         Raises:
-            DeclineError: if it sums nothing, or communicates in another way, too.
+            DeclineError: if it sums nothing, or communicates otherwise as well.
         """
         if not collectives.reduces:
-            raise DeclineError("not supported yet without an adapter: tokens that travel to experts")
+            raise DeclineError("not supported yet without an adapter: tokens that are dispatched to experts")
         count, stage = self._count_reduces(model), self._stage
         layers = stage.layers or range(self._vllm_config.model_config.hf_text_config.num_hidden_layers)
         each = _count_per_layer(count, len(layers))
@@ -75,39 +91,41 @@ class GenericAdapter:
                 if number == 0:
                     x, coroutine = p.compute(name, start, x, positions, *given, outputs=2, ordered=True)
                 else:
-                    x = p.compute(name, _go_on, x, coroutine, ordered=True)
+                    x = p.compute(name, _resume, x, coroutine, ordered=True)
                 x = p.comm(f"reduce{number % each}", collectives.all_reduce, x, overwrites=(x,))
         return self._record_tail(p, x, coroutine, more)
 
     def _record_tail(self, p: ProgramBuilder, x: Value, coroutine: Value, more: Sequence[str]) -> Value:
-        """Declare the end of the forward, which gives hidden states, or what goes to the next stage."""
+        """Declare the end of the forward, which gives hidden states, or the tensors for the next stage."""
         if self._stage.is_last:
             hidden: Value = p.compute("tail", _finish, x, coroutine, ordered=True)
             return hidden
-        results = p.compute("tail", partial(_hand_on, more), x, coroutine, ordered=True, outputs=1 + len(more))
+        results = p.compute("tail", partial(_finish_stage, more), x, coroutine, ordered=True, outputs=1 + len(more))
         hidden, *rest = results if more else (results,)
         for name, value in zip(more, rest, strict=True):
             p.output(name, value)
         return hidden
 
-    def _count_reduces(self, model: Any) -> int:
-        """Run a few tokens through the model, without any communication, and return how often it would sum."""
+    def _count_reduces(self, model: VllmModel) -> int:
+        """Run a few tokens through the model without communication; return the number of all-reduces."""
         config = self._vllm_config
         weight = next(model.parameters())
         hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
-        x = torch.zeros(TRIAL_TOKENS, hidden, dtype=dtype, device=weight.device)
-        positions = torch.arange(TRIAL_TOKENS, device=weight.device)
+        x = torch.zeros(COUNTING_TOKENS, hidden, dtype=dtype, device=weight.device)
+        positions = torch.arange(COUNTING_TOKENS, device=weight.device)
         if config.model_config.uses_mrope:
             positions = positions.expand(3, -1)
-        context = set_forward_context(None, config, num_tokens=TRIAL_TOKENS, skip_compiled=True)
-        handed = None if self._stage.is_first else IntermediateTensors({name: x.clone() for name in self._stage.handed})
+        context = set_forward_context(None, config, num_tokens=COUNTING_TOKENS, skip_compiled=True)
+        received = (
+            None if self._stage.is_first else IntermediateTensors({name: x.clone() for name in self._stage.handed})
+        )
         try:
-            with _stand_in(self._group) as reduces, torch.inference_mode(), context:
-                model.forward(None, positions, handed, None if handed else x)
+            with _replace_collectives(self._group) as reduces, torch.inference_mode(), context:
+                model.forward(None, positions, received, None if received else x)
         except DeclineError:
             raise
-        except Exception as error:  # nobody has read this forward; whatever it raises, it runs whole
-            raise DeclineError(f"its forward cannot be tried with {TRIAL_TOKENS} tokens: {error!r}") from error
+        except Exception as error:  # this forward is not known; whatever it raises, it is left unsplit
+            raise DeclineError("its forward fails with a few tokens", f"{COUNTING_TOKENS} tokens: {error!r}") from error
         if not reduces:
             raise DeclineError("its forward sums nothing over ranks, so there is nothing to stop it at")
         return len(reduces)
@@ -116,24 +134,24 @@ class GenericAdapter:
 class Coroutine:
     """One run of a forward, stopped at each all-reduce.
 
-    It is a greenlet: a stack of its own in the calling thread, so that everything that belongs to a thread (inference
-    mode, current stream, OpenMP's pool) stays what it is, which in a thread of its own it would not.
+    It is a greenlet: a separate stack in the calling thread, so that thread-local state (inference mode, current
+    stream, OpenMP's pool) stays the same, which in a separate thread it would not.
 
     Args:
         group: whose `all_reduce` it stops at.
         forward: what it runs.
     """
 
-    def __init__(self, group: Any, forward: Callable[..., Any]) -> None:
+    def __init__(self, group: GroupCoordinator, forward: Callable[..., Any]) -> None:
         from greenlet import greenlet
 
         self._group = group
         self._greenlet = greenlet(forward)
 
     def resume(self, *given: Any) -> Any:
-        """Go on with *given*, first the forward's arguments and later a sum, and return what is to be summed next.
+        """Resume with *given* (first the forward's arguments, later a sum); return the tensor to be summed next.
 
-        At the end, return what the forward returned.
+        At the end, return the forward's result.
         """
         self._group.all_reduce = self._stop  # shadows the method on this object
         try:
@@ -147,61 +165,65 @@ class Coroutine:
         return bool(self._greenlet.dead)
 
     def _stop(self, partial: torch.Tensor) -> Any:
-        own = partial.clone()  # it is summed in place, and the forward may still need its part
+        own = partial.clone()  # it is summed in place, and the forward may still read it
         return self._greenlet.parent.switch(own)
 
 
 def _start(
-    make_coroutine: Callable[[], Coroutine], names: Sequence[str] | None, x: Any, positions: Any, *more: Any
-) -> tuple[Any, Coroutine]:
-    """Begin a forward with embedded tokens, or, with *names*, with hidden states and more of the stage before."""
+    make_coroutine: Callable[[], Coroutine],
+    names: Sequence[str] | None,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    *more: torch.Tensor,
+) -> tuple[torch.Tensor, Coroutine]:
+    """Start a forward with embedded tokens, or, with *names*, with hidden states and more of the stage before."""
     coroutine = make_coroutine()
     if names is None:
         first = coroutine.resume(None, positions, None, x)
     else:
-        handed = IntermediateTensors({HIDDEN: x, **dict(zip(names, more, strict=True))})
-        first = coroutine.resume(None, positions, handed, None)
+        received = IntermediateTensors({HIDDEN: x, **dict(zip(names, more, strict=True))})
+        first = coroutine.resume(None, positions, received, None)
     return _expect(coroutine, first, ended=False), coroutine
 
 
-def _go_on(reduced: Any, coroutine: Coroutine) -> Any:
+def _resume(reduced: torch.Tensor, coroutine: Coroutine) -> Any:
     return _expect(coroutine, coroutine.resume(reduced), ended=False)
 
 
-def _finish(reduced: Any, coroutine: Coroutine) -> Any:
+def _finish(reduced: torch.Tensor, coroutine: Coroutine) -> Any:
     return _expect(coroutine, coroutine.resume(reduced), ended=True)
 
 
-def _hand_on(names: Sequence[str], reduced: Any, coroutine: Coroutine) -> Any:
+def _finish_stage(names: Sequence[str], reduced: torch.Tensor, coroutine: Coroutine) -> Any:
     tensors = _finish(reduced, coroutine).tensors
     return (tensors[HIDDEN], *(tensors[name] for name in names)) if names else tensors[HIDDEN]
 
 
 def _expect(coroutine: Coroutine, result: Any, ended: bool) -> Any:
     if coroutine.has_ended is not ended:
-        found = "more" if ended else "fewer"
+        number = "more" if ended else "fewer"
         raise ProgramError(
-            f"the model's forward has made {found} all-reduces than in the run in which they were counted. It cannot "
+            f"the model's forward has made {number} all-reduces than in the run in which they were counted. It cannot "
             "be split without an adapter: unset DBO_GENERIC."
         )
     return result
 
 
 def _count_per_layer(count: int, layers: int) -> int:
-    """Return how many all-reduces a layer makes; all of them are taken for one layer's if that does not come out."""
+    """Return the number of all-reduces per layer; if it is not an integer, that of all layers."""
     return count // layers if count % layers == 0 else count
 
 
 @contextmanager
-def _stand_in(group: Any) -> Iterator[list[torch.Size]]:
-    """Let a group communicate nothing meanwhile, and yield the shapes of what it was asked to sum."""
+def _replace_collectives(group: GroupCoordinator) -> Iterator[list[torch.Size]]:
+    """Within the context, let a group communicate nothing; yield the shapes of the tensors to be summed."""
     shapes: list[torch.Size] = []
 
     def keep(part: torch.Tensor) -> torch.Tensor:
         shapes.append(part.shape)
         return part
 
-    others = {name: partial(_refuse, name) for name in OTHERS if hasattr(group, name)}
+    others = {name: partial(_raise_unsupported, name) for name in OTHER_COLLECTIVES if hasattr(group, name)}
     vars(group).update(others, all_reduce=keep)  # shadows the methods on this object
     try:
         yield shapes
@@ -210,5 +232,5 @@ def _stand_in(group: Any) -> Iterator[list[torch.Size]]:
             delattr(group, name)
 
 
-def _refuse(name: str, *_: Any, **__: Any) -> Any:
-    raise DeclineError(f"not supported yet without an adapter: a forward that calls {name}")
+def _raise_unsupported(name: str, *_: object, **__: object) -> NoReturn:
+    raise DeclineError("not supported yet without an adapter: a forward with other collectives", name)

@@ -33,6 +33,20 @@ def get_groups(vllm_config: VllmConfig) -> Groups:
     return Groups(get_tp_group(), get_dp_group(), get_ep_group())
 
 
+def get_pipeline_group() -> GroupCoordinator:
+    """Return the group of the stages of this rank's pipeline; of one rank without a pipeline."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return get_pp_group()
+
+
+def get_stage_layers(vllm_config: VllmConfig, stage: int, stages: int) -> range:
+    """Return the layers on a stage of a pipeline of so many stages."""
+    from vllm.distributed.utils import get_pp_indices
+
+    return range(*get_pp_indices(vllm_config.model_config.get_total_num_hidden_layers(), stage, stages))
+
+
 def get_host() -> str:
     """Return name and address of this host, by which ranks see whether they share it."""
     from vllm.utils.network_utils import get_ip

@@ -1,4 +1,4 @@
-"""`python -m dbo_runtime calibrate`: measures a model's costs without serving it."""
+"""`dbo calibrate`: measure a model's costs without serving it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, help="seconds to measure (default: as many as DBO_CALIBRATE=1 takes)")
     parser.add_argument("--json", action="store_true", help="print the report for programs; vLLM's log moves to stderr")
     parser.set_defaults(program=parser.prog)
+    parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("error: this model is not split, so there is nothing to measure; the log says why.", file=sys.stderr)
         return 1
     if arguments.json:
-        told = reports[0] if len(reports) == 1 else {"stages": reports}
-        print(json.dumps({"model": arguments.model, "output": str(output), **told}, indent=2))
+        content = reports[0] if len(reports) == 1 else {"stages": reports}
+        print(json.dumps({"model": arguments.model, "output": str(output), **content}, indent=2))
         return 0
     from dbo_runtime.vllm_plugin.calibration.cost_source import Report  # late: it imports vLLM
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace, output: Path) -> list[dict[str, Any]]:
-    """Return the report of the first rank, field by field, and of each stage of a pipeline; none that is not split."""
+    """Return the report of the first rank of each stage of a pipeline, field by field; none of stages not split."""
     os.environ[ENABLE] = "1"
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
@@ -64,17 +65,19 @@ def _calibrate(arguments: argparse.Namespace, output: Path) -> list[dict[str, An
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     llm = LLM(**{**options, "worker_extension_cls": EXTENSION, "disable_log_stats": True})
     try:
-        said: list[dict[str, Any] | None] = llm.collective_rpc("dbo_calibrate", args=(str(output), arguments.budget))
+        gathered: list[dict[str, Any] | None] = llm.collective_rpc(
+            "dbo_calibrate", args=(str(output), arguments.budget)
+        )
     finally:
         llm.llm_engine.engine_core.shutdown()
-    reports = [fields for fields in said if fields is not None]
+    reports = [fields for fields in gathered if fields is not None]
     first_of_each = {fields["stage"]: fields for fields in reversed(reports)}
     return [fields for fields in reports if fields is first_of_each[fields["stage"]]]
 
 
 @contextmanager
 def divert_output() -> Iterator[None]:
-    """Send to standard error what this process and those that it starts print: vLLM logs to standard output."""
+    """Redirect standard output of this process and its children to standard error: vLLM logs to standard output."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Where the costs that steps are planned by come from: a file or calibration. The same on all ranks, or none."""
+"""Give a model's runtime the costs that it plans by, from a file or a calibration: the same on all ranks, or none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -20,78 +20,81 @@ from dbo_runtime.planner.costs.fit import fit_costs
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.calibration.identity import Identity
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
 from dbo_runtime.vllm_plugin.calibration.step_fit import fit_steps
 from dbo_runtime.vllm_plugin.parallel.agreement import format_ranks, gather
+from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
+from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
-BUDGET = 45.0  # seconds that a calibration takes at most, about
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-
-class Identity(NamedTuple):
-    """What costs hold for, and what they were measured with; see `costs.Provenance`."""
-
-    machine: Mapping[str, str]
-    model: Mapping[str, str]
-    parallel: Mapping[str, int]
-    versions: Mapping[str, str]
-    bytes_per_token: float  # that a rank hands over for one token
+BUDGET_SECONDS = 45.0  # of a calibration, approximately
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a calibration came to: seconds it took, and relative errors of its costs for ops and for whole steps.
+    """The outcome of a calibration.
 
-    *stage* is the name of the pipeline's stage whose costs these are, such as `pp0`.
+    Attributes:
+        seconds: that it took.
+        digest: of the costs.
+        op_errors: median relative errors of the costs, by op.
+        step_errors: median relative errors of predicted steps, by mode (`unsplit` and `split`).
+        split_error: see `CostTable`.
+        contention: factor by which a lane is slower while another runs, by lane.
+        stage: name of the pipeline's stage whose costs these are, such as `pp0`.
     """
 
     seconds: float
     digest: str
     op_errors: Mapping[str, float]
-    step_errors: Mapping[str, float]  # `whole` and `split`
-    split_error: float  # see `costs.CostTable`
+    step_errors: Mapping[str, float]
+    split_error: float
     contention: Mapping[str, float]
     stage: str | None = None
 
     def __str__(self) -> str:
-        """A table for people."""
+        """Format as a table."""
         stage = f"{self.stage}: " if self.stage else ""
         rows = [f"{stage}calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
         rows += [f"  {name:<20}{error:>7.1%}" for name, error in self.op_errors.items()]
-        rows += [f"  {way + ' step':<20}{error:>7.1%}" for way, error in self.step_errors.items()]
-        longer = f"next to whole steps, split ones take {self.split_error:.1%} longer than predicted (upper quartile)"
+        rows += [f"  {mode + ' step':<20}{error:>7.1%}" for mode, error in self.step_errors.items()]
+        longer = (
+            f"relative to unsplit steps, split ones take {self.split_error:.1%} longer than predicted (upper quartile)"
+        )
         factors = ", ".join(f"{lane} {factor:.2f}" for lane, factor in self.contention.items())
         return "\n".join([*rows, longer, f"slower while another lane runs, by a factor of: {factors}"])
 
 
 class CostSource:
-    """Gives a model's runtime a planner, on all ranks or on none. What it does is collective over all ranks.
+    """Gives a model's runtime a planner, on all ranks or on none. Its methods are collective over all ranks.
+
+    Each stage of a pipeline has separate costs, and files, because its layers are different.
 
     Args:
         runner: vLLM's model runner.
-        forward: the `SplitForward` of its model.
-        group: vLLM's coordinator of all ranks that communicate in a step.
+        forward: of its model.
         identity: what costs must hold for.
-        log: of the first rank.
-        stage: the name of the pipeline's stage. Each has costs, and files, of its own: its layers are others.
+        rank: the context of this rank.
     """
 
-    def __init__(
-        self, runner: Any, forward: Any, group: Any, identity: Identity, log: Any, stage: str | None = None
-    ) -> None:
+    def __init__(self, runner: GPUModelRunner, forward: SplitForward, identity: Identity, rank: RankContext) -> None:
         self._runner = runner
         self._forward = forward
-        self._group = group
         self._identity = identity
-        self._log = log
-        self._stage = stage
+        self._group = rank.groups.all_ranks
+        self._host_computes = rank.platform.host_computes
+        self._log = rank.log
+        self._stage = rank.stage.name
 
     @property
     def _runtime(self) -> MicroBatchRuntime:
-        runtime: MicroBatchRuntime = self._forward.runtime
-        return runtime
+        return self._forward.runtime
 
     def prepare(self, config: RuntimeConfig) -> None:
-        """Calibrate or load, as the settings say. Whatever goes wrong, serving goes on by the thresholds."""
+        """Calibrate or load, as the settings say. After any error, serve by the thresholds."""
         try:
             if config.calibrate:
                 self.calibrate(config.costs)
@@ -101,7 +104,7 @@ class CostSource:
             self._log.warning("no costs to plan with; DBO_MODE=auto goes by the thresholds", reason=str(error))
 
     def load(self, path: str) -> None:
-        """Plan by the costs of a file, which every rank reads for itself.
+        """Plan by the costs of a file, which every rank reads.
 
         Raises:
             ConfigError: on all ranks, if any of them cannot use it, or theirs are not the same.
@@ -110,33 +113,34 @@ class CostSource:
         table: CostTable | None = None
         try:
             table = self._read(path)
-            said = f"costs {table.digest}"
+            outcome = f"costs {table.digest}"
         except ConfigError as error:
-            said = str(error)
-        everyone = gather(self._group, (said, table is not None))
-        if not all(fits for _, fits in everyone):
-            raise ConfigError(next(words for words, fits in everyone if not fits))
-        if len({words for words, _ in everyone}) > 1:
-            raise ConfigError(
-                f"{path} differs between ranks; copy one to all hosts. {format_ranks([w for w, _ in everyone])}"
-            )
+            outcome = str(error)
+        gathered = gather(self._group, (outcome, table is not None))
+        outcomes = [text for text, _ in gathered]
+        if not all(fits for _, fits in gathered):
+            raise ConfigError(next(text for text, fits in gathered if not fits))
+        if len(set(outcomes)) > 1:
+            raise ConfigError(f"{path} differs between ranks; copy one to all hosts. {format_ranks(outcomes)}")
         assert table is not None
         self._use(table, path)
 
-    def calibrate(self, path: str = "", budget: float = BUDGET) -> Report:
+    def calibrate(self, path: str = "", budget: float = BUDGET_SECONDS) -> Report:
         """Measure the model's own ops, plan by what they cost, and write it to *path* if that is given.
 
-        If it cannot be written there, the log says so; the costs are used all the same.
+        If it cannot be written, log a warning and use the costs all the same.
 
         Raises:
             DeclineError, ConfigError: on all ranks, if ops cannot be measured or their durations make no sense.
         """
         start = time.perf_counter()
-        with _Bar(quiet=self._group.rank_in_group > 0) as bar:
-            found = measure(self._runner, self._forward, self._group, budget, bar.show)
+        with _ProgressBar(quiet=self._group.rank_in_group > 0) as bar:
+            measurements = measure(self._runner, self._forward, self._group, budget, bar.show)
         # One rank fits for all: the last digits of a fit may differ between hosts, and with them decisions.
-        fitted = self._try(lambda: self._fit(found)) if self._group.rank_in_group == 0 else None
-        text, errors, problem = gather(self._group, fitted)[0]
+        fitted = self._try(lambda: self._fit(measurements)) if self._group.rank_in_group == 0 else None
+        first = gather(self._group, fitted)[0]
+        assert first is not None, "rank 0 fits"
+        text, errors, problem = first
         if problem:
             raise ConfigError(problem)
         table = parse_costs(text)
@@ -150,7 +154,7 @@ class CostSource:
     def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
         try:
             return (*fit(), "")
-        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
             return "", {}, str(error) if isinstance(error, ConfigError) else f"the costs cannot be fitted: {error!r}"
 
     def _save(self, table: CostTable, path: str) -> None:
@@ -159,10 +163,10 @@ class CostSource:
         except ConfigError as error:
             self._log.warning("the costs are in use, but not saved", reason=str(error))
 
-    def _fit(self, found: Measurements) -> tuple[str, dict[str, float]]:
-        """Return the costs as the text of a file, and how far they are off for steps."""
+    def _fit(self, measurements: Measurements) -> tuple[str, dict[str, float]]:
+        """Return the costs as the text of a file, and their relative errors for steps by mode."""
         program = self._runtime.program
-        costs, errors = fit_costs(found.samples, self._identity.bytes_per_token)
+        costs, errors = fit_costs(measurements.samples, self._identity.bytes_per_token)
         identity = self._identity
         origin = Provenance(
             kind="measured",
@@ -173,10 +177,10 @@ class CostSource:
             parallel=identity.parallel,
             versions=identity.versions,
         )
-        host = HostCost(computes=self._runtime.device.name == "cpu")
-        contention = fit_contention(costs, found.samples)
+        host = HostCost(computes=self._host_computes)
+        contention = fit_contention(costs, measurements.samples)
         table = CostTable(origin, describe_program(program), costs, contention, host, errors)
-        table, step_errors = fit_steps(table, program, found.steps)
+        table, step_errors = fit_steps(table, program, measurements.steps)
         return format_costs(table), step_errors
 
     def _read(self, path: str) -> CostTable:
@@ -188,7 +192,7 @@ class CostSource:
             raise ConfigError(f"cost file {path}: {error}") from None
         if table.program != describe_program(self._runtime.program):
             raise ConfigError(
-                f"cost file {path}: it is of another program than the adapter records now; calibrate anew: "
+                f"cost file {path}: it is of another program than the adapter records now; calibrate again: "
                 "`python -m dbo_runtime calibrate`."
             )
         if table.provenance.versions != identity.versions:
@@ -212,20 +216,20 @@ class CostSource:
         )
 
 
-class _Bar:
+class _ProgressBar:
     """A progress bar on the first rank's terminal, if there is one."""
 
     def __init__(self, quiet: bool) -> None:
-        self._bar: Any = tqdm(disable=quiet or None, desc="calibrating", unit="shape", file=sys.stderr, leave=False)
+        self._bar = tqdm(disable=quiet or None, desc="calibrating", unit="shape", file=sys.stderr, leave=False)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> _ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
     def show(self, done: int, of: int, what: str) -> None:
-        """Show how far it is."""
+        """Show *done* of *of* shapes, and *what* is measured next."""
         self._bar.total = of
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.update(done - self._bar.n)

@@ -1,4 +1,4 @@
-"""Batches to measure a model by."""
+"""Choose the dummy batches by which a model is measured."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.vllm_plugin.api.compat import Limits
+from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 
-GROWTH = 4  # from one size to the next
-SHORTEST, SEVERAL, SHORT_CONTEXT = 8, 8, 16  # tokens of the shortest prefill, prefills in one batch, cached tokens
+GROWTH_FACTOR = 4  # from one size to the next
+MIN_PREFILL_TOKENS = 8
+MAX_PREFILLS = 8  # in one batch
+SHORT_CONTEXT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Shape:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The tokens at which to cut it in two: in the middle; and so that nearly the whole is in one part.
+        """The tokens at which to cut it in two: in the middle; and so that nearly all tokens are in one part.
 
         Between requests, or inside the only one, where both parts stay prefills.
         """
@@ -40,7 +42,7 @@ class Shape:
         return tuple(dict.fromkeys((units // 2 * unit, (units - least) * unit)))
 
     def measure_features(self, first: int = 0, last: int | None = None) -> BatchFeatures:
-        """Return the load of the tokens from *first* to *last*: a request's tail has its head as further context."""
+        """Return the features of the tokens from *first* to *last*; a cut request's head is context to its tail."""
         last = self.total if last is None else last
         query_lens, context_lens = [], []
         for start in range(0, self.total, self.tokens):
@@ -51,26 +53,26 @@ class Shape:
         return measure_features(query_lens, context_lens)
 
     def measure_parts(self, cut: int) -> tuple[BatchFeatures, BatchFeatures]:
-        """Return the loads of the two micro-batches of a cut."""
+        """Return the features of the two micro-batches of a cut."""
         return self.measure_features(0, cut), self.measure_features(cut)
 
 
 def choose_shapes(limits: Limits) -> list[Shape]:
     """Return the batches to measure, small ones first.
 
-    One prefill, which has as many query-key pairs as its tokens can have; several, which have few for theirs; one after
-    a long context; and decodes after a short and after a long one. Together they tell apart what is fixed and what a
-    token, a pair or the context costs.
+    One prefill, which has as many query-key pairs as its tokens can have; several, which have few; one after a long
+    context; and decodes after a short and after a long one. Together they separate the fixed cost from the costs per
+    token, per pair and of the context.
     """
     longest = min(limits.tokens, limits.length, limits.blocks * limits.block_size)
-    lengths = list(_grow(SHORTEST, longest))
+    lengths = list(_grow(MIN_PREFILL_TOKENS, longest))
     counts = list(_grow(2, min(limits.requests, limits.tokens)))
-    shapes = {Shape(requests, length) for length in lengths for requests in (1, min(SEVERAL, limits.requests))}
+    shapes = {Shape(requests, length) for length in lengths for requests in (1, min(MAX_PREFILLS, limits.requests))}
     shapes |= {Shape(1, length, longest // 2) for length in lengths[1::2]}
     for requests in counts:
         room = limits.blocks // requests * limits.block_size
         long_context = min(longest, limits.length, room) - 1
-        shapes |= {Shape(requests, 1, min(SHORT_CONTEXT, long_context)), Shape(requests, 1, long_context)}
+        shapes |= {Shape(requests, 1, min(SHORT_CONTEXT_TOKENS, long_context)), Shape(requests, 1, long_context)}
     return sorted((shape for shape in shapes if _fits(shape, limits)), key=lambda s: (s.total, s.context, s.requests))
 
 
@@ -78,7 +80,7 @@ def _grow(first: int, last: int) -> Iterator[int]:
     """Yield sizes from *first* on, growing, and *last*."""
     while first * 1.5 < last:
         yield first
-        first *= GROWTH
+        first *= GROWTH_FACTOR
     if last > 1:
         yield last
 

@@ -1,50 +1,24 @@
-"""Why a model or a step cannot be split yet. Each is a reason to decline, never to guess."""
+"""Why a step cannot be split, by its forward context and the blocks of its KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.vllm_plugin.api.metadata import IntArray
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
 
 
-def check_config(vllm_config: Any) -> str | None:
-    """Return the first feature in use that splitting does not support."""
-    if compat.get_device_type() == "npu":
-        hazard = ascend.check_config(vllm_config)
-        if hazard is not None:
-            return hazard
-    parallel = vllm_config.parallel_config
-    model = vllm_config.model_config
-    # A stage hands on a residual whose rows are spread over ranks then, and only compiled steps make such a one
-    # (is_residual_scattered_for_sp in vLLM's v1/worker/utils.py).
-    scattered = parallel.pipeline_parallel_size > 1 and vllm_config.compilation_config.pass_config.enable_sp
-    hazards = (
-        (scattered, "pipeline parallel with sequence parallelism (enable_sp)"),
-        (parallel.enable_elastic_ep, "elastic expert parallel"),
-        (parallel.enable_eplb, "expert load balancing (EPLB)"),
-        (parallel.use_sequence_parallel_moe, "sequence-parallel MoE"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallel"),
-        (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
-        (model.enable_return_routed_experts, "returning the routed experts"),
-        (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
-        (vllm_config.kv_transfer_config is not None, "a KV connector"),
-        (vllm_config.speculative_config is not None, "speculative decoding"),
-        (vllm_config.lora_config is not None, "LoRA"),
-        (model.is_hybrid or model.is_attention_free, "a state-space model"),
-        (model.is_encoder_decoder, "an encoder-decoder model"),
-    )
-    return next((f"not supported yet: {what}" for found, what in hazards if found), None)
-
-
-def check_mode(context: Any) -> Decline | None:
-    """Return why a step with this forward context runs as vLLM would run it, even if nothing is cut, or None."""
+def check_mode(context: ForwardContext) -> Decline | None:
+    """Return why a step with this forward context is left to vLLM, even if it is not cut, or None."""
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
     if context.cudagraph_runtime_mode.name == "FULL":
@@ -52,43 +26,43 @@ def check_mode(context: Any) -> Decline | None:
     return None
 
 
-def check_capture(context: Any) -> Decline | None:
-    """Return why a step that vLLM runs to capture it, or right before, is captured as vLLM has it, or None."""
+def check_capture(context: ForwardContext, platform: Platform) -> Decline | None:
+    """Return why a step that vLLM runs to capture it, or right before, is left to vLLM, or None."""
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
-    return ascend.check_step(context)
+    return platform.check_step(context)
 
 
-def check_context(context: Any, tokens: int) -> Decline | None:
-    """Return why a step with this forward context runs whole, or None."""
-    hazard = check_mode(context)
-    if hazard is not None:
-        return hazard
+def check_context(context: ForwardContext, tokens: int, platform: Platform) -> Decline | None:
+    """Return why a step with this forward context is not split, or None."""
+    decline = check_mode(context)
+    if decline is not None:
+        return decline
     if context.is_padding is not None and context.is_padding.shape[0] != tokens:
         return Decline("padded batch")
-    return ascend.check_step(context)
+    return platform.check_step(context)
 
 
-def check_agreed_context(context: Any) -> Decline | None:
-    """Return why a step runs whole on all data parallel ranks, from what vLLM has made equal on them."""
+def check_agreed_context(context: ForwardContext, platform: Platform) -> Decline | None:
+    """Return why a step is not split on all data parallel ranks, from what vLLM has made equal on them, or None."""
     if context.dp_metadata is None:
         return Decline("no data parallel metadata")
     if context.cudagraph_runtime_mode.name != "NONE":
         return Decline("padded to the size of a graph on all data parallel ranks")
-    return ascend.check_step(context)
+    return platform.check_step(context)
 
 
 def check_prefix_cache(
     slices: Sequence[BatchSlice],
-    query_starts: np.ndarray[Any, Any],
-    seq_lens: np.ndarray[Any, Any],
-    block_table: np.ndarray[Any, Any],
+    query_starts: IntArray,
+    seq_lens: IntArray,
+    block_table: IntArray,
     block_size: int,
 ) -> Decline | None:
     """Decline if a request reads cached blocks that a later micro-batch has yet to write.
 
-    A request can be admitted on a prefix-cache hit against blocks that another request of the same step computes. Run
-    whole, every write of a layer comes before every read; split, the writer may be in a later micro-batch. vLLM's own
+    A request can be admitted on a prefix-cache hit against blocks that another request of the same step computes.
+    Unsplit, every write of a layer comes before every read; split, the writer may be in a later micro-batch. vLLM's own
     guard (`_allow_microbatching` in gpu_model_runner.py) is off unless its own micro-batching is on.
 
     Args:
@@ -103,7 +77,7 @@ def check_prefix_cache(
     if not (computed > 0).any():
         return None
     for earlier in slices[:-1]:
-        written = _find_blocks_written_after(earlier.last_token, query_starts, seq_lens, block_table, block_size)
+        written = _list_blocks_written_after(earlier.last_token, query_starts, seq_lens, block_table, block_size)
         for request in range(earlier.first_request, earlier.last_request):
             read = block_table[request, : computed[request] // block_size]
             if np.isin(read, written).any():
@@ -111,13 +85,13 @@ def check_prefix_cache(
     return None
 
 
-def _find_blocks_written_after(
+def _list_blocks_written_after(
     token: int,
-    query_starts: np.ndarray[Any, Any],
-    seq_lens: np.ndarray[Any, Any],
-    block_table: np.ndarray[Any, Any],
+    query_starts: IntArray,
+    seq_lens: IntArray,
+    block_table: IntArray,
     block_size: int,
-) -> np.ndarray[Any, Any]:
+) -> IntArray:
     """Return the KV blocks that the tokens from *token* on are written to."""
     blocks = []
     for request, (start, end) in enumerate(pairwise(query_starts.tolist())):

@@ -1,37 +1,42 @@
-"""Lengths of an encoder's sequences, known on the host: found once a forward, not copied from the device by each layer.
+"""Sequence lengths of an encoder's attention, computed on the host once per forward.
 
-vLLM asks the class of its encoder attention for them before the first layer, from what the host knows anyway, once for
-each *role* that layers have (full attention, and windows where an encoder has them), and hands each layer those of its
-role. Ours is the class on top of whatever is registered. What #6448 of vllm-ascend kept across layers, which gave those
-with windows the others' lengths, is here an argument of the forward that it belongs to.
+Without them, each layer copies the lengths from the device. vLLM asks the class of its encoder attention for them
+before the first layer, from what the host knows, once per *attention kind* of the layers (full attention, and windows
+where an encoder has them), and passes each layer those of its kind. The class here derives from the registered one.
+
+vllm-ascend's #6448 kept lengths across layers, which gave windowed layers those of the others. Here they are an
+argument of the forward that they belong to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dbo_runtime.errors import SplitError
-from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention, EncoderAttention, NpuAttention
+from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
 
-NAME = "MMEncoderAttention"  # under which vLLM looks its class up
-KERNELS: dict[str, type[EncoderAttention]] = {"cpu": CpuAttention, "npu": NpuAttention}
-COMPARED = "images' attention with the host plan and without"
-REMEDY = "VLLM_ASCEND_ENABLE_DBO=0 serves without the plan"
-_BASE = "_dbo_base"  # of our class: what it is on top of
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+NAME = "MMEncoderAttention"  # under which vLLM looks the class up
+COMPARED = "images' attention with host lengths and without"
+REMEDY = "VLLM_ASCEND_ENABLE_DBO=0 serves without host lengths"
+_BASE = "_dbo_base"  # attribute of the derived class: the class that it derives from
 
 
 class HostLengths(torch.Tensor):
-    """Lengths of sequences on the host [sequences], with the same as integers.
+    """Lengths of sequences on the host [sequences].
 
     Attributes:
-        counts: they. What torch makes of such a tensor has none.
+        counts: the same as integers; empty in tensors that torch derives from this one.
     """
 
     counts: tuple[int, ...] = ()
@@ -46,43 +51,43 @@ def make_lengths(cu_seqlens: np.ndarray[Any, Any]) -> HostLengths:
 
 
 def install_host_lengths(check: bool = False) -> None:
-    """Put our class on top of the one that vLLM would take, before a model is made. Safe to call again.
+    """Register a class derived from the encoder attention that is registered, before a model is made. Idempotent.
 
-    With *check*, each attention is computed as it would be without the plan, too, and compared.
+    With *check*, each attention is computed without host lengths as well, and compared.
     """
     from vllm.model_executor import custom_op
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-    platform = compat.get_device_type()
+    kernel = get_platform().get_encoder_attention()
     registered = custom_op.op_registry_oot.get(NAME, MMEncoderAttention)
-    if platform in KERNELS:
-        custom_op.op_registry_oot[NAME] = make_attention_class(getattr(registered, _BASE, registered), platform, check)
+    if kernel is not None:
+        custom_op.op_registry_oot[NAME] = make_attention_class(getattr(registered, _BASE, registered), kernel, check)
 
 
-def make_attention_class(base: Any, platform: str, check: bool = False) -> Any:
-    """Return an encoder attention like *base* that takes lengths from the host plan; for *check* see above."""
+def make_attention_class(
+    base: type[MMEncoderAttention], kernel: type[EncoderAttention], check: bool = False
+) -> type[MMEncoderAttention]:
+    """Return an encoder attention that takes host lengths, derived from *base*; see `install_host_lengths`."""
 
-    class MMEncoderAttention(base):  # type: ignore[misc] # named as vLLM asks for it
+    class MMEncoderAttention(base):  # type: ignore[misc] # named as vLLM expects
         name = base.name
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._kernel: EncoderAttention = KERNELS[platform](
-                self.num_heads, self.num_kv_heads, self.head_size, self.scale
-            )
+            self._kernel = kernel(self.num_heads, self.num_kv_heads, self.head_size, self.scale)
 
         @classmethod
         def maybe_compute_seq_lens(
-            cls, attn_backend: Any, cu_seqlens: np.ndarray[Any, Any], device: Any
+            cls, attn_backend: AttentionBackendEnum, cu_seqlens: np.ndarray[Any, Any], device: torch.device
         ) -> HostLengths:
-            """Return the lengths of one role's sequences."""
+            """Return the lengths of the sequences of one attention kind."""
             return make_lengths(cu_seqlens)
 
         @classmethod
         def maybe_recompute_cu_seqlens(
-            cls, attn_backend: Any, cu_seqlens: np.ndarray[Any, Any], *args: Any, **kwargs: Any
+            cls, attn_backend: AttentionBackendEnum, cu_seqlens: np.ndarray[Any, Any], *args: Any, **kwargs: Any
         ) -> torch.Tensor:
-            """Return where one role's sequences begin and end, on the host: no kernel wants it on the device."""
+            """Return where the sequences of one attention kind begin and end, on the host: no kernel needs a copy."""
             return torch.from_numpy(np.ascontiguousarray(cu_seqlens, dtype=np.int32))
 
         def forward_cpu(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,7 +100,7 @@ def make_attention_class(base: Any, platform: str, check: bool = False) -> Any:
 
         def _attend(
             self,
-            unplanned: Any,
+            run_base: Callable[..., torch.Tensor],
             query: torch.Tensor,
             key: torch.Tensor,
             value: torch.Tensor,
@@ -104,21 +109,21 @@ def make_attention_class(base: Any, platform: str, check: bool = False) -> Any:
             sequence_lengths: torch.Tensor | None = None,
         ) -> torch.Tensor:
             counts = getattr(sequence_lengths, "counts", ())
-            run: Callable[..., torch.Tensor] = partial(unplanned, query, key, value)
+            run: Callable[..., torch.Tensor] = partial(run_base, query, key, value)
             if not counts or query.dim() != 4 or query.shape[0] != 1:
                 return run(cu_seqlens, max_seqlen, None if counts else sequence_lengths)
-            _expect(counts, query.shape[1])
-            found = self._kernel.attend(query[0], key[0], value[0], counts)[None]
+            _check_lengths(counts, query.shape[1])
+            attended = self._kernel.attend(query[0], key[0], value[0], counts)[None]
             if check:
                 ends = None if cu_seqlens is None else cu_seqlens.to(query.device)  # where vLLM has it
-                compare_results(COMPARED, found[0], run(ends, max_seqlen)[0], f"lengths {counts}", REMEDY)
-            return found
+                compare_results(COMPARED, attended[0], run(ends, max_seqlen)[0], f"lengths {counts}", REMEDY)
+            return attended
 
     setattr(MMEncoderAttention, _BASE, base)
     return MMEncoderAttention
 
 
-def _expect(counts: Sequence[int], patches: int) -> None:
-    """Raise SplitError unless a plan is one for so many patches: a kernel would leave some out, and not say so."""
+def _check_lengths(counts: Sequence[int], patches: int) -> None:
+    """Raise SplitError unless lengths add up to the patches: a kernel would leave some out without an error."""
     if sum(counts) != patches:
-        raise SplitError(f"{patches} patches came to an encoder's attention that was planned for {sum(counts)}.")
+        raise SplitError(f"an encoder's attention got {patches} patches, but sequence lengths of {sum(counts)}.")

@@ -1,1 +1,1 @@
-"""What is put into an unmodified vLLM, and when."""
+"""Install this package into an unmodified vLLM: hooks of its workers, and the set-up of a loaded model."""

@@ -1,15 +1,15 @@
 """Ranks that have to do the same thing agree on it before any of them begins.
 
-Whether and where to split follows from numbers that all ranks hold already (`batch.decide_data_parallel`), so as a rule
-nobody asks. Ranks ask each other at start, once for every new plan, where a rank may have a reason of its own, and in
-each step under DBO_CHECK.
+Whether and where to split follows from numbers that all ranks already hold (`batch.decide_data_parallel`), so most
+steps need no communication about it. Ranks compare at start, once for every new plan, where a rank may have a local
+reason, and in each step with DBO_CHECK=1.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,98 +18,102 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.runtime import ExecutionPlan
 
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+T = TypeVar("T")
 _DECLINES = 0
 
 
 class Agreement:
-    """What the ranks that communicate in a step settle about it.
+    """What the ranks that communicate in a step agree on about it.
 
     Args:
         group: vLLM's coordinator of all of them.
-        votes: whether one rank may have reasons against a step that the others cannot know. Prefix caching makes such
-            (`hazards.check_prefix_cache`); each step that could be split is then put to the vote.
+        votes: whether one rank may have reasons against a step that the others cannot know, as with prefix caching
+            (`checks.check_prefix_cache`). Then ranks vote on each step that could be split.
     """
 
-    def __init__(self, group: Any, votes: bool = False) -> None:
+    def __init__(self, group: GroupCoordinator, votes: bool = False) -> None:
         self._group = group
         self._votes = votes
-        self._settled: set[Hashable] = set()
+        self._agreed: set[Hashable] = set()
 
-    def copy_for(self, group: Any) -> Agreement:
-        """Return an agreement that has settled nothing yet."""
+    def copy_for(self, group: GroupCoordinator) -> Agreement:
+        """Return an agreement on which nothing is agreed yet."""
         return Agreement(group, self._votes)
 
     def agree(self, own: ExecutionPlan | Decline, key: Hashable, statement: str) -> ExecutionPlan | Decline:
         """Return what all ranks do: *own*, or the first rank's reason against it.
 
         Every rank must get here in the same steps with the same *key*, which names the plan before it is made.
-        *statement* is what must be equal on all of them. The first time of a key, ranks compare; later only if they
-        vote. Their collective is one integer a rank. A plan that all of them compared and do not vote on is one that
-        no rank has reasons of its own against; if this one has, it must not go another way than the others.
+        *statement* is what must be equal on all of them. Ranks compare a key once; again only if they vote. Their
+        collective is one integer per rank. A plan that all of them have compared and do not vote on has no local
+        reasons against it on any rank; a rank that finds one nevertheless cannot decline alone.
 
         Raises:
             ScheduleError: if the ranks are about to do different things, or this rank alone cannot follow.
         """
         if self._group.world_size == 1:
             return own
-        if key in self._settled and not self._votes:
+        if key in self._agreed and not self._votes:
             if isinstance(own, Decline):
                 raise ScheduleError(
                     f"all ranks agreed to split this step, and this one cannot: {own}. Please report it; DBO_MODE=off "
                     "serves unsplit meanwhile."
                 )
             return own
-        said = self._gather(_DECLINES if isinstance(own, Decline) else _fingerprint(statement))
-        if _DECLINES in said:
-            return self._explain(own)
-        if len(set(said)) > 1:
+        gathered = self._gather(_DECLINES if isinstance(own, Decline) else _fingerprint(statement))
+        if _DECLINES in gathered:
+            return self._get_first_decline(own)
+        if len(set(gathered)) > 1:
             self.compare(statement)
-        self._settled.add(key)
+        self._agreed.add(key)
         return own
 
     def compare(self, statement: str) -> None:
-        """Raise ScheduleError, with what each rank says, unless all say *statement*. Collective, slow."""
-        disagreement = find_disagreement(self._group, statement)
+        """Raise ScheduleError, with the statement of each rank, unless all are *statement*. Collective, slow."""
+        disagreement = describe_disagreement(self._group, statement)
         if disagreement is not None:
             raise ScheduleError(f"ranks decided differently for one step; please report this. {disagreement}")
 
-    def gather(self, own: Any) -> list[Any]:
-        """Return what each rank says, in rank order. Collective, slow."""
+    def gather(self, own: T) -> list[T]:
+        """Return the values of all ranks, in rank order. Collective, slow."""
         return gather(self._group, own)
 
     def _gather(self, own: int) -> list[int]:
-        said = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.world_size)]
-        dist.all_gather(said, torch.tensor([own]), group=self._group.cpu_group)
-        return [int(one) for one in said]
+        gathered = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.world_size)]
+        dist.all_gather(gathered, torch.tensor([own]), group=self._group.cpu_group)
+        return [int(one) for one in gathered]
 
-    def _explain(self, own: ExecutionPlan | Decline) -> Decline:
+    def _get_first_decline(self, own: ExecutionPlan | Decline) -> Decline:
         """Return the decline that all ranks report: that of the first rank that has one."""
-        reasons = gather(self._group, own if isinstance(own, Decline) else None)
-        rank, first = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        declines = gather(self._group, own if isinstance(own, Decline) else None)
+        rank, first = next((rank, decline) for rank, decline in enumerate(declines) if decline is not None)
         return Decline(first.reason, f"rank {rank}{': ' + first.detail if first.detail else ''}")
 
 
-def gather(group: Any, own: Any) -> list[Any]:
-    """Return what each rank of *group* says. Collective, slow."""
+def gather(group: GroupCoordinator, own: T) -> list[T]:
+    """Return the value of each rank of *group*, in rank order. Collective, slow."""
     if group.world_size == 1:
         return [own]
-    said: list[Any] = [None] * group.world_size
-    dist.all_gather_object(said, own, group=group.cpu_group)
-    return said
+    gathered: list[T] = [own] * group.world_size
+    dist.all_gather_object(gathered, own, group=group.cpu_group)
+    return gathered
 
 
-def find_disagreement(group: Any, own: Any) -> str | None:
-    """Return who says what if the ranks of *group* do not all say *own*; collective, slow.
+def describe_disagreement(group: GroupCoordinator, own: object) -> str | None:
+    """Return the value of each rank unless all ranks of *group* have the same; collective, slow.
 
-    Ranks that disagree issue different collectives, and hang without a word.
+    Ranks that disagree issue different collectives, and hang without a message.
     """
-    said = gather(group, own)
-    return None if all(other == said[0] for other in said) else format_ranks(said)
+    gathered = gather(group, own)
+    return None if all(other == gathered[0] for other in gathered) else format_ranks(gathered)
 
 
-def format_ranks(said: Sequence[Any]) -> str:
-    """Return who says what."""
-    return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
+def format_ranks(values: Sequence[object]) -> str:
+    """Return a line with the value of each rank."""
+    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 def _fingerprint(statement: str) -> int:

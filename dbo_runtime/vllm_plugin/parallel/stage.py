@@ -1,14 +1,14 @@
-"""A stage of vLLM's pipeline: the layers on this rank, and what stages hand to each other.
+"""A stage of vLLM's pipeline: the layers on this rank, and the tensors that stages send to each other.
 
-vLLM's worker receives a step's tensors whole before it calls the forward, and sends them whole when it has returned. So
-they are cut on entry and merged on exit here; nothing in a forward could send or receive a micro-batch's earlier.
+vLLM's worker receives all of a step's tensors before it calls the forward, and sends all of them when it has returned.
+So they are cut on entry and merged on exit here; nothing in a forward could send or receive those of one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.sequence import IntermediateTensors
@@ -16,20 +16,25 @@ from vllm.sequence import IntermediateTensors
 from dbo_runtime.adapter import POSITIONS, X
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin.api.groups import get_pipeline_group, get_stage_layers
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 
-HIDDEN = "hidden_states"  # what every family of vLLM calls them that go from stage to stage
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces import SupportsPP
+
+HIDDEN = "hidden_states"  # the name of hidden states between stages in every model family of vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A rank's place in a pipeline; without one, the whole model.
+    """The stage of a pipeline that a rank serves; without a pipeline, the whole model.
 
     Attributes:
         number: of the stage, from 0.
         count: of stages.
-        layers: that are on it.
-        handed: names of the tensors that each stage hands to the next [tokens, hidden].
+        layers: on this stage.
+        handed: names of the tensors that each stage sends to the next [tokens, hidden].
     """
 
     number: int = 0
@@ -39,7 +44,7 @@ class Stage:
 
     @property
     def name(self) -> str | None:
-        """What vLLM calls its workers by, such as `pp0`; None without a pipeline."""
+        """The name that vLLM's workers have, such as `pp0`; None without a pipeline."""
         return None if self.count == 1 else f"pp{self.number}"
 
     @property
@@ -49,26 +54,24 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives hidden states, normed."""
+        """Whether it returns normalized hidden states."""
         return self.number == self.count - 1
 
     def describe(self) -> dict[str, int]:
-        """Return what costs of this stage hold for beside all else; nothing without a pipeline."""
+        """Return what identifies this stage in a cost file; empty without a pipeline."""
         return {} if self.count == 1 else {"pipeline": self.count, "stage": self.number}
 
-    def check_program(self, program: Program) -> str | None:
-        """Return why a program is not this stage's: it takes or hands on other tensors."""
+    def check_program(self, program: Program) -> Decline | None:
+        """Return why a program is not one of this stage: it takes or returns other tensors; None if it is."""
         takes, gives = _name_inputs(program).keys(), {HIDDEN, *program.named}
         handed = {*self.handed}
         if takes == ({HIDDEN} if self.is_first else handed) and gives == ({HIDDEN} if self.is_last else handed):
             return None
-        return (
-            f"stages of this pipeline hand over {_list(handed)}; on stage {self.number} of {self.count} its adapter "
-            f"takes {_list(takes)} and hands on {_list(gives)}"
-        )
+        stage = f"on stage {self.number} of {self.count} its adapter takes {_list(takes)} and returns {_list(gives)}"
+        return Decline("the program is not one of this pipeline", f"stages send {_list(handed)}; {stage}")
 
     def check_inputs(self, given: IntermediateTensors | None, tokens: int) -> Decline | None:
-        """Return why a step of *tokens* tokens cannot be split by what the stage before hands over, or None."""
+        """Return why a step of *tokens* tokens cannot be split, by what the previous stage has sent, or None."""
         sizes = {} if given is None else {name: tensor.shape[0] for name, tensor in given.tensors.items()}
         if sizes.keys() != (set() if self.is_first else {*self.handed}):
             return Decline("unknown intermediate tensors", _list(sizes) or "none")
@@ -77,59 +80,54 @@ class Stage:
         return None
 
     def join(self, program: Program, outputs: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | IntermediateTensors:
-        """Return what the forward gives, from that of the micro-batches [micro-batches][outputs]."""
+        """Return the result of the forward from those of the micro-batches [micro-batches][outputs]."""
         joined = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)]
         if self.is_last:
             return joined[0]
         return IntermediateTensors(dict(zip((HIDDEN, *program.named), joined, strict=True)))
 
 
-UNSPLIT = Stage()
+WHOLE_MODEL = Stage()
 
 
-def get_stage(model: Any, vllm_config: Any) -> Stage:
-    """Return the stage that a loaded model is on this rank."""
-    from vllm.distributed.parallel_state import get_pp_group
-    from vllm.distributed.utils import get_pp_indices
-
-    group = get_pp_group()
+def get_stage(model: SupportsPP, vllm_config: VllmConfig) -> Stage:
+    """Return the stage of a loaded model on this rank."""
+    group = get_pipeline_group()
     if group.world_size == 1:
-        return UNSPLIT
-    config = vllm_config.model_config
-    layers = get_pp_indices(config.get_total_num_hidden_layers(), group.rank_in_group, group.world_size)
-    empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=config.dtype, device=torch.device("cpu"))
-    return Stage(group.rank_in_group, group.world_size, range(*layers), tuple(empty.tensors))
+        return WHOLE_MODEL
+    dtype, device = vllm_config.model_config.dtype, torch.device("cpu")
+    empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=dtype, device=device)
+    layers = get_stage_layers(vllm_config, group.rank_in_group, group.world_size)
+    return Stage(group.rank_in_group, group.world_size, layers, tuple(empty.tensors))
 
 
 def any_stage(own: bool) -> bool:
-    """Return whether any stage of this rank's pipeline says yes. Collective over the stages."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    return any(gather(get_pp_group(), own))
+    """Return whether *own* is true on any stage of this rank's pipeline. Collective over the stages."""
+    return any(gather(get_pipeline_group(), own))
 
 
 def take_inputs(program: Program, given: IntermediateTensors) -> dict[str, torch.Tensor]:
-    """Return what the stage before hands over, by the names of the program's inputs."""
+    """Return the tensors that the previous stage has sent, by the names of the program's inputs."""
     return {own: given.tensors[name] for name, own in _name_inputs(program).items()}
 
 
 def name_results(result: torch.Tensor | IntermediateTensors) -> dict[str, torch.Tensor]:
-    """Return what a forward gives, by name."""
+    """Return the result of a forward, by name."""
     return {"hidden states": result} if isinstance(result, torch.Tensor) else result.tensors
 
 
 def copy_tensors(given: IntermediateTensors | None) -> IntermediateTensors | None:
-    """Return copies, which may be overwritten."""
+    """Return copies, which may be overwritten; None if nothing was sent."""
     if given is None:
         return None
     return IntermediateTensors({name: tensor.clone() for name, tensor in given.tensors.items()})
 
 
 def _name_inputs(program: Program) -> dict[str, str]:
-    """Return what a stage is handed: vLLM's name of each tensor -> the name of the program's input."""
+    """Return what a stage receives: vLLM's name of each tensor -> the name of the program's input."""
     names = (value.name for value in program.inputs if value.name != POSITIONS)
     return {HIDDEN if name == X else name: name for name in names}
 
 
-def _list(names: Any) -> str:
+def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.program import SIDE
@@ -12,6 +12,7 @@ from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from structlog.typing import FilteringBoundLogger
 
     from dbo_runtime.config import RuntimeConfig
     from dbo_runtime.vllm_plugin.api.groups import Groups
@@ -27,10 +28,13 @@ class CpuPlatform(Platform):
     is_proven = True
     has_side_lane = False
     exchanges_sizes_separately = False
+    host_computes = True
     compiles_ops = True
     needs_cpu_patches = True
 
-    def open_device(self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: Any) -> Device:
+    def open_device(
+        self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger
+    ) -> Device:
         """Open a device whose side lane is the calling thread.
 
         vLLM's kernels for CPU share one scratchpad per process: two at a time end in a segmentation fault.

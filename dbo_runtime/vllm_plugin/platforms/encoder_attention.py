@@ -1,4 +1,4 @@
-"""Attention within sequences whose lengths the host knows."""
+"""Attention of encoders within sequences whose lengths are known on the host."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-LARGE = 128  # what the NPU's kernels take heads of more than SMALL to be
-SMALL = 64
+PADDED_HEAD_SIZE = 128  # the NPU's kernels take this for all heads above UNPADDED_HEAD_SIZE
+UNPADDED_HEAD_SIZE = 64
 
 Kernel = Callable[..., Any]
 
 
 class EncoderAttention(Protocol):
-    """Attention of one shape: of so many query heads and key and value heads on this rank, of a size, with a scale."""
+    """Attention of one shape: query heads and key and value heads on this rank, their size, and the scale of scores."""
 
     def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None: ...
 
@@ -38,9 +38,9 @@ class EncoderAttention(Protocol):
 
 
 class CpuAttention(EncoderAttention):
-    """Attention on the CPU: neighbours of equal length in one call.
+    """Attention on the CPU: consecutive sequences of equal length in one call.
 
-    Each sequence is computed as by itself, so this gives the very bits that a call for each would.
+    Each sequence is computed separately, so results are bitwise those of one call per sequence.
     """
 
     def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None:
@@ -52,7 +52,7 @@ class CpuAttention(EncoderAttention):
     ) -> torch.Tensor:
         """Attend within sequences."""
         parts = []
-        for first, last, count in _find_runs(counts):
+        for first, last, count in _list_runs(counts):
             q, k, v = (_stack(tensor[first:last], count) for tensor in (query, key, value))
             part = F.scaled_dot_product_attention(q, k, v, scale=self._scale, enable_gqa=self._grouped)
             parts.append(part.transpose(1, 2).reshape(last - first, *query.shape[1:]))
@@ -62,13 +62,13 @@ class CpuAttention(EncoderAttention):
 class NpuAttention(EncoderAttention):
     """Attention on an NPU, whose kernels take lengths as integers.
 
-    With NNAL that is `_npu_flash_attention_unpad`, which vllm-ascend took, too; otherwise CANN's fused attention. What
-    the shape decides is decided once: heads between SMALL and LARGE are padded with zeros, which changes no score.
+    With NNAL that is `_npu_flash_attention_unpad`, as in vllm-ascend; otherwise CANN's fused attention. Heads between
+    the two head sizes are padded with zeros, which changes no score.
     """
 
     def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None:
         self._size = size
-        self._padding = LARGE - size if SMALL < size < LARGE else 0
+        self._padding = PADDED_HEAD_SIZE - size if UNPADDED_HEAD_SIZE < size < PADDED_HEAD_SIZE else 0
         unpadded = get_unpadded_kernel()
         if unpadded is not None:
             kernel = partial(unpadded, num_heads=heads, num_kv_heads=kv_heads, scale_value=scale)
@@ -108,8 +108,8 @@ def _attend_fused(
     return result
 
 
-def _find_runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Return (first patch, end, length of each sequence) of each run of sequences of one length."""
+def _list_runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Return (first patch, end, length of each sequence) of each run of sequences of equal length."""
     first = 0
     for count, run in groupby(counts):
         last = first + count * sum(1 for _ in run)

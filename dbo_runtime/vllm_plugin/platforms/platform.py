@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
@@ -12,8 +12,10 @@ from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, F
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
     import torch.distributed as dist
+    from structlog.typing import FilteringBoundLogger
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from dbo_runtime.batch import BatchSlice
@@ -38,6 +40,7 @@ class Platform:
         has_side_lane: whether ops are put on a second compute lane where DBO_SIDE=auto.
         exchanges_sizes_separately: whether `all_to_all` exchanges sizes in an op of its own. With streams the host
             issues other ops meanwhile; on the CPU the lane itself waits, and the tokens leave earlier without.
+        host_computes: whether the threads that issue ops compute them as well.
         compiles_ops: whether ops may be compiled one by one.
         needs_cpu_patches: whether it is served by vLLM's CPU build, whose upstream bugs are patched.
         copying_modules: classes of modules that end in one all-reduce and return a copy of its result.
@@ -51,6 +54,7 @@ class Platform:
     notice = ""
     has_side_lane = True
     exchanges_sizes_separately = True
+    host_computes = False
     compiles_ops = False
     needs_cpu_patches = False
     copying_modules: tuple[str, ...] = ()
@@ -62,12 +66,13 @@ class Platform:
         self.name = name
 
     def check_support(self, config: RuntimeConfig) -> Decline | None:
-        """Return why no model is split on this platform, or None. Unproven results need DBO_CHECK=1."""
+        """Return why no model is split on this platform, or None. With DBO_CHECK=1 unproven ones are, and compared."""
         if not self.has_device:
             return Decline(f"there is no device for {self.name!r}")
-        if config.check:
+        unproven = self.check_version() if self.is_proven else Decline(f"not proven on {self.name!r} yet")
+        if unproven is None or config.check:
             return None
-        return self.check_version() if self.is_proven else Decline(f"not proven on {self.name!r} yet; {COMPARE}")
+        return Decline(unproven.reason, f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
 
     def check_version(self) -> Decline | None:
         """Return why the installed version of a platform's plugin is not served split, or None."""
@@ -85,7 +90,9 @@ class Platform:
         """Return why a step with this forward context is not split, from what is equal on all ranks, or None."""
         return None
 
-    def open_device(self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: Any) -> Device:
+    def open_device(
+        self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger
+    ) -> Device:
         """Open the device that vLLM serves on; *process_groups* are the communicators that ops use on it."""
         self._warn_of_side_cores(config, log)
         return open_device(self.name)
@@ -113,7 +120,7 @@ class Platform:
         """Return the attention of encoders that takes lengths from the host, or None where vLLM's own is used."""
         return None
 
-    def get_moe_layer(self, runner: Any) -> MoeLayer:
+    def get_moe_layer(self, runner: MoERunner) -> MoeLayer:
         """Return the operations of an MoE layer of this platform, which may be decomposed.
 
         Raises:
@@ -138,7 +145,7 @@ class Platform:
         """Return a context manager in which the attention metadata of slices is built."""
         return nullcontext()
 
-    def _warn_of_side_cores(self, config: RuntimeConfig, log: Any) -> None:
+    def _warn_of_side_cores(self, config: RuntimeConfig, log: FilteringBoundLogger) -> None:
         if config.side_cores:
             message = "DBO_SIDE_CORES has no effect: only an NPU can keep a lane to some of its cores"
             log.warning(message, device=self.name)

@@ -9,7 +9,7 @@ import torch
 
 
 def capture_thread_state() -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory of context managers that bring the calling thread's inference and grad mode to another."""
+    """Return a factory of context managers that set the calling thread's inference and grad mode in another thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Results of one computation made in two ways, compared under DBO_CHECK."""
+"""Compare two results of one computation, under DBO_CHECK."""
 
 from __future__ import annotations
 
@@ -6,29 +6,39 @@ import torch
 
 from dbo_runtime.errors import SplitError
 
-# How far a token may be, relative to the largest: what rounding in other shapes gives, by type.
+# By how much a token may differ, relative to the largest: what rounding in other shapes gives, by type.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Where types are that coarse, rounding lets a token take other experts now and then: how many, and how far it may get.
-STRAYS, STRAY_TOLERANCE = 0.02, 0.5
+# With such coarse types, rounding routes a token to other experts now and then: the share of tokens for which this is
+# accepted, and by how much they may differ.
+REROUTED_SHARE, REROUTED_TOLERANCE = 0.02, 0.5
 
 
-def compare_results(what: str, found: torch.Tensor, wanted: torch.Tensor, how: str, remedy: str) -> None:
-    """Raise SplitError if the two [tokens, ...] are further apart than rounding explains; *how* says how they came."""
-    if found.shape != wanted.shape:
-        raise SplitError(f"{what} are {tuple(found.shape)} and {tuple(wanted.shape)} with {how}; {remedy} meanwhile.")
-    apart = _measure(found - wanted)
-    largest = _measure(wanted).max().item() or 1.0
-    allowed = TOLERANCE.get(wanted.dtype, 1e-4)
-    worst, beyond = apart.max().item() / largest, int((apart > allowed * largest).sum())
-    strays = max(1, int(STRAYS * len(apart))) if allowed > TOLERANCE[torch.float32] else 0
-    if not (worst <= allowed or (beyond <= strays and worst <= STRAY_TOLERANCE)):
+def compare_results(what: str, actual: torch.Tensor, expected: torch.Tensor, how: str, remedy: str) -> None:
+    """Raise SplitError if two tensors [tokens, ...] differ by more than rounding explains.
+
+    Args:
+        what: names the tensors.
+        actual: the result to check.
+        expected: the result to compare with.
+        how: how *actual* was computed.
+        remedy: what the user can do.
+    """
+    if actual.shape != expected.shape:
+        shapes = f"{tuple(actual.shape)} and {tuple(expected.shape)}"
+        raise SplitError(f"{what} are {shapes} with {how}; until this is fixed, {remedy}.")
+    errors = _measure_rows(actual - expected)
+    largest = _measure_rows(expected).max().item() or 1.0
+    allowed = TOLERANCE.get(expected.dtype, 1e-4)
+    worst, beyond = errors.max().item() / largest, int((errors > allowed * largest).sum())
+    rerouted = max(1, int(REROUTED_SHARE * len(errors))) if allowed > TOLERANCE[torch.float32] else 0
+    if not (worst <= allowed or (beyond <= rerouted and worst <= REROUTED_TOLERANCE)):
         raise SplitError(
-            f"{what} are {worst:.3g} of the largest apart (allowed {allowed:.3g}; {beyond} of {len(apart)} tokens are "
-            f"further) with {how}. Please report it; {remedy} meanwhile."
+            f"{what} differ by {worst:.3g} of the largest value (allowed {allowed:.3g}; {beyond} of {len(errors)} "
+            f"tokens differ by more) with {how}. Please report it; until this is fixed, {remedy}."
         )
 
 
-def _measure(x: torch.Tensor) -> torch.Tensor:
-    """Return how long each row of *x* [tokens, ...] is [tokens]."""
-    lengths: torch.Tensor = torch.linalg.vector_norm(x.flatten(1).float(), dim=1)
-    return lengths
+def _measure_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row of *x* [tokens, ...] -> [tokens]."""
+    norms: torch.Tensor = torch.linalg.vector_norm(x.flatten(1).float(), dim=1)
+    return norms

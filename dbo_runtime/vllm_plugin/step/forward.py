@@ -1,4 +1,4 @@
-"""The forward of a served model: split where it can be and pays, vLLM's own otherwise."""
+"""The forward of a served model: split where that is possible and pays, vLLM's own otherwise."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import copy
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from vllm import forward_context
+from vllm.forward_context import ForwardContext
+from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.adapter import POSITIONS, X
 from dbo_runtime.config import RuntimeConfig
@@ -19,175 +21,187 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.parallel.stage import UNSPLIT as WHOLE_MODEL
-from dbo_runtime.vllm_plugin.parallel.stage import Stage, copy_tensors, name_results, take_inputs
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage, copy_tensors, name_results, take_inputs
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
-from dbo_runtime.vllm_plugin.step.decision import StepDecider, list_cuts
+from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 
 if TYPE_CHECKING:
-    from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
-    from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource  # which calibrates with forwards
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.model_executor.models.interfaces_base import VllmModel
+
+Results: TypeAlias = torch.Tensor | IntermediateTensors
+"""What a forward returns: hidden states [tokens, hidden], or the tensors for the next stage of a pipeline."""
 
 
 class StepTime(NamedTuple):
-    """A step that ran `whole` or `split`: seconds predicted, if it was, and measured."""
+    """Predicted (if there was a prediction) and measured seconds of a step that ran `split` or `unsplit`."""
 
-    way: str
+    mode: str
     expected: float | None
     seconds: float
 
 
 class SplitForward:
-    """Stands in for the `forward` of a loaded model instance.
+    """Replace the `forward` of a loaded model instance.
 
     Args:
         model: the top-level model.
         forward: its own forward, which unsplit steps run untouched.
         runtime: runs plans.
-        planner: plans steps.
+        decider: decides each step.
         agreement: of all ranks that communicate in a step.
-        add_inputs: `take_inputs` of an `InputAdapter`; what the program takes is what vLLM gives if there is none.
-        stage: of a pipeline that the model is.
+        add_inputs: `take_inputs` of an `InputAdapter`; None if the program takes what vLLM passes.
+        stage: the pipeline stage that the model is.
+        recording: records split steps.
+        metrics: counts steps; None on ranks that do not count.
 
     Attributes:
-        recording: records split steps for whoever wants to know.
-        metrics: counts steps; None where another rank does.
-        last_step: what the last step was, what it was predicted to take, and what it took.
-        costs: what gives the runtime its costs; None where nobody did.
-        compiler: what compiles the program's ops before serving; None where none are to be.
+        last_step: predicted and measured seconds of the last step.
     """
 
     def __init__(
         self,
-        model: Any,
-        forward: Callable[..., Any],
+        model: VllmModel,
+        forward: Callable[..., Results],
         runtime: MicroBatchRuntime,
-        planner: StepDecider,
+        decider: StepDecider,
         agreement: Agreement,
-        add_inputs: Callable[[Any, torch.Tensor, bool], torch.Tensor] | None = None,
+        add_inputs: Callable[[torch.nn.Module, torch.Tensor, bool], torch.Tensor] | None = None,
         stage: Stage = WHOLE_MODEL,
+        recording: Recording | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.runtime = runtime
-        self.planner = planner
-        self.recording = Recording()
-        self.metrics: Metrics | None = None
+        self.decider = decider
+        self.recording = Recording() if recording is None else recording
         self.last_step: StepTime | None = None
-        self.costs: CostSource | None = None
-        self.compiler: OpCompiler | None = None
-        self._watches: deque[tuple[str, float | None, Timer]] = deque()
+        self._timers: deque[tuple[str, float | None, Timer]] = deque()
         self._model = model
         self._forward = forward
         self._agreement = agreement
         self._add_inputs = add_inputs
         self._stage = stage
+        self._metrics = metrics
 
-    def copy_for(self, device: Device, config: RuntimeConfig, group: Any) -> SplitForward:
-        """Return a forward of the same model with plans, counts and times of its own, and a silent log."""
+    def copy_for(self, device: Device, config: RuntimeConfig, group: GroupCoordinator) -> SplitForward:
+        """Return a forward of the same model with separate plans, counts and times, and a silent log."""
         own = copy.copy(self)
         own.runtime = MicroBatchRuntime(
             self.runtime.program, device, config, open_log(quiet=True), ranks=group.world_size
         )
-        own.planner, own._watches = self.planner.copy_for(own.runtime, group), deque()
-        own.recording, own.metrics = Recording(), None
+        own.decider, own._timers = self.decider.copy_for(own.runtime, group), deque()
+        own.recording, own._metrics = Recording(), None
         return own
+
+    def start_serving(self) -> None:
+        """Split steps from now on: vLLM has warmed up."""
+        self.decider.phase = Phase.SERVING
 
     def __call__(
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Results:
         """Run one step: tokens [tokens], positions [tokens] -> hidden states [tokens, hidden].
 
-        On a stage of a pipeline, from the intermediate tensors of the stage before, and to those of the next.
+        On a later stage of a pipeline, from the intermediate tensors of the stage before; on all but the last, to those
+        of the next.
         """
-        watch = self._start_watch()
+        timer = self._start_timer()
         tokens = positions.shape[-1]
-        whole = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
-        obstacle = _find_unknown(kwargs) or self._stage.check_inputs(intermediate_tensors, tokens)
-        plan, contexts, statement = self.planner.plan(tokens, obstacle)
-        checks = self.runtime.config.check
-        if checks:
+        run_unsplit = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
+        unsupported = _check_arguments(kwargs) or self._stage.check_inputs(intermediate_tensors, tokens)
+        plan, contexts, statement = self.decider.decide(tokens, unsupported)
+        is_checked = self.runtime.config.check
+        if is_checked:
             self._agreement.compare(statement)
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
-            hidden = whole()
+            results = run_unsplit()
         else:
-            if checks:  # norms may add in place, and the unsplit run needs what they are given, too
+            if is_checked:  # norms may add in place, and the unsplit run needs the same inputs
                 inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
                 intermediate_tensors = copy_tensors(intermediate_tensors)
-            given = self._take(input_ids, intermediate_tensors, inputs_embeds)
-            hidden = self._run(plan, contexts, {**given, POSITIONS: positions})
-        self._learn(plan, watch)
-        if self.metrics is not None and self.planner.serving:
-            self.metrics.count_step(plan)
-        if checks and isinstance(plan, ExecutionPlan):
-            compare_split(name_results(hidden), name_results(whole()), plan)
-        return hidden
+            inputs = self._take_inputs(input_ids, intermediate_tensors, inputs_embeds)
+            results = self._run(plan, contexts, {**inputs, POSITIONS: positions})
+        self._learn(plan, timer)
+        if self._metrics is not None and self.decider.phase is Phase.SERVING:
+            self._metrics.count_step(plan)
+        if is_checked and isinstance(plan, ExecutionPlan):
+            compare_split(name_results(results), name_results(run_unsplit()), plan)
+        return results
 
-    def _take(
-        self, input_ids: torch.Tensor | None, intermediate_tensors: Any, inputs_embeds: torch.Tensor | None
+    def _take_inputs(
+        self,
+        input_ids: torch.Tensor | None,
+        intermediate_tensors: IntermediateTensors | None,
+        inputs_embeds: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return the program's inputs but for positions: embedded tokens, or what the stage before hands over."""
+        """Return the program's inputs without positions: embedded tokens, or the tensors of the stage before."""
         if intermediate_tensors is not None:
             return take_inputs(self.runtime.program, intermediate_tensors)
         x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
         return {X: x if self._add_inputs is None else self._add_inputs(self._model, x, self.runtime.config.check)}
 
-    def _run(self, plan: ExecutionPlan, contexts: list[Any], given: dict[str, torch.Tensor]) -> Any:
+    def _run(self, plan: ExecutionPlan, contexts: list[ForwardContext], inputs: dict[str, torch.Tensor]) -> Results:
         program = self.runtime.program
-        inputs = [program.cut_inputs(given, piece.tokens, piece.requests) for piece in plan.slices]
-        recorder = self.recording.begin() if self.planner.serving else None  # a graph does not tell when its ops ran
+        cut = [program.cut_inputs(inputs, piece.tokens, piece.requests) for piece in plan.slices]
+        # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
+        recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
-            outputs = self.runtime.run(plan, inputs, partial(_enter, contexts), recorder)
+            outputs = self.runtime.run(plan, cut, partial(_enter, contexts), recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule)
         return self._stage.join(program, outputs)
 
-    def _start_watch(self) -> Timer | None:
-        """Start a watch, but not before serving: vLLM may be capturing graphs, and a watch is none of their ops."""
-        return self.runtime.device.start_timer() if self.planner.serving else None
+    def _start_timer(self) -> Timer | None:
+        """Start a timer, but not before serving: vLLM may be capturing a graph, which must not hold the timer."""
+        return self.runtime.device.start_timer() if self.decider.phase is Phase.SERVING else None
 
-    def _learn(self, plan: ExecutionPlan | Decline, watch: Timer | None) -> None:
-        """Compare what steps took with what was predicted; now and then, with the other ranks, correct predictions.
+    def _learn(self, plan: ExecutionPlan | Decline, timer: Timer | None) -> None:
+        """Compare measured with predicted times; correct predictions periodically, together with the other ranks.
 
         A device may be behind its host, and then it is an earlier step whose time is known. Every step of every rank is
-        counted, whatever was measured, so that all of them gather at the same one.
+        counted, whether measured or not, so that all of them gather at the same one.
         """
-        if watch is None:
+        if timer is None:
             return
-        watch.stop()
-        self._watches.append((UNSPLIT if isinstance(plan, Decline) else SPLIT, plan.expected, watch))
+        timer.stop()
+        self._timers.append((UNSPLIT if isinstance(plan, Decline) else SPLIT, plan.expected, timer))
         planner = self.runtime.planner
-        while self._watches and (seconds := self._watches[0][2].read()) is not None:
-            way, expected, _ = self._watches.popleft()
-            self.last_step = StepTime(way, expected, seconds)
+        while self._timers and (seconds := self._timers[0][2].read()) is not None:
+            mode, expected, _ = self._timers.popleft()
+            self.last_step = StepTime(mode, expected, seconds)
             if planner is not None and expected is not None:
-                planner.note(way, expected, seconds)
-            if self.metrics is not None and expected is not None:
-                self.metrics.count_time(way, expected, seconds)
+                planner.note(mode, expected, seconds)
+            if self._metrics is not None and expected is not None:
+                self._metrics.count_time(mode, expected, seconds)
         if planner is not None and planner.correction.count():
             planner.correct(self._agreement.gather(planner.correction.propose()))
 
 
-def compare_split(split: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], plan: ExecutionPlan) -> None:
-    """Raise SplitError if what a plan gave split is further from what it gave whole than rounding explains."""
-    how, remedy = f"cuts at {list_cuts(plan)}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
-    if split.keys() != whole.keys():
-        raise SplitError(f"a split step gave {sorted(split)}, an unsplit one {sorted(whole)}; {remedy} meanwhile.")
-    for what, wanted in whole.items():
-        compare_results(f"split and unsplit {what}", split[what], wanted, how, remedy)
+def compare_split(split: Mapping[str, torch.Tensor], unsplit: Mapping[str, torch.Tensor], plan: ExecutionPlan) -> None:
+    """Raise SplitError if the results of a plan differ from the unsplit ones by more than rounding explains."""
+    how, remedy = f"cuts at {plan.cuts}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
+    if split.keys() != unsplit.keys():
+        raise SplitError(
+            f"a split step gave {sorted(split)}, an unsplit one {sorted(unsplit)}; until this is fixed, {remedy}."
+        )
+    for what, expected in unsplit.items():
+        compare_results(f"split and unsplit {what}", split[what], expected, how, remedy)
 
 
-def _find_unknown(kwargs: dict[str, Any]) -> Decline | None:
+def _check_arguments(kwargs: dict[str, Any]) -> Decline | None:
     return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs))) if kwargs else None
 
 
-def _enter(contexts: list[Any], micro_batch: int) -> None:
-    """Make a micro-batch's forward context the current one. A plain assignment: this runs at every turn."""
-    forward_context._forward_context = contexts[micro_batch]
+def _enter(contexts: list[ForwardContext], micro_batch: int) -> None:
+    """Make a micro-batch's forward context the current one."""
+    enter_context(contexts[micro_batch])

@@ -1,8 +1,8 @@
-"""Counts of served steps, beside vLLM's own on its Prometheus endpoint, whichever process serves that.
+"""Count served steps on vLLM's own Prometheus endpoint, whichever process serves it.
 
-Workers and API servers are processes of their own, so counts pass through files that prometheus_client maps into memory
-and merges: in its own multi-process folder where vLLM has several API servers, in one of ours elsewhere. A rank on
-another host than an API server writes there, and is not seen here.
+Workers and API servers are separate processes, so counts pass through files that prometheus_client maps into memory
+and merges: in its multi-process folder where vLLM has several API servers, in a folder of this package otherwise.
+Counts of a rank on another host than the API server stay on that host.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import uuid
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, get_args
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.observe.counts import FOLDER, HELP, PREFIX, SHARED
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.runtime import ExecutionPlan
+from dbo_runtime.runtime import ExecutionPlan, Mode
 
-# Of tokens in a micro-batch: those of vLLM's `iteration_tokens_total`.
+if TYPE_CHECKING:
+    from prometheus_client.mmap_dict import MmapedDict
+
+# Upper bounds of the histogram of tokens in a micro-batch: those of vLLM's `iteration_tokens_total`.
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def open_folder() -> None:
-    """Let this process, and those of the same server that it starts, share counts, and serve them from its registry."""
+    """Make the folder in which this process and those that it starts share counts; serve them from its registry."""
     if os.environ.get(SHARED) or _belongs_here(os.environ.get(FOLDER, "")):
         return
     from prometheus_client import REGISTRY
@@ -41,9 +44,9 @@ def open_folder() -> None:
 
 
 def _belongs_here(folder: str) -> bool:
-    """Return whether this process made the folder, or one that had multiprocessing start it, as vLLM does.
+    """Return whether this process made the folder, or one that started it with multiprocessing, as vLLM does.
 
-    Others inherit the variable as well: a server that is started from a process with an engine of its own.
+    Other processes inherit the variable as well: a server that is started from a process that runs an engine.
     """
     return Path(folder).name.startswith(_name(os.getpid())) or bool(folder and multiprocessing.parent_process())
 
@@ -53,23 +56,23 @@ def _name(owner: int) -> str:
 
 
 def _remove(folder: str, owner: int) -> None:
-    """Remove the folder when the process ends that made it, not one that was forked from it."""
+    """Remove the folder when the process that made it ends, not when a process forked from it does."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _close(files: Iterable[Any]) -> None:
+def _close(files: Iterable[MmapedDict]) -> None:
     for file in files:
         file.close()
 
 
 class Metrics:
-    """What one engine counts. Values are in place as soon as they are counted, for whoever reads the folder.
+    """The counts of one engine. Values are in the folder's files as soon as they are counted.
 
     Args:
         folder: of the files; see `open_folder`.
         model: the name that vLLM serves it under.
-        engine: vLLM's number of the engine: the data parallel rank.
+        engine: vLLM's index of the engine: the data parallel rank.
     """
 
     def __init__(self, folder: str | Path, model: str, engine: int) -> None:
@@ -81,22 +84,21 @@ class Metrics:
             kind: MmapedDict(str(Path(folder) / f"{kind}_dbo{owner}.db")) for kind in ("counter", "histogram")
         }
         weakref.finalize(self, _close, tuple(self._files.values()))
-        self._keys: dict[tuple[Any, ...], str] = {}
-        for way in ("split", "whole", "beside"):
-            self._add("steps", 0, way=way)
+        self._keys: dict[tuple[str, ...], str] = {}
+        for mode in get_args(Mode):
+            self._add("steps", 0, mode=mode)
         for bound in (*map(float, BUCKETS), float("inf")):
             self._put("histogram", "micro_batch_tokens", "_bucket", 0, {"le": str(bound)})
 
     def count_step(self, plan: ExecutionPlan | Decline) -> None:
-        """Count a step that ran split, whole for a reason, or whole with ops of it beside each other."""
+        """Count a step by its mode, and by its reason if it was declined."""
         if isinstance(plan, Decline):
-            self._add("steps", 1, way="whole")
+            self._add("steps", 1, mode="unsplit")
             self._add("declines", 1, reason=plan.reason)
             return
-        if len(plan.slices) == 1:
-            self._add("steps", 1, way="beside")
+        self._add("steps", 1, mode=plan.mode)
+        if plan.mode == "concurrent":
             return
-        self._add("steps", 1, way="split")
         self._add("micro_batches", len(plan.slices))
         for piece in plan.slices:
             bound = next((float(bound) for bound in BUCKETS if piece.size <= bound), float("inf"))
@@ -104,13 +106,13 @@ class Metrics:
             self._put("histogram", "micro_batch_tokens", "_sum", piece.size, {})
 
     def count_encoder(self, plan: ExecutionPlan | Decline) -> None:
-        """Count a forward of the vision encoder that ran split or whole."""
-        self._add("encoder_forwards", 1, way="whole" if isinstance(plan, Decline) else "split")
+        """Count a forward of the vision encoder by its mode."""
+        self._add("encoder_forwards", 1, mode="unsplit" if isinstance(plan, Decline) else "split")
 
-    def count_time(self, way: str, expected: float, seconds: float) -> None:
-        """Add up what steps of a *way* (`whole` or `split`) were predicted to take, and took, in seconds."""
-        self._add("predicted_seconds", expected, way=way)
-        self._add("measured_seconds", seconds, way=way)
+    def count_time(self, mode: str, expected: float, seconds: float) -> None:
+        """Add the predicted and the measured seconds of a step (`unsplit` or `split`)."""
+        self._add("predicted_seconds", expected, mode=mode)
+        self._add("measured_seconds", seconds, mode=mode)
 
     def add_sample(self, timeline: Timeline) -> None:
         """Add a split step that was recorded op by op."""
@@ -124,11 +126,11 @@ class Metrics:
 
     def _put(self, kind: str, name: str, suffix: str, amount: float, labels: dict[str, str]) -> None:
         file = self._files[kind]
-        key = self._find_key(name, suffix, labels)
+        key = self._get_key(name, suffix, labels)
         file.write_value(key, file.read_value(key)[0] + amount, 0.0)
 
-    def _find_key(self, name: str, suffix: str, labels: dict[str, str]) -> str:
-        """Return the key as prometheus_client's own metrics have it; building one takes longer than counting."""
+    def _get_key(self, name: str, suffix: str, labels: dict[str, str]) -> str:
+        """Return the key in the format of prometheus_client; cached, because making one takes longer than counting."""
         from prometheus_client.mmap_dict import mmap_key
 
         short = (name, suffix, *labels.values())

@@ -1,4 +1,4 @@
-"""Which split steps are recorded op by op, and who is given their timelines."""
+"""Record split steps op by op: on request, for traces, and as samples for the metrics."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dbo_runtime.schedule import Schedule
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
 
-PERIOD = 64  # of so many split steps one is recorded for the metrics: the one of number FIRST, then every so many
-FIRST = 8
-LATER = 16  # when its times are read: by then no device is still at it, so that reading waits for nothing
+PERIOD_STEPS = 64  # between two samples for the metrics
+SAMPLED_STEP = 8  # of each period: its ops are recorded
+READ_STEP = 16  # of each period: the sample's times are read; by then the device has ended it, so that nothing waits
 
 
 class Recording:
-    """Records a split step where somebody wants to know: over RPC, for a trace, or as a sample for the metrics.
+    """Record a split step if it is requested (over RPC), traced, or a sample for the metrics.
 
     Args:
-        traces: where traces go; None for no traces.
-        metrics: what samples are added to; None where another rank does that.
+        traces: writes traces; None for no traces.
+        metrics: counts samples; None on ranks that do not count.
 
     Attributes:
         timeline: of the first split step after the last request.
@@ -35,21 +35,21 @@ class Recording:
         self._sample: Recorder | None = None
 
     def request(self) -> None:
-        """Keep the timeline of the next split step, and forget the last one."""
+        """Keep the timeline of the next split step; drop the last one."""
         self.timeline, self._requested = None, True
 
     def begin(self) -> Recorder | None:
-        """Return what the next split step is to be recorded with, or None."""
+        """Return a recorder for the next split step, or None if it is not to be recorded."""
         self._steps += 1
-        if self._sample is not None and self._steps % PERIOD == LATER:
+        if self._sample is not None and self._steps % PERIOD_STEPS == READ_STEP:
             assert self._metrics is not None, "only metrics take samples"
             self._metrics.add_sample(self._sample.timeline())
             self._sample = None
-        wanted = self._requested or (self._traces is not None and self._traces.is_open)
-        return Recorder() if wanted or self._is_sample() else None
+        is_read = self._requested or (self._traces is not None and self._traces.is_open)
+        return Recorder() if is_read or self._is_sample() else None
 
     def end(self, recorder: Recorder, schedule: Schedule) -> None:
-        """Hand the timeline of a step that ran by *schedule* on. Whoever asked for it waits for the device."""
+        """Pass on the timeline of a step that ran by *schedule*. Waits for the device unless it is only a sample."""
         if self._is_sample():
             self._sample = recorder
         traces = self._traces if self._traces is not None and self._traces.is_open else None
@@ -63,4 +63,4 @@ class Recording:
             traces.write(timeline)
 
     def _is_sample(self) -> bool:
-        return self._metrics is not None and self._steps % PERIOD == FIRST
+        return self._metrics is not None and self._steps % PERIOD_STEPS == SAMPLED_STEP

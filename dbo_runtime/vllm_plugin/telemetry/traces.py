@@ -1,10 +1,10 @@
-"""Traces of served steps: `DBO_TRACE` names the folder, a file holds one split step on all ranks."""
+"""Write traces of served steps to the folder `DBO_TRACE`; a file holds one split step on all ranks."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError
@@ -17,23 +17,40 @@ from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.schedule import lower
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # hosts with the same one share the clock, network namespaces included
-OPS, RUNS = 200, 5  # of the measurement of what recording costs
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+T = TypeVar("T")
+
+BOOT_ID = Path(
+    "/proc/sys/kernel/random/boot_id"
+)  # ranks with the same one share a clock, across network namespaces too
+OVERHEAD_OPS, OVERHEAD_RUNS = 200, 5  # of the measurement of the cost of recording
 
 
 class TraceFolder:
-    """Writes the first split steps, each as a file with a process for every rank, from the first rank.
+    """Write the first split steps, each as a file with a process for every rank, on the first rank.
 
     Args:
         path: the folder.
-        steps: how many are written.
+        steps: how many to write.
         group: vLLM's coordinator of the ranks that run a step together; all of them write the same steps.
-        device: whose recording is measured.
-        log: a structlog logger.
-        stage: the name of the pipeline's stage; each writes files of its own, because it is at other steps meanwhile.
+        device: on which the cost of recording is measured.
+        log: of this rank.
+        stage: the name of the pipeline's stage; each stage writes separate files, because stages run different steps
+            at a time.
     """
 
-    def __init__(self, path: str, steps: int, group: Any, device: Device, log: Any, stage: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        steps: int,
+        group: GroupCoordinator,
+        device: Device,
+        log: FilteringBoundLogger,
+        stage: str | None = None,
+    ) -> None:
         self._folder = Path(path)
         self._steps = steps
         self._group = group
@@ -50,16 +67,17 @@ class TraceFolder:
         return self._written < self._steps
 
     def write(self, timeline: Timeline) -> None:
-        """Write a step. Collective; ranks are put on one clock, exactly where they share it, by the time of day else.
+        """Write a step. Collective.
 
-        A file that cannot be written any more is an error in the log, not the end of the server.
+        Ranks are put on one clock: exactly on a shared host, by the time of day otherwise. If the file cannot be
+        written, log an error and go on serving.
         """
         start = time.perf_counter()
-        said = gather(self._group, (_find_clock(), timeline.as_dict()))
-        (boot, offset), _ = said[0]
+        gathered = gather(self._group, (_read_clock(), timeline.as_dict()))
+        (boot, offset), _ = gathered[0]
         timelines = {
             f"rank {rank}": _shift(Timeline.from_dict(data), 0.0 if clock[0] == boot else clock[1] - offset)
-            for rank, (clock, data) in enumerate(said)
+            for rank, (clock, data) in enumerate(gathered)
         }
         self._written += 1
         if self._group.rank_in_group == 0:
@@ -67,7 +85,7 @@ class TraceFolder:
         self._seconds += time.perf_counter() - start
         self._ops += len(timeline.spans)
         if not self.is_open:
-            self._tell()
+            self._log_cost()
 
     def _save(self, timelines: dict[str, Timeline]) -> None:
         try:
@@ -75,8 +93,8 @@ class TraceFolder:
         except ConfigError as error:
             self._log.error("a trace is lost", reason=str(error))
 
-    def _tell(self) -> None:
-        """Log once what tracing has cost."""
+    def _log_cost(self) -> None:
+        """Log the cost of tracing."""
         recording = measure_recording(self._device)
         self._log.info(
             "traces are written",
@@ -88,29 +106,29 @@ class TraceFolder:
 
 
 def measure_recording(device: Device) -> float:
-    """Return the seconds that recording adds to issuing an op, measured with ops that do nothing."""
+    """Return the seconds that recording adds to issuing an op, measured with empty ops."""
     builder = ProgramBuilder()
     value = builder.input("x")
-    for number in range(OPS):
+    for number in range(OVERHEAD_OPS):
         value = builder.compute(f"op{number}", _pass_on, value)
     programs = (builder.build(value),)
     executor = Executor(lower(programs, sequential(programs)), device, EventTable(device))
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(RUNS):
+    for _ in range(OVERHEAD_RUNS):
         for recorded, taken in seconds.items():
             start = time.perf_counter()
             executor.run([(None,)], instrument=Recorder() if recorded else None)
             taken.append(time.perf_counter() - start)
-    return max(0.0, min(seconds[True]) - min(seconds[False])) / OPS
+    return max(0.0, min(seconds[True]) - min(seconds[False])) / OVERHEAD_OPS
 
 
-def _pass_on(value: Any) -> Any:
+def _pass_on(value: T) -> T:
     return value
 
 
-def _find_clock() -> tuple[str, float]:
-    """Return whose clock this is, and what to add to it for the time of day."""
-    boot = BOOT.read_text().strip() if BOOT.exists() else ""
+def _read_clock() -> tuple[str, float]:
+    """Return the id of this host's clock, and what to add to it for the time of day."""
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     return boot, time.time() - time.perf_counter()
 
 

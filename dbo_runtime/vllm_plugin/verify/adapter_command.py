@@ -1,4 +1,4 @@
-"""`dbo adapter DIR`: try a model's adapter against the model's own forward, and show what it declares."""
+"""`dbo adapter DIR`: verify a model's adapter against the model's own forward, and show what it declares."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from dbo_runtime.schedule import Instruction, Schedule, lower
 from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
 
-DIFFERENT = 1
+EXIT_DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("model", help="directory with the model's config.json; weights are made up")
+    parser.add_argument("model", help="directory with the model's config.json; weights are random")
     parser.add_argument("--render", action="store_true", help="print the schedule, with every wait, record and free")
     parser.add_argument("--micro-batches", default="2", help="of that schedule, as DBO_MICRO_BATCHES takes it")
     parser.add_argument("--policy", default="alternate", help="of that schedule, as DBO_POLICY takes it")
     parser.add_argument(
         "--simulate",
         metavar="OP=MS,...",
-        help="draw when that schedule's ops would run, if in a whole step ops of these names took so many ms",
+        help="draw when that schedule's ops would run, if in an unsplit step ops of these names took so many ms",
     )
-    parser.add_argument("--side", action="store_true", help="try what it declares where there is a side lane")
+    parser.add_argument("--side", action="store_true", help="verify what it declares where there is a side lane")
     parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try the adapter; return 1 if it is wrong.
+    """Verify the adapter; return 1 if it is wrong.
 
     Raises:
         ConfigError: if there is no such model, or a setting is not as it must be.
@@ -52,23 +52,27 @@ def run(arguments: argparse.Namespace) -> int:
     with divert_output():
         from dbo_runtime.vllm_plugin.verify.verification import verify_adapter  # late: it imports vLLM
 
-        trial = verify_adapter(arguments.model, has_side=arguments.side)
-    programs = (trial.program,) * config.parts
+        verification = verify_adapter(arguments.model, has_side=arguments.side)
+    programs = (verification.program,) * config.parts
     policy = ("alternate", 0) if config.policy[0] == "optimal" else config.policy  # there are no costs to search by
     schedule = lower(programs, get_policy(*policy)(programs))
     validate(schedule)
     simulation = None if durations is None else Simulation.of(schedule, durations)
     if arguments.json:
-        mismatches = [fault._asdict() for fault in trial.mismatches]
-        facts = {"ops": len(trial.program.ops), "cuts": trial.cuts, "digest": digest(schedule), "faults": mismatches}
+        facts = {
+            "ops": len(verification.program.ops),
+            "cuts": verification.cuts,
+            "digest": digest(schedule),
+            "mismatches": [mismatch._asdict() for mismatch in verification.mismatches],
+        }
         if simulation is not None:
-            facts |= {"whole_ms": simulation.whole, "split_ms": simulation.split}
+            facts |= {"unsplit_ms": simulation.unsplit, "split_ms": simulation.split}
         print(json.dumps(facts, indent=2))
     else:
-        print(describe(schedule, str(trial), arguments.render))
+        print(describe(schedule, str(verification), arguments.render))
         if simulation is not None:
             print(simulation)
-    return DIFFERENT if trial.mismatches else 0
+    return EXIT_DIFFERENT if verification.mismatches else 0
 
 
 def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:
@@ -80,15 +84,15 @@ def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:
 
 
 class Simulation(NamedTuple):
-    """What a schedule would come to: a step whole and split, in ms, and when the split one's ops would run."""
+    """Simulated times of a step, unsplit and split, in ms, and the timeline of the split one."""
 
-    whole: float
+    unsplit: float
     split: float
     timeline: Timeline
 
     @classmethod
     def of(cls, schedule: Schedule, durations: Mapping[str, float]) -> Simulation:
-        """Simulate a schedule whose ops take *durations* by name, in ms in a whole step, and their share in each part.
+        """Simulate a schedule whose ops take *durations* [ms] by name in an unsplit step, and their share in each part.
 
         Raises:
             ConfigError: if there is no op of such a name.
@@ -106,19 +110,21 @@ class Simulation(NamedTuple):
         return cls(sum(durations.get(op.name, 0.0) for op in program.ops), timeline.duration * 1e3, timeline)
 
     def __str__(self) -> str:
-        ratio = f", {self.whole / self.split:.2f}x" if self.split else ""
-        heading = f"simulated: {self.whole:.1f} ms whole, {self.split:.1f} ms split{ratio}; digits are micro-batches"
+        ratio = f", {self.unsplit / self.split:.2f}x" if self.split else ""
+        heading = (
+            f"simulated: {self.unsplit:.1f} ms unsplit, {self.split:.1f} ms split{ratio}; digits are micro-batches"
+        )
         return f"{heading}\n{self.timeline.draw()}"
 
 
 def _read_durations(text: str) -> dict[str, float]:
-    found = {}
+    durations = {}
     for part in text.split(","):
         name, _, milliseconds = part.partition("=")
         try:
-            found[name.strip()] = float(milliseconds)
+            durations[name.strip()] = float(milliseconds)
         except ValueError:
             raise ConfigError(f"--simulate: {part!r} is not OP=MS, such as attention=3.5.") from None
-        if not 0 <= found[name.strip()] < math.inf:
+        if not 0 <= durations[name.strip()] < math.inf:
             raise ConfigError(f"--simulate: {part!r} takes no such time; write 0 or more ms.")
-    return found
+    return durations

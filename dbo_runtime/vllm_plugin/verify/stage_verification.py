@@ -1,10 +1,10 @@
-"""Tries an adapter's programs of two stages of a pipeline on a model that is whole, on one rank."""
+"""Verify an adapter's programs of two stages of a pipeline on a complete model, on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.sequence import IntermediateTensors
@@ -13,8 +13,13 @@ from dbo_runtime.adapter import POSITIONS, ModelAdapter, StageAdapter, X, name_a
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Op, Program, Value
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage, take_inputs
 from dbo_runtime.vllm_plugin.verify.results import TOLERANCE, compute_relative_error, run_ops
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
+    from vllm.model_executor.models.llama import LlamaModel
 
 
 class StageVerification(NamedTuple):
@@ -24,32 +29,32 @@ class StageVerification(NamedTuple):
     second: Program
 
     def compare(
-        self, program: Program, whole: dict[Value, Any], x: torch.Tensor, positions: torch.Tensor
+        self, program: Program, unsplit: dict[Value, Any], x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[Op, float] | None:
-        """Return the first op whose results are not those that the whole model's *program* gave."""
-        wanted = {op.label: [whole[value] for value in op.writes] for op in program.ops}
+        """Return the first op whose results are not those of the complete model's *program*, and the error."""
+        expected = {op.label: [unsplit[value] for value in op.writes] for op in program.ops}
         before = run_ops(self.first, self.first.order_inputs({X: x.clone(), POSITIONS: positions}))
         results = (before[value].clone() for value in self.first.outputs)
-        handed = IntermediateTensors(dict(zip((HIDDEN, *self.first.named), results, strict=True)))
-        given = {**take_inputs(self.second, handed), POSITIONS: positions}
-        after = run_ops(self.second, self.second.order_inputs(given))
-        for stage, found in ((self.first, before), (self.second, after)):
+        passed = IntermediateTensors(dict(zip((HIDDEN, *self.first.named), results, strict=True)))
+        inputs = {**take_inputs(self.second, passed), POSITIONS: positions}
+        after = run_ops(self.second, self.second.order_inputs(inputs))
+        for stage, actual in ((self.first, before), (self.second, after)):
             for op in stage.ops:
-                apart = _measure(wanted.get(op.label), [found[value] for value in op.writes])
-                if apart > TOLERANCE:
-                    return op, apart
-        apart = _measure([whole[program.outputs[0]]], [after[self.second.outputs[0]]])
-        return (self.second.ops[-1], apart) if apart > TOLERANCE else None
+                error = _compute_error([actual[value] for value in op.writes], expected.get(op.label))
+                if error > TOLERANCE:
+                    return op, error
+        error = _compute_error([after[self.second.outputs[0]]], [unsplit[program.outputs[0]]])
+        return (self.second.ops[-1], error) if error > TOLERANCE else None
 
 
 def record_stages(
-    adapter: ModelAdapter, model: Any, collectives: Any, has_side: bool = False
+    adapter: ModelAdapter, model: VllmModel, collectives: ModelCollectives, has_side: bool = False
 ) -> StageVerification | None:
-    """Return the programs of two stages; None if the adapter takes none, or the model is not made of layers.
+    """Return the programs of two stages; None if the adapter takes none, or the model has fewer than two layers.
 
     Raises:
-        DeclineError: if the model cannot be split as a stage.
-        ProgramError: if the adapter takes stages, but not what they hand over.
+        DeclineError: if the adapter declines a stage.
+        ProgramError: if the adapter takes stages, but not the tensors that they pass on.
     """
     decoder = next((part for part in model.modules() if hasattr(part, "start_layer")), None)
     if not (isinstance(adapter, StageAdapter) and adapter.takes_stages) or decoder is None or len(decoder.layers) < 2:
@@ -63,16 +68,16 @@ def record_stages(
             program = record_program(adapter, model, collectives, has_side)
         if isinstance(program, Decline):
             raise DeclineError(program.reason, program.detail)
+        decline = Stage(number, 2, layers, tuple(empty.tensors)).check_program(program)
+        if decline is not None:
+            raise ProgramError(f"{name_adapter(adapter)}: {decline}")
         programs.append(program)
-        mismatch = Stage(number, 2, layers, tuple(empty.tensors)).check_program(program)
-        if mismatch is not None:
-            raise ProgramError(f"{name_adapter(adapter)}: {mismatch}")
     return StageVerification(*programs)
 
 
 @contextmanager
-def _as_stage(decoder: Any, layers: range) -> Iterator[None]:
-    """Let a whole decoder look like a stage meanwhile."""
+def _as_stage(decoder: LlamaModel, layers: range) -> Iterator[None]:
+    """Within the context, let a complete decoder (of any family, like Llama's) look like a stage."""
     kept = decoder.start_layer, decoder.end_layer
     decoder.start_layer, decoder.end_layer = layers.start, layers.stop
     try:
@@ -81,8 +86,8 @@ def _as_stage(decoder: Any, layers: range) -> Iterator[None]:
         decoder.start_layer, decoder.end_layer = kept
 
 
-def _measure(wanted: list[Any] | None, found: list[Any]) -> float:
-    """Return by how much an op's results differ; 0 where they are no tensors, or the whole model has no such op."""
-    pairs = zip(wanted or (), found, strict=False)
+def _compute_error(actual: list[Any], expected: list[Any] | None) -> float:
+    """Return the largest relative error of an op's results; 0 if they are no tensors, or nothing is expected."""
+    pairs = zip(actual, expected or (), strict=False)
     tensors = [pair for pair in pairs if all(isinstance(item, torch.Tensor) for item in pair)]
-    return max((compute_relative_error(one, other) for other, one in tensors), default=0.0)
+    return max((compute_relative_error(one, other) for one, other in tensors), default=0.0)

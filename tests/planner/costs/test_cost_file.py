@@ -236,7 +236,7 @@ def test_a_wrong_field_is_named_with_its_path(path: Path, field: str, value: Any
         load_costs(path)
 
 
-def test_whole_numbers_and_defaults_left_out_are_taken(path: Path) -> None:
+def test_integers_and_defaults_left_out_are_taken(path: Path) -> None:
     save_costs(make_table(), path)
     content = json.loads(path.read_text(encoding="utf-8"))
     content["ops"]["mlp_norm"]["fixed_us"] = 2

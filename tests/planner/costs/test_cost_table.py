@@ -69,7 +69,7 @@ def make_table(ops: dict[str, OpCost] | None = None, **changes: Any) -> CostTabl
         ([4, 1, 2], [10, 7, 0], BatchFeatures(7, 10 + 3, 40, prefills=2, context=10, decodes=1, decode_pairs=8)),
     ],
 )
-def test_the_load_of_a_batch_is_counted(
+def test_the_features_of_a_batch_are_counted(
     query_lens: list[int], context_lens: list[int], features: BatchFeatures
 ) -> None:
     assert measure_features(query_lens, context_lens) == features

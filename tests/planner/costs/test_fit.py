@@ -20,7 +20,7 @@ from dbo_runtime.planner.costs.samples import Sample
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPTS = tuple(measure_features([size], ()) for size in SIZES)
 # As calibration measures: requests of many lengths, one as long as can be, and some with a context, without which new
-# and cached pairs cannot be told apart.
+# and cached pairs cannot be distinguished.
 MIXED = (
     *(measure_features([size // 4] * 4, ()) for size in SIZES),
     *(measure_features([size], [1024]) for size in SIZES[::2]),
@@ -97,7 +97,7 @@ def test_the_kink_is_found_between_sizes_and_at_them(weights: float) -> None:
 
 
 def test_a_kink_before_the_last_size_gives_back_what_was_measured() -> None:
-    """Where exactly it lies cannot be told then, nor how steep it is beyond."""
+    """Its exact place is not known then, nor the slope beyond it."""
     hinge = ComputeCost(10e-6, 1e-6, weights=3000e-6)
     found = fit(measure(hinge, PROMPTS))
     assert [found.time(features) for features in PROMPTS] == pytest.approx(
@@ -162,7 +162,7 @@ def test_small_and_large_sizes_count_alike() -> None:
     assert errors["op"] == pytest.approx(0.1, rel=0.3)
 
 
-def test_the_error_is_the_median_over_the_loads() -> None:
+def test_the_error_is_the_median_over_all_features() -> None:
     samples = [Sample("op", "comm", BatchFeatures(size), seconds) for size, seconds in ((1, 1.0), (2, 1.0), (3, 1.0))]
     assert fit_costs(samples, 1)[1]["op"] == pytest.approx(0, abs=1e-9)
     rising = [*samples, Sample("op", "comm", BatchFeatures(4), 0.5)]
@@ -199,7 +199,7 @@ def test_what_cannot_be_fitted_says_why(samples: list[Sample], bytes_per_token: 
         fit_costs(samples, bytes_per_token)
 
 
-def test_decodes_and_cached_tokens_are_told_apart_from_prefills() -> None:
+def test_decodes_and_cached_tokens_are_distinguished_from_prefills() -> None:
     attention = ComputeCost(
         50e-6,
         1e-6,

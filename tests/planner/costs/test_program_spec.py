@@ -217,7 +217,7 @@ def record_hidden_result() -> Program:
         (record_hidden_result, "the program's result reads %0:x, but the latest 'x' before it is %1:x"),
     ],
 )
-def test_a_read_of_a_value_whose_name_was_written_again_is_refused(record: Callable[[], Program], says: str) -> None:
+def test_a_read_of_a_value_whose_name_was_overwritten_is_refused(record: Callable[[], Program], says: str) -> None:
     with pytest.raises(ProgramError, match=says):
         describe_program(record())
 

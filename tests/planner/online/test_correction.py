@@ -25,7 +25,7 @@ PROPOSALS = st.lists(
 
 
 def learn(ratios: list[float], mode: str = SPLIT) -> Correction:
-    """Return a correction that was told of steps that took *ratios* times what was predicted."""
+    """Return a correction of steps that took *ratios* times what was predicted."""
     correction = Correction()
     for ratio in ratios:
         correction.note(mode, 2.0, 2.0 * ratio)
@@ -50,13 +50,13 @@ def test_it_comes_to_what_steps_really_take() -> None:
     assert correction.factor(SPLIT) == pytest.approx(1.3)
 
 
-def test_a_way_that_never_ran_stays_as_predicted() -> None:
+def test_a_mode_that_never_ran_stays_as_predicted() -> None:
     correction = learn([1.3] * 10, mode=SPLIT)
     update(correction, times=20)
     assert correction.factor(UNSPLIT) == 1.0
 
 
-def test_both_ways_are_corrected_apart() -> None:
+def test_both_modes_are_corrected_separately() -> None:
     correction = learn([1.2] * 3, mode=UNSPLIT)
     correction.note(SPLIT, 1.0, 0.9)
     update(correction, times=20)

@@ -57,7 +57,9 @@ def count_load(batch: Batch, piece: BatchSlice) -> BatchFeatures:
 
 
 @given(cut_batches())
-def test_the_load_of_a_micro_batch_is_what_its_tokens_add_up_to(case: tuple[Batch, tuple[BatchSlice, ...]]) -> None:
+def test_the_features_of_a_micro_batch_are_those_of_its_tokens(
+    case: tuple[Batch, tuple[BatchSlice, ...]],
+) -> None:
     batch, slices = case
     assert measure_slices(batch, slices) == tuple(count_load(batch, piece) for piece in slices)
 

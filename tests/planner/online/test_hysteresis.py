@@ -19,8 +19,8 @@ def predict(gain: float, worst_case: float = 0.0) -> Prediction:
     return Prediction(1.0, 1.0 - gain, 2, worst_case)
 
 
-def ask(gate: SplitHysteresis, gains: list[float]) -> list[bool]:
-    return [gate.decide("prefill", predict(gain), MARGIN) for gain in gains]
+def ask(hysteresis: SplitHysteresis, gains: list[float]) -> list[bool]:
+    return [hysteresis.decide("prefill", predict(gain), MARGIN) for gain in gains]
 
 
 def test_a_split_must_gain_more_than_the_margin() -> None:
@@ -37,44 +37,46 @@ def test_a_gain_that_wavers_around_the_margin_does_not_make_it_flicker() -> None
 
 
 def test_a_split_must_not_lose_if_costs_are_off() -> None:
-    gate = SplitHysteresis()
-    assert not gate.decide("prefill", predict(0.1, -1e-6), MARGIN)
-    assert gate.decide("prefill", predict(0.1, 0.0), MARGIN)
+    hysteresis = SplitHysteresis()
+    assert not hysteresis.decide("prefill", predict(0.1, -1e-6), MARGIN)
+    assert hysteresis.decide("prefill", predict(0.1, 0.0), MARGIN)
 
 
 def test_a_split_stays_until_it_may_lose_more_than_half_of_the_margin() -> None:
-    gate = SplitHysteresis()
-    answers = [gate.decide("prefill", predict(0.1, worst_case), MARGIN) for worst_case in (0.0, -0.009, -0.011, -0.009)]
+    hysteresis = SplitHysteresis()
+    answers = [
+        hysteresis.decide("prefill", predict(0.1, worst_case), MARGIN) for worst_case in (0.0, -0.009, -0.011, -0.009)
+    ]
     assert answers == [True, True, False, False]
 
 
 def test_steps_of_one_kind_do_not_open_it_for_another() -> None:
-    gate = SplitHysteresis()
-    assert gate.decide("prefill", predict(0.1), MARGIN)
-    assert not gate.decide("decode", predict(0.015), MARGIN)
-    assert gate.decide("prefill", predict(0.015), MARGIN)
+    hysteresis = SplitHysteresis()
+    assert hysteresis.decide("prefill", predict(0.1), MARGIN)
+    assert not hysteresis.decide("decode", predict(0.015), MARGIN)
+    assert hysteresis.decide("prefill", predict(0.015), MARGIN)
 
 
 @pytest.mark.parametrize("gain", [0.0, -0.1])
 def test_without_a_margin_nothing_that_gains_nothing_is_split(gain: float) -> None:
-    gate = SplitHysteresis()
-    assert gate.decide("prefill", predict(1e-9), 0.0)
-    assert not gate.decide("prefill", predict(gain), 0.0)
+    hysteresis = SplitHysteresis()
+    assert hysteresis.decide("prefill", predict(1e-9), 0.0)
+    assert not hysteresis.decide("prefill", predict(gain), 0.0)
 
 
 @given(QUESTIONS)
 def test_ranks_that_ask_the_same_get_the_same_answers(questions: list[tuple[str, tuple[float, float], float]]) -> None:
     ranks = [SplitHysteresis(), SplitHysteresis()]
     for key, gains, margin in questions:
-        first, second = (gate.decide(key, predict(*gains), margin) for gate in ranks)
+        first, second = (hysteresis.decide(key, predict(*gains), margin) for hysteresis in ranks)
         assert first == second
 
 
 @given(QUESTIONS)
 def test_nothing_is_split_that_is_predicted_to_lose(questions: list[tuple[str, tuple[float, float], float]]) -> None:
-    gate = SplitHysteresis()
+    hysteresis = SplitHysteresis()
     for key, gains, margin in questions:
-        assert not gate.decide(key, predict(*gains), margin) or (gains[0] > 0 and gains[1] >= -margin / 2)
+        assert not hysteresis.decide(key, predict(*gains), margin) or (gains[0] > 0 and gains[1] >= -margin / 2)
 
 
 def test_a_prediction_says_what_a_split_brings() -> None:

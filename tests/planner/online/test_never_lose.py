@@ -1,4 +1,4 @@
-"""Costs are never quite right: with such as are off, a split step must not take longer than a whole one."""
+"""Costs are never exact: even with wrong ones, a split step must not take longer than an unsplit one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_LOSS = 0.01
 def test_costs_that_are_off_lose_nothing(roofline: bool, noise: Callable[[random.Random], float]) -> None:
     """Of each machine, steps of all sizes, planned with costs that are off in all their numbers.
 
-    Nobody told the planner by how much they are.
+    The planner does not know by how much.
     """
     rng = random.Random(11)
     config = replace(AUTO, policy=("alternate", 0))

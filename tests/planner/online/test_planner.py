@@ -72,7 +72,7 @@ def test_a_prompt_is_split_where_that_pays() -> None:
     assert choice.sizes == ()
 
 
-def test_a_prompt_stays_whole_where_split_steps_took_longer_than_predicted_by_as_much_as_is_gained() -> None:
+def test_a_prompt_stays_unsplit_where_split_steps_took_longer_than_predicted_by_as_much_as_is_gained() -> None:
     sure = split(open_planner(), PROMPT, AUTO).prediction
     longer = sure.unsplit / sure.split - 1
     assert split(open_planner(split_error=longer * 0.99), PROMPT, AUTO).prediction.worst_case > 0
@@ -95,7 +95,7 @@ def test_always_splits_even_where_it_loses() -> None:
     decline(planner, small, AUTO)
 
 
-def test_a_margin_that_is_not_reached_leaves_the_step_whole() -> None:
+def test_a_margin_that_is_not_reached_leaves_the_step_unsplit() -> None:
     planner = open_planner()
     gain = split(planner, PROMPT, AUTO).prediction.gain
     decline(open_planner(), PROMPT, replace(AUTO, margin=gain + 1e-3))
@@ -177,7 +177,7 @@ def test_what_cannot_be_cut_is_declined(batch: Batch, config: RuntimeConfig) -> 
     assert decline(open_planner(), batch, config).reason == "nowhere to cut"
 
 
-def test_decodes_that_wait_for_weights_are_left_whole() -> None:
+def test_decodes_that_wait_for_weights_stay_unsplit() -> None:
     declined = decline(open_planner(), DECODES, AUTO)
     assert declined.reason == "no gain predicted"
     assert declined.expected is not None
@@ -239,13 +239,13 @@ def test_an_op_without_a_cost_is_refused_at_once() -> None:
 # What is predicted
 
 
-def test_a_whole_step_takes_what_its_ops_take_one_after_the_other() -> None:
+def test_an_unsplit_step_takes_what_its_ops_take_one_after_the_other() -> None:
     planner = open_planner(host=HostCost(unsplit=3e-3, split=1e-3))
     features = measure_unsplit(PROMPT)
     assert planner.predict_unsplit(features) == pytest.approx(3e-3 + sum(planner.table.times(PROGRAM, features)))
 
 
-def test_a_whole_step_takes_no_less_than_its_host() -> None:
+def test_an_unsplit_step_takes_no_less_than_its_host() -> None:
     planner = open_planner(host=HostCost(issue=1.0))
     assert planner.predict_unsplit(measure_unsplit(PROMPT)) == len(PROGRAM.ops)
 
@@ -258,7 +258,7 @@ def test_what_the_host_adds_to_a_split_step_counts() -> None:
 
 @settings(max_examples=scale(150))
 @given(batches(), st.sampled_from([2, 3]), st.sampled_from([0, 500]))
-def test_predictions_are_close_to_what_the_very_loads_would_take(batch: Batch, parts: int, context: int) -> None:
+def test_predictions_are_close_to_what_the_exact_features_would_take(batch: Batch, parts: int, context: int) -> None:
     planner = open_planner()
     batch = replace(batch, context_lens=(context,) * len(batch.query_lens))
     choice = planner.choose(batch, replace(ALWAYS, micro_batches=parts, policy=("alternate", 0)))
@@ -386,7 +386,7 @@ def test_the_largest_rank_decides(largest: int) -> None:
         assert shared == break_even
 
 
-def test_ranks_with_too_little_to_share_stay_whole() -> None:
+def test_ranks_with_too_little_to_share_stay_unsplit() -> None:
     declined = open_planner().choose_data_parallel((4096, 1), ALWAYS)
     assert isinstance(declined, Decline)
     assert declined.reason == "nowhere to cut"

@@ -28,7 +28,7 @@ FACTORS = st.fixed_dictionaries({lane: st.sampled_from([1.0, 1.25, 1.5, 2.0, 4.0
 
 
 class Timed(NamedTuple):
-    """A schedule and the seconds of its steps. They are whole, so that sums are exact."""
+    """A schedule and the seconds of its instructions. They are integers, so that sums are exact."""
 
     schedule: Schedule
     seconds: tuple[float, ...]
@@ -70,7 +70,7 @@ def test_with_a_host_that_computes_it_is_the_multi_rank_simulation_of_one_rank(c
 
 @settings(max_examples=scale(200))
 @given(timed(with_host_sync=True), st.booleans())
-def test_a_lane_that_is_not_slower_beside_others_changes_nothing(case: Timed, computes: bool) -> None:
+def test_a_lane_that_is_not_slower_while_others_run_changes_nothing(case: Timed, computes: bool) -> None:
     host = HostCost(computes=computes)
     same = predict_timeline(case.schedule, case.cost, dict.fromkeys(LANES, 1.0), host)
     assert same == predict_timeline(case.schedule, case.cost, host=host)
@@ -128,11 +128,11 @@ def test_a_lane_is_slower_while_any_other_runs() -> None:
     assert list_ends(timeline) == [8, 2, 4]  # half of 4 done while the others run, 4 left
 
 
-def test_a_lane_may_be_slower_beside_one_lane_than_beside_another() -> None:
+def test_a_lane_may_be_slower_with_one_lane_than_with_another() -> None:
     schedule = lower_lanes(LANES)
     seconds = (6.0, 2.0, 4.0)
     for factors, ends in (
-        ({"compute/comm": 2.0}, [7, 2, 4]),  # 1 of 6 done beside comm by 2
+        ({"compute/comm": 2.0}, [7, 2, 4]),  # 1 of 6 done by 2, while comm runs
         ({"compute": 2.0, "compute/comm": 1.0}, [8, 2, 4]),  # the other lane counts until 4
         ({"compute": 2.0, "compute/comm": 1.0, "compute/aux": 1.0}, [6, 2, 4]),
         ({"compute/comm": 4.0, "compute/aux": 2.0}, [8.5, 2, 4]),  # the greatest counts: 2 / 4 by 2, 2 / 2 by 4
@@ -142,7 +142,7 @@ def test_a_lane_may_be_slower_beside_one_lane_than_beside_another() -> None:
         assert list_ends(timeline) == pytest.approx(ends)
 
 
-def test_only_what_is_beside_another_op_is_slower() -> None:
+def test_only_what_is_concurrent_with_another_op_is_slower() -> None:
     p = ProgramBuilder()
     x = p.input("x")
     first = p.compute("first", do_nothing, x)
@@ -171,7 +171,7 @@ def test_an_op_that_waits_for_another_lane_begins_after_the_handover() -> None:
     p = ProgramBuilder()
     x = p.compute("make", do_nothing, p.input("x"))
     x = p.comm("send", do_nothing, x)
-    p.compute("beside", do_nothing)
+    p.compute("other", do_nothing)
     p.compute("receive", do_nothing, x)
     timeline = predict_timeline(lower_one(p.build()), lambda instruction: 4.0, host=HostCost(handover=1))
     assert [(span.start, span.end) for span in timeline.spans] == [(0, 4), (5, 9), (4, 8), (10, 14)]

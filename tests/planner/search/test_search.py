@@ -27,7 +27,7 @@ LARGE = 61  # layers of DeepSeek-V3
 
 
 class Row(NamedTuple):
-    """A row of the table in `docs/theory.md`: speed-ups over the ops of the whole batch one after the other."""
+    """A row of the table in `docs/theory.md`: speed-ups over the ops of the unsplit batch in sequence."""
 
     layer: Layer
     ideal: float
@@ -259,7 +259,7 @@ def test_an_ordered_op_before_that_of_the_micro_batch_before_it_is_not_measured(
 
 
 def record_experts(layers: int) -> Program:
-    """Return MoE layers of 9 ops whose shared experts run beside their dispatch: no chains."""
+    """Return MoE layers of 9 ops whose shared experts are concurrent with their dispatch: no chains."""
     p = ProgramBuilder()
     x = p.input("x")
     for index in range(layers):

@@ -72,7 +72,7 @@ def test_the_files_are_what_the_tool_derives() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_keys_beside_queries_alone_bring_about_one_percent(name: str) -> None:
+def test_keys_concurrent_with_queries_alone_bring_about_one_percent(name: str) -> None:
     """As vllm-ascend #1353 measured; a lane for communication runs concurrently in both."""
     table = get_case(name).table
     program = build_program(table.program)
@@ -109,7 +109,7 @@ FACTORS = st.floats(1.0, 2.5)
 
 @settings(max_examples=scale(25), deadline=None)
 @given(st.integers(2, 400), st.tuples(FACTORS, FACTORS, FACTORS), st.integers(2, 3))
-def test_ops_beside_are_never_predicted_to_lose(count: int, factors: tuple[float, ...], parts: int) -> None:
+def test_concurrent_ops_are_never_predicted_to_lose(count: int, factors: tuple[float, ...], parts: int) -> None:
     keys = ("compute/side", "side/compute", "comm")
     contention = {**SHORT.contention, **dict(zip(keys, factors, strict=True))}
     changed = CostTable(SHORT.provenance, SHORT.program, SHORT.ops, contention, SHORT.host, {})

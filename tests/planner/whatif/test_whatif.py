@@ -240,7 +240,7 @@ def test_a_step_that_cannot_be_cut_has_no_split() -> None:
     assert isinstance(answer.decision, Decline)
 
 
-def test_three_ways_are_not_offered_where_there_are_two_tokens() -> None:
+def test_three_micro_batches_are_not_offered_where_there_are_two_tokens() -> None:
     answer = predict_step(make_pair(), Batch((1, 1), 2), RuntimeConfig())
     assert [len(split.sizes) for split in answer.splits] == [2]
 

@@ -20,10 +20,10 @@ from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives import generic
 from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapter
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results
-from tests.vllm_plugin.conftest import share_cores, start
 from tests.vllm_plugin.end_to_end.test_equivalence import run_cut
 from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_says_what_whole_does
 from tests.vllm_plugin.engine import Engine
+from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import find_backend, make_family
 
 LAYERS, RANKS = 3, 2
@@ -176,13 +176,13 @@ def test_a_forward_that_never_sums_or_communicates_otherwise_runs_whole(adapter:
     model = Model(group)
     sum_only = model.forward
     model.forward = lambda *given: group.all_gather(sum_only(*given))  # type: ignore[method-assign]
-    assert "a forward that calls all_gather" in str(record(adapter, model))
+    assert "a forward with other collectives (all_gather)" in str(record(adapter, model))
 
 
 def test_a_forward_that_fails_on_trial_runs_whole(adapter: GenericAdapter, group: Group) -> None:
     model = Model(group)
     model.forward = lambda *given: 1 / 0  # type: ignore[method-assign]
-    assert "cannot be tried with 2 tokens: ZeroDivisionError" in str(record(adapter, model))
+    assert "fails with a few tokens (2 tokens: ZeroDivisionError" in str(record(adapter, model))
     assert "all_reduce" not in vars(group)
 
 
@@ -193,21 +193,22 @@ def test_without_greenlet_it_says_what_to_install(
     assert "pip install 'dbo-runtime[generic]'" in str(adapter.decline(Model(group)))
 
 
-def test_tokens_that_travel_and_a_single_rank_are_declined(adapter: GenericAdapter, group: Group) -> None:
+def test_tokens_that_are_dispatched_and_a_single_rank_are_declined(adapter: GenericAdapter, group: Group) -> None:
     collectives = ToyCollectives(RANKS)
     collectives.reduces = False
-    assert "tokens that travel to experts" in str(record_program(adapter, Model(group), collectives))
+    assert "tokens that are dispatched to experts" in str(record_program(adapter, Model(group), collectives))
     assert adapter.decline(Model(group)) is None
     group.world_size = 1
     assert "one rank sums nothing" in str(adapter.decline(Model(group)))
 
 
 @pytest.fixture(scope="module")
-def granite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def granite(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Iterator[Engine]:
     name = "GraniteForCausalLM"
     model = make_family(name, tmp_path_factory.mktemp(name))
     options = {"enable_prefix_caching": False, "attention_backend": find_backend(name)}
-    yield from start(2, share_cores(), model, {"DBO_GENERIC": "1"}, **options)
+    with engines.start(2, share_cores(), model, {"DBO_GENERIC": "1"}, **options) as engine:
+        yield engine
 
 
 @pytest.mark.vllm

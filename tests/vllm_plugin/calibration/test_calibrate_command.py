@@ -19,7 +19,7 @@ from dbo_runtime.config import ENABLE
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.vllm_plugin.calibration.calibrate_command import EXTENSION
 from dbo_runtime.vllm_plugin.calibration.cost_source import Report
-from tests.vllm_plugin.conftest import TINY
+from tests.vllm_plugin.engines import TINY
 
 OPTIONS = {
     "dtype": "float32",
@@ -63,7 +63,7 @@ def test_costs_that_the_command_writes_are_planned_by_at_the_next_start(tmp_path
     told = json.loads(done.stdout)
     assert (told["output"], told["digest"]) == (str(path), table.digest)
     assert told["op_errors"] == pytest.approx(dict(table.errors))
-    assert set(told["step_errors"]) == {"whole", "split"}
+    assert set(told["step_errors"]) == {"unsplit", "split"}
     assert told["split_error"] == pytest.approx(table.split_error)
 
     served = run(["-c", SERVE], **ON, DBO_COSTS=str(path))
@@ -85,7 +85,9 @@ def test_a_start_that_is_asked_to_calibrates_and_writes_what_it_plans_by(tmp_pat
     assert f"digest={load_costs(path).digest}" in served.stderr
 
 
-REPORT = Report(6.6, "0123456789abcdef", {"attention": 0.031}, {"whole": 0.01, "split": 0.02}, 0.05, {"compute": 1.25})
+REPORT = Report(
+    6.6, "0123456789abcdef", {"attention": 0.031}, {"unsplit": 0.01, "split": 0.02}, 0.05, {"compute": 1.25}
+)
 
 
 class Host:

@@ -26,13 +26,14 @@ from dbo_runtime.vllm_plugin.calibration import cost_source
 from dbo_runtime.vllm_plugin.calibration.cost_source import Report
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
 from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fit_rest, fit_steps
-from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
+from dbo_runtime.vllm_plugin.install import worker_setup
+from dbo_runtime.vllm_plugin.step.decision import Phase
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.planner.machines import make_table, record_layers
 from tests.planner.online.test_planner import COSTS
-from tests.vllm_plugin.conftest import TINY
-from tests.vllm_plugin.costs import Lines, calibrate_few, forget_costs, make_planner, measure_few
+from tests.vllm_plugin.costs import Lines, calibrate_few, forget_costs, get_costs, make_planner, measure_few
 from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.vllm_plugin.engines import TINY
 
 PROMPTS = [make_prompt(150, 1), make_prompt(150, 2)]
 REMEDY = "python -m dbo_runtime calibrate"
@@ -52,7 +53,7 @@ def forward(one_rank: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split
 def log(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> Lines:
     """Return what is logged of costs."""
     lines = Lines()
-    monkeypatch.setattr(forward.costs, "_log", lines)
+    monkeypatch.setattr(get_costs(forward), "_log", lines)
     return lines
 
 
@@ -111,20 +112,20 @@ def test_the_report_says_how_far_costs_are_off_for_each_op_and_for_steps(calibra
     head, *rows, longer, last = str(Report(**report)).splitlines()
     assert re.fullmatch(rf"calibrated in \d+ s; costs {digest}; median errors of the fit:", head)
     named = {" ".join(words): error for *words, error in map(str.split, rows)}
-    assert named.keys() == {*table.ops, "whole step", "split step"}
+    assert named.keys() == {*table.ops, "unsplit step", "split step"}
     assert all(named[op] == f"{error:.1%}" for op, error in table.errors.items())
     assert f"take {table.split_error:.1%} longer than predicted" in longer
     assert re.fullmatch(r"slower while another lane runs, by a factor of: compute \d+\.\d\d, comm \d+\.\d\d", last)
 
 
 def test_a_report_reads_as_a_table() -> None:
-    report = Report(31.6, "0123", {"attention": 0.0613}, {"whole": 0.05, "split": 1.0}, 0.034, {"comm": 1.5})
+    report = Report(31.6, "0123", {"attention": 0.0613}, {"unsplit": 0.05, "split": 1.0}, 0.034, {"comm": 1.5})
     assert str(report).splitlines() == [
         "calibrated in 32 s; costs 0123; median errors of the fit:",
         "  attention              6.1%",
-        "  whole step             5.0%",
+        "  unsplit step           5.0%",
         "  split step           100.0%",
-        "next to whole steps, split ones take 3.4% longer than predicted (upper quartile)",
+        "relative to unsplit steps, split ones take 3.4% longer than predicted (upper quartile)",
         "slower while another lane runs, by a factor of: comm 1.50",
     ]
 
@@ -134,7 +135,7 @@ def test_without_a_path_costs_are_used_and_not_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cost_source, "measure", lambda *_: found)
-    forward.costs.prepare(RuntimeConfig(calibrate=True))
+    get_costs(forward).prepare(RuntimeConfig(calibrate=True))
     assert forward.runtime.planner is not None
     (figures,) = log.find("planning by costs")
     assert figures["source"] == "calibration"
@@ -148,7 +149,7 @@ def test_the_settings_ask_for_a_calibration_that_is_written(
     path = tmp_path / "costs.json"
     path.write_text("an old file, which nobody reads")
     monkeypatch.setattr(cost_source, "measure", lambda *_: found)
-    forward.costs.prepare(RuntimeConfig(calibrate=True, costs=str(path)))
+    get_costs(forward).prepare(RuntimeConfig(calibrate=True, costs=str(path)))
     assert forward.runtime.planner is not None
     assert load_costs(path) == forward.runtime.planner.table
 
@@ -157,7 +158,7 @@ def test_costs_of_a_file_are_planned_by(
     calibrated: tuple[Path, str, str], one_rank: Engine, forward: SplitForward, log: Lines
 ) -> None:
     path, _, digest = calibrated
-    forward.costs.prepare(RuntimeConfig(costs=str(path)))
+    get_costs(forward).prepare(RuntimeConfig(costs=str(path)))
     assert forward.runtime.planner is not None
     assert forward.runtime.planner.table == load_costs(path)
     ((level, event, figures),) = log.lines
@@ -169,22 +170,22 @@ def test_costs_of_a_file_are_planned_by(
 
 
 def test_without_settings_there_are_no_costs(forward: SplitForward, log: Lines) -> None:
-    forward.costs.prepare(RuntimeConfig())
+    get_costs(forward).prepare(RuntimeConfig())
     assert forward.runtime.planner is None
     assert log.lines == []
 
 
-def test_costs_are_settled_when_vllm_has_warmed_up_and_before_anything_is_split(
+def test_costs_are_prepared_when_vllm_has_warmed_up_and_before_anything_is_split(
     one_rank: Engine, forward: SplitForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = SimpleNamespace(model_runner=one_rank.runner, compile_or_warm_up_model=lambda: "warm")
-    hooks._wrap_warm_up(worker)
-    monkeypatch.setattr(forward.planner, "serving", False)
+    worker_setup._wrap_warm_up(worker)
+    monkeypatch.setattr(forward.decider, "phase", Phase.STARTING)
     seen = []
-    monkeypatch.setattr(forward.costs, "settle", lambda config: seen.append((config, forward.planner.serving)))
+    monkeypatch.setattr(get_costs(forward), "prepare", lambda config: seen.append((config, forward.decider.phase)))
     assert worker.compile_or_warm_up_model() == "warm"
-    assert seen == [(forward.runtime.config, False)]
-    assert forward.planner.serving
+    assert seen == [(forward.runtime.config, Phase.STARTING)]
+    assert forward.decider.phase is Phase.SERVING
 
 
 def edit(change: Callable[[Any], object]) -> Callable[[str], str]:
@@ -246,7 +247,7 @@ def test_a_file_that_does_not_fit_is_refused_by_name_and_serving_goes_on_without
     path = tmp_path / "costs.json"
     path.write_text(rewrite(calibrated[0].read_text()))
     with pytest.raises(ConfigError) as raised:
-        forward.costs.load(str(path))
+        get_costs(forward).load(str(path))
     for part in (f"cost file {path}: ", words, REMEDY):
         assert part in str(raised.value)
     assert_serves_on_without_costs(RuntimeConfig(costs=str(path)), str(raised.value), one_rank, forward, log)
@@ -256,13 +257,13 @@ def assert_serves_on_without_costs(
     config: RuntimeConfig, reason: str, engine: Engine, forward: SplitForward, log: Lines
 ) -> None:
     """Assert that these settings give one warning, and that steps are then split by the thresholds."""
-    forward.costs.prepare(config)
+    get_costs(forward).prepare(config)
     warning = "no costs to plan with; DBO_MODE=auto goes by the thresholds"
     assert log.lines == [("warning", warning, {"reason": reason})]
     assert forward.runtime.planner is None
     engine.generate(PROMPTS)
     assert forward.last_step is not None
-    assert (forward.last_step.way, forward.last_step.expected) == ("split", None)
+    assert (forward.last_step.mode, forward.last_step.expected) == ("split", None)
 
 
 def test_a_file_that_is_not_there_is_refused(
@@ -270,7 +271,7 @@ def test_a_file_that_is_not_there_is_refused(
 ) -> None:
     path = tmp_path / "absent.json"
     with pytest.raises(ConfigError, match=rf"cost file {path} cannot be read .*{REMEDY}") as raised:
-        forward.costs.load(str(path))
+        get_costs(forward).load(str(path))
     assert_serves_on_without_costs(RuntimeConfig(costs=str(path)), str(raised.value), one_rank, forward, log)
 
 
@@ -279,7 +280,7 @@ def test_a_file_of_other_versions_is_used_with_a_warning(
 ) -> None:
     path = tmp_path / "costs.json"
     path.write_text(edit(lambda content: content["versions"].update(vllm="0.29.1"))(calibrated[0].read_text()))
-    forward.costs.prepare(RuntimeConfig(costs=str(path)))
+    get_costs(forward).prepare(RuntimeConfig(costs=str(path)))
     assert forward.runtime.planner is not None
     (first, second) = log.lines
     assert first[:2] == ("warning", "costs were measured with other versions")
@@ -312,7 +313,7 @@ def test_where_calibration_fails_serving_goes_on_without(
     monkeypatch.setattr(cost_source, "measure", measure)
     path = tmp_path / "costs.json"
     with pytest.raises((DeclineError, ConfigError), match=words) as raised:
-        forward.costs.calibrate(str(path))
+        get_costs(forward).calibrate(str(path))
     assert not path.exists()
     config = RuntimeConfig(calibrate=True, costs=str(path))
     assert_serves_on_without_costs(config, str(raised.value), one_rank, forward, log)
@@ -332,7 +333,7 @@ def test_where_the_file_cannot_be_written_the_costs_are_used_all_the_same(
 ) -> None:
     monkeypatch.setattr(cost_source, "measure", lambda *_: found)
     path = str(tmp_path / "absent" / "costs.json")
-    report = forward.costs.calibrate(path)
+    report = get_costs(forward).calibrate(path)
     assert forward.runtime.planner is not None
     assert forward.runtime.planner.table.digest == report.digest
     (told,) = log.find("the costs are in use, but not saved")
@@ -342,7 +343,7 @@ def test_where_the_file_cannot_be_written_the_costs_are_used_all_the_same(
 def test_costs_that_are_refused_leave_those_in_use(forward: SplitForward, log: Lines, tmp_path: Path) -> None:
     planner = forward.runtime.planner = make_planner(forward.runtime.program)
     with pytest.raises(ConfigError):
-        forward.costs.load(str(tmp_path / "absent.json"))
+        get_costs(forward).load(str(tmp_path / "absent.json"))
     assert forward.runtime.planner is planner
 
 
@@ -378,7 +379,7 @@ def load_on_rank(worker: Any, paths: tuple[str, str]) -> str:
     """Load a file of its own on each of two ranks; return the digest, or why the rank has none."""
     forward = worker.model_runner.get_model().forward
     try:
-        forward.costs.load(paths[forward.costs._group.rank_in_group])
+        get_costs(forward).load(paths[get_costs(forward)._group.rank_in_group])
         digest: str = forward.runtime.planner.table.digest
     except ConfigError as error:
         assert forward.runtime.planner is None
@@ -392,7 +393,7 @@ PROGRAM = record_layers(4)  # of one compute op and one that communicates
 TABLE = make_table(PROGRAM, COSTS)
 HANDOVER = 30e-6
 HANDOVERS = 2 * (2 * 4 - 1)  # each op of a micro-batch but its first waits for one on the other lane
-FIXED, PER_TOKEN = {"whole": -1e-4, "alternate": 4e-3}, {"whole": 5e-7, "alternate": 2e-6}
+FIXED, PER_TOKEN = {"unsplit": -1e-4, "alternate": 4e-3}, {"unsplit": 5e-7, "alternate": 2e-6}
 ALTERNATE = RuntimeConfig(policy=("alternate", 0))
 
 
@@ -402,10 +403,10 @@ def make_steps(sizes: tuple[int, ...], spread: tuple[float, ...] = (1.0,)) -> li
     steps = []
     for tokens in sizes:
         whole, half = BatchFeatures(tokens), BatchFeatures(tokens // 2)
-        seconds = {"whole": planner.predict_unsplit(whole), "alternate": planner.predict_split([half] * 2, ALTERNATE)}
+        seconds = {"unsplit": planner.predict_unsplit(whole), "alternate": planner.predict_split([half] * 2, ALTERNATE)}
         for factor in spread:
             steps.append(StepSample("sequential", (half, half), 1.0, HANDOVERS * HANDOVER * factor))
-            for way, loads in (("whole", (whole,)), ("alternate", (half, half))):
+            for way, loads in (("unsplit", (whole,)), ("alternate", (half, half))):
                 taken = seconds[way] + FIXED[way] + PER_TOKEN[way] * tokens
                 steps.append(StepSample(way, loads, taken * factor, 0.0))
     return steps
@@ -416,10 +417,12 @@ def test_what_steps_take_beside_their_ops_is_found_again(spread: tuple[float, ..
     table, errors = fit_steps(TABLE, PROGRAM, make_steps((64, 512, 4096), spread))
     host = table.host
     assert host.handover == pytest.approx(HANDOVER)
-    assert (host.unsplit, host.split) == pytest.approx((FIXED["whole"], FIXED["alternate"]))
-    assert (host.unsplit_per_token, host.split_per_token) == pytest.approx((PER_TOKEN["whole"], PER_TOKEN["alternate"]))
+    assert (host.unsplit, host.split) == pytest.approx((FIXED["unsplit"], FIXED["alternate"]))
+    assert (host.unsplit_per_token, host.split_per_token) == pytest.approx(
+        (PER_TOKEN["unsplit"], PER_TOKEN["alternate"])
+    )
     worst = 0.0 if len(spread) == 1 else 1 / 9  # of 0.9, 1.0 and 1.2 times: 1/9, 0 and 1/6 of what was measured
-    assert errors == pytest.approx({"whole": worst, "split": worst}, abs=1e-9)
+    assert errors == pytest.approx({"unsplit": worst, "split": worst}, abs=1e-9)
     assert replace(table, host=TABLE.host, split_error=0.0) == TABLE
     assert table.split_error == pytest.approx(0.0, abs=1e-9)  # each turn's whole and split step are off alike
 
@@ -430,7 +433,7 @@ def test_what_split_steps_take_longer_than_predicted_is_told_by_the_time_that_th
 
     def measure(*steps: tuple[float, float]) -> float:
         """Return the error where steps take so long whole, and so many times as long split; half is predicted."""
-        whole = [(run("whole", seconds), 1.0) for seconds, _ in steps]
+        whole = [(run("unsplit", seconds), 1.0) for seconds, _ in steps]
         return compute_split_error(whole, [(run("alternate", seconds * ratio), 0.5) for seconds, ratio in steps])
 
     assert measure() == 0.0
@@ -438,7 +441,7 @@ def test_what_split_steps_take_longer_than_predicted_is_told_by_the_time_that_th
     assert measure((1.0, 0.4)) == 0.0  # faster than predicted is no error
     assert measure(*[(0.01, 1.0)] * 10, (1.0, 0.55)) == pytest.approx(0.1)  # short steps are many, but matter little
     assert measure((1.0, 0.55), (1.0, 0.6), (1.0, 0.65), (1.0, 0.7)) == pytest.approx(0.3)
-    free = [(run("whole", 1.0), 1.0)], [(run("alternate", 1.0), 0.0)]
+    free = [(run("unsplit", 1.0), 1.0)], [(run("alternate", 1.0), 0.0)]
     assert compute_split_error(*free) == 0.0
 
 
@@ -446,21 +449,21 @@ def test_a_planner_of_the_fitted_costs_predicts_the_steps() -> None:
     steps = make_steps((64, 512, 4096))
     planner = Planner(PROGRAM, fit_steps(TABLE, PROGRAM, steps)[0])
     for step in steps:
-        if step.way == "whole":
+        if step.mode == "unsplit":
             assert planner.predict_unsplit(step.loads[0]) == pytest.approx(step.seconds)
-        if step.way == "alternate":
+        if step.mode == "alternate":
             assert planner.predict_split(step.loads, ALTERNATE) == pytest.approx(step.seconds)
 
 
 def test_steps_of_one_size_give_no_more_than_a_constant() -> None:
     host = fit_steps(TABLE, PROGRAM, make_steps((512,)))[0].host
     assert (host.unsplit_per_token, host.split_per_token) == (0.0, 0.0)
-    assert host.unsplit == pytest.approx(FIXED["whole"] + PER_TOKEN["whole"] * 512)
+    assert host.unsplit == pytest.approx(FIXED["unsplit"] + PER_TOKEN["unsplit"] * 512)
     assert host.split == pytest.approx(FIXED["alternate"] + PER_TOKEN["alternate"] * 512)
 
 
 def test_without_steps_costs_stay_as_they_are() -> None:
-    assert fit_steps(TABLE, PROGRAM, []) == (TABLE, {"whole": 0.0, "split": 0.0})
+    assert fit_steps(TABLE, PROGRAM, []) == (TABLE, {"unsplit": 0.0, "split": 0.0})
 
 
 def test_idle_time_below_nothing_is_no_handover() -> None:
@@ -471,7 +474,7 @@ def test_idle_time_below_nothing_is_no_handover() -> None:
 
 def test_a_rest_is_fitted_to_medians_of_repeats_and_to_relative_errors() -> None:
     def run(tokens: int, seconds: float, predicted: float) -> tuple[StepSample, float]:
-        return StepSample("whole", (BatchFeatures(tokens),), seconds, 0.0), predicted
+        return StepSample("unsplit", (BatchFeatures(tokens),), seconds, 0.0), predicted
 
     assert fit_rest([]) == (0.0, 0.0)
     disturbed = [run(10, 3.0, 1.0), run(10, 3.0, 1.0), run(10, 99.0, 1.0)]

@@ -16,10 +16,10 @@ from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.vllm_plugin.api.compat import Limits
+from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 from dbo_runtime.vllm_plugin.calibration import measurement
 from dbo_runtime.vllm_plugin.calibration.measurement import (
-    MOST_REPEATS,
+    MAX_REPEATS,
     Measurements,
     choose_repeats,
     expect_round,
@@ -31,7 +31,7 @@ from tests.vllm_plugin.costs import FEW_SHAPES, measure_few
 from tests.vllm_plugin.engine import Engine, make_prompt
 
 IN_TURNS = {shape.measure_parts(shape.cuts[0]) for shape in FEW_SHAPES}
-WAYS = ("whole", "sequential", "alternate")
+MODES = ("unsplit", "sequential", "alternate")
 ALONE = {shape.measure_parts(cut) for shape in FEW_SHAPES for cut in shape.cuts}
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate((40, 23, 61))]
 
@@ -52,12 +52,16 @@ def name_ops(program: Program) -> Counter[str]:
 
 def assert_complete(found: Measurements, ops: Counter[str]) -> None:
     """Assert that there are runs of all ops and steps, and of each op some alone at every load."""
-    expected = Counter(dict.fromkeys(WAYS, len(FEW_SHAPES) * MOST_REPEATS))
-    assert Counter(step.way for step in found.steps) == expected
-    loads = {way: {step.loads for step in found.steps if step.way == way} for way in WAYS}
-    assert loads == {"whole": {(s.measure_features(),) for s in FEW_SHAPES}, "sequential": ALONE, "alternate": IN_TURNS}
+    expected = Counter(dict.fromkeys(MODES, len(FEW_SHAPES) * MAX_REPEATS))
+    assert Counter(step.mode for step in found.steps) == expected
+    loads = {mode: {step.loads for step in found.steps if step.mode == mode} for mode in MODES}
+    assert loads == {
+        "unsplit": {(s.measure_features(),) for s in FEW_SHAPES},
+        "sequential": ALONE,
+        "alternate": IN_TURNS,
+    }
     assert all(step.seconds > step.idle >= 0 for step in found.steps)
-    assert all(step.idle == 0 for step in found.steps if step.way == "whole")
+    assert all(step.idle == 0 for step in found.steps if step.mode == "unsplit")
     assert {sample.op for sample in found.samples} == set(ops)
     parts = {part for loads in ALONE for part in loads}
     for op in ops:
@@ -126,7 +130,7 @@ def test_the_tail_of_a_request_that_is_cut_inside_has_its_head_as_context() -> N
 
 
 def test_a_shape_is_repeated_in_half_of_the_time_that_is_left() -> None:
-    assert choose_repeats(left=100.0, round_seconds=0.1) == MOST_REPEATS
+    assert choose_repeats(left=100.0, round_seconds=0.1) == MAX_REPEATS
     assert choose_repeats(left=100.0, round_seconds=10.0) == 2  # the two cuts
     assert choose_repeats(left=4.0, round_seconds=1.0) == 2
     assert choose_repeats(left=3.9, round_seconds=1.0) == 1
@@ -178,7 +182,7 @@ def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> Non
     ops = name_ops(one_rank.runner.get_model().forward.runtime.program)
     found, told = one_rank.llm.collective_rpc(measure_few)[0]
     assert_complete(found, ops)
-    runs = 2 * len(FEW_SHAPES) * MOST_REPEATS  # two ways of each
+    runs = 2 * len(FEW_SHAPES) * MAX_REPEATS  # two ways of each
     assert len(found.samples) == ops.total() * 2 * runs  # micro-batches
     shapes = [(number, len(FEW_SHAPES), str(shape)) for number, shape in enumerate(FEW_SHAPES)]
     assert told == [*shapes, (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
@@ -201,17 +205,17 @@ def look_at(engine: Engine) -> tuple[Any, ...]:
     """Return all that a measurement could leave changed."""
     runner = engine.runner
     forward = runner.get_model().forward
-    planner, tables = forward.planner, runner.input_batch.block_table.block_tables
+    decider, tables = forward.decider, runner.input_batch.block_table.block_tables
     return (
         id(forward),
         id(forward.runtime),
         forward.runtime.config,
         forward.recording,
         forward.recording.timeline,
-        forward.metrics,
-        planner.serving,
-        planner.choose_cuts,
-        planner.choose_sizes,
+        forward._metrics,
+        decider.phase,
+        decider.choose_cuts,
+        decider.choose_sizes,
         runner.uniform_decode_query_len,
         runner.scheduler_config.max_num_seqs,
         [(table.block_table.np.tolist(), table.num_blocks_per_row.tolist()) for table in tables],
@@ -228,16 +232,16 @@ def test_a_failure_leaves_nothing_behind(one_rank: Engine) -> None:
 
 
 def test_a_model_that_cannot_be_split_is_told_why(one_rank: Engine) -> None:
-    splitter = one_rank.runner.get_model().forward.planner._splitter
+    splitter = one_rank.runner.get_model().forward.decider._splitter
     refusal = patch.object(splitter, "read_batch", return_value=Decline("cascade attention"))
-    with refusal, pytest.raises(DeclineError, match=r"2 x 1 tokens after 16 cannot be split: cascade attention"):
+    with refusal, pytest.raises(DeclineError, match=r"cannot be split \(2 x 1 tokens after 16: cascade attention\)"):
         one_rank.llm.collective_rpc(measure_few)
 
 
 def test_without_time_the_smallest_batch_is_run_once_and_no_other(one_rank: Engine) -> None:
     found, told = one_rank.llm.collective_rpc(measure_few, args=(0.0,))[0]
     smallest = FEW_SHAPES[0]
-    assert [step.way for step in found.steps] == ["whole", "sequential", "alternate"]
+    assert [step.mode for step in found.steps] == ["unsplit", "sequential", "alternate"]
     assert {step.loads for step in found.steps[1:]} == {smallest.measure_parts(1)}
     assert told == [(0, len(FEW_SHAPES), str(smallest)), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
 

@@ -1,4 +1,4 @@
-"""What makes a model or a step run whole, and nothing else does."""
+"""What makes a step run unsplit, and nothing else does."""
 
 from __future__ import annotations
 
@@ -13,77 +13,11 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.context.checks import (
-    check_agreed_context,
-    check_config,
-    check_context,
-    check_prefix_cache,
-)
+from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_context, check_prefix_cache
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.profiles import scale
 
-
-def make_config(**changes: Any) -> SimpleNamespace:
-    """Return the part of a VllmConfig that is looked at, with no feature in use but *changes*."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            enable_elastic_ep=False,
-            enable_eplb=False,
-            use_sequence_parallel_moe=False,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            use_ubatching=False,
-        ),
-        model_config=SimpleNamespace(
-            is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, enable_return_routed_experts=False
-        ),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-        kv_transfer_config=None,
-        speculative_config=None,
-        lora_config=None,
-    )
-    parts = (config, config.parallel_config, config.model_config, config.compilation_config.pass_config)
-    for name, value in changes.items():
-        owners = [owner for owner in parts if hasattr(owner, name)]
-        assert len(owners) == 1, name
-        setattr(owners[0], name, value)
-    return config
-
-
-FEATURES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"pipeline_parallel_size": 2, "enable_sp": True},
-        "pipeline parallel with sequence parallelism (enable_sp)",
-    ),
-    ({"enable_elastic_ep": True}, "elastic expert parallel"),
-    ({"enable_eplb": True}, "expert load balancing (EPLB)"),
-    ({"use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
-    ({"decode_context_parallel_size": 2}, "decode context parallel"),
-    ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
-    ({"enable_return_routed_experts": True}, "returning the routed experts"),
-    ({"use_ubatching": True}, "vLLM's own micro-batching (--enable-dbo)"),
-    ({"kv_transfer_config": object()}, "a KV connector"),
-    ({"speculative_config": object()}, "speculative decoding"),
-    ({"lora_config": object()}, "LoRA"),
-    ({"is_hybrid": True}, "a state-space model"),
-    ({"is_attention_free": True}, "a state-space model"),
-    ({"is_encoder_decoder": True}, "an encoder-decoder model"),
-]
-
-
-@pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}], ids=str)
-def test_a_config_without_any_of_the_features_can_be_split(changes: dict[str, Any]) -> None:
-    assert check_config(make_config(**changes)) is None
-
-
-@pytest.mark.parametrize(("changes", "feature"), FEATURES, ids=[next(iter(changes)) for changes, _ in FEATURES])
-def test_a_feature_that_splitting_does_not_support_is_named(changes: dict[str, Any], feature: str) -> None:
-    assert check_config(make_config(**changes)) == f"not supported yet: {feature}"
-
-
-def test_of_several_features_one_is_named() -> None:
-    config = make_config(lora_config=object(), enable_eplb=True)
-    assert check_config(config) == "not supported yet: expert load balancing (EPLB)"
+CPU = get_platform("cpu")
 
 
 def make_context(**changes: Any) -> SimpleNamespace:
@@ -106,7 +40,7 @@ def make_context(**changes: Any) -> SimpleNamespace:
     ],
 )
 def test_a_step_with_a_context_that_cannot_be_split_declines(changes: dict[str, Any], reason: str) -> None:
-    assert check_context(make_context(**changes), 8) == Decline(reason)
+    assert check_context(make_context(**changes), 8, CPU) == Decline(reason)
 
 
 @pytest.mark.parametrize(
@@ -115,25 +49,25 @@ def test_a_step_with_a_context_that_cannot_be_split_declines(changes: dict[str, 
     ids=["eager", "piecewise graphs", "a mask of this batch's tokens"],
 )
 def test_a_plain_context_can_be_split(changes: dict[str, Any]) -> None:
-    assert check_context(make_context(**changes), 8) is None
+    assert check_context(make_context(**changes), 8, CPU) is None
 
 
 def test_data_parallel_ranks_decline_graphs_together() -> None:
     """Whether a rank was padded to a graph's size is its own affair; that there is a graph, all of them know."""
     graph = make_context(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"), dp_metadata=object())
-    assert check_agreed_context(graph) == Decline("padded to the size of a graph on all data parallel ranks")
-    assert check_agreed_context(make_context(dp_metadata=object())) is None
-    assert check_agreed_context(make_context()) == Decline("no data parallel metadata")
+    assert check_agreed_context(graph, CPU) == Decline("padded to the size of a graph on all data parallel ranks")
+    assert check_agreed_context(make_context(dp_metadata=object()), CPU) is None
+    assert check_agreed_context(make_context(), CPU) == Decline("no data parallel metadata")
 
 
 BLOCK = 4
-HAZARD = Decline("a request reads prefix-cache blocks that a later micro-batch writes")
+DECLINE = Decline("a request reads prefix-cache blocks that a later micro-batch writes")
 
 
 def find(
     query_lens: list[int], computed: list[int], blocks: list[list[int]], *cuts: int, block_size: int = BLOCK
 ) -> Decline | None:
-    """Ask for the hazard of requests with these query lengths, computed tokens and KV blocks."""
+    """Return the decline of requests with these query lengths, computed tokens and KV blocks."""
     width = max(map(len, blocks))
     table = np.array([[*row, *[0] * (width - len(row))] for row in blocks], dtype=np.int32)  # vLLM pads rows, too
     starts = np.array([0, *accumulate(query_lens)], dtype=np.int32)
@@ -143,12 +77,12 @@ def find(
 
 
 def test_reading_blocks_that_a_later_micro_batch_writes_declines() -> None:
-    assert find([4, 8], [8, 0], [[5, 6, 7], [5, 6]], 4) == HAZARD
+    assert find([4, 8], [8, 0], [[5, 6, 7], [5, 6]], 4) == DECLINE
 
 
 def test_reading_a_block_of_which_a_later_micro_batch_writes_the_end_declines() -> None:
     """The writer has come half through block 6 in earlier steps, and fills it in this one."""
-    assert find([4, 2], [8, 6], [[5, 6, 7], [5, 6]], 4) == HAZARD
+    assert find([4, 2], [8, 6], [[5, 6, 7], [5, 6]], 4) == DECLINE
 
 
 def test_reading_blocks_that_an_earlier_micro_batch_writes_is_fine() -> None:
@@ -163,7 +97,7 @@ def test_reading_blocks_that_were_written_in_earlier_steps_is_fine() -> None:
     assert find([4, 4], [8, 8], [[5, 6, 7], [5, 6, 8]], 4) is None
 
 
-def test_blocks_of_its_own_are_no_hazard_to_a_request_cut_inside() -> None:
+def test_a_request_cut_inside_may_read_its_own_blocks() -> None:
     assert find([12], [6], [[5, 6, 7, 8, 9]], 6) is None
 
 
@@ -171,19 +105,19 @@ def test_a_writer_cut_inside_declines_only_if_its_later_part_writes_what_is_read
     """The writer's tokens 0 to 7 fill blocks 5 and 6; the reader before it reads block 5, or 5 and 6."""
     reads_one, reads_two = [5, 8, 9], [5, 6, 9]
     assert find([4, 12], [4, 0], [reads_one, [5, 6, 7]], 4 + 4) is None
-    assert find([4, 12], [4, 0], [reads_one, [5, 6, 7]], 4 + 3) == HAZARD
+    assert find([4, 12], [4, 0], [reads_one, [5, 6, 7]], 4 + 3) == DECLINE
     assert find([4, 12], [8, 0], [reads_two, [5, 6, 7]], 4 + 8) is None
-    assert find([4, 12], [8, 0], [reads_two, [5, 6, 7]], 4 + 7) == HAZARD
+    assert find([4, 12], [8, 0], [reads_two, [5, 6, 7]], 4 + 7) == DECLINE
 
 
 def test_a_reader_cut_inside_declines_if_a_later_micro_batch_writes_what_it_reads() -> None:
-    assert find([8, 4], [4, 0], [[5, 6, 7], [5]], 4) == HAZARD
+    assert find([8, 4], [4, 0], [[5, 6, 7], [5]], 4) == DECLINE
 
 
-def test_a_hazard_between_two_later_micro_batches_is_found() -> None:
+def test_a_read_between_two_later_micro_batches_declines() -> None:
     query_lens, computed, blocks = [4, 4, 8], [0, 8, 0], [[4], [5, 6, 7], [5, 6]]
     assert find(query_lens, computed, blocks, 4) is None
-    assert find(query_lens, computed, blocks, 4, 8) == HAZARD
+    assert find(query_lens, computed, blocks, 4, 8) == DECLINE
 
 
 def test_without_computed_tokens_nothing_is_read_and_nothing_declines() -> None:
@@ -206,7 +140,7 @@ def steps_with_hits(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[in
     blocks = [[100 * row + column for column in range(-(-lengths[row] // block_size))] for row in rows]
     for reader in draw(st.permutations(rows)):
         writer = draw(st.sampled_from(rows[::-1]))
-        hit = min(computed[reader], lengths[writer]) // block_size  # it is on whole blocks
+        hit = min(computed[reader], lengths[writer]) // block_size  # a hit is a multiple of a block
         blocks[reader][:hit] = blocks[writer][:hit]
     cuts = draw(st.sets(st.integers(1, sum(query_lens) - 1), min_size=1, max_size=3))
     return query_lens, computed, blocks, block_size, sorted(cuts)
@@ -240,11 +174,11 @@ def test_it_declines_exactly_where_a_token_would_read_too_early(
     expected = reads_too_early(query_lens, computed, blocks, block_size, cuts)
     event("declines" if expected else "runs split")
     found = find(query_lens, computed, blocks, *cuts, block_size=block_size)
-    assert found == (HAZARD if expected else None)
+    assert found == (DECLINE if expected else None)
 
 
 def test_the_end_of_the_batch_is_no_cut() -> None:
     """One slice that holds everything has no later micro-batch."""
-    whole = [BatchSlice(0, 2, 0, 8)]
+    unsplit = [BatchSlice(0, 2, 0, 8)]
     table = np.array([[5, 6], [5, 6]])
-    assert check_prefix_cache(whole, np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK) is None
+    assert check_prefix_cache(unsplit, np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK) is None

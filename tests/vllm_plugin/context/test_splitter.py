@@ -20,26 +20,24 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.context.splitter import (
-    ContextSplitter,
-    Origin,
-    trace_builders,
-)
+from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, trace_builders
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 BLOCK = 16
-CONFIG: Any = SimpleNamespace()  # stands for a VllmConfig, which is only handed on
+CONFIG: Any = SimpleNamespace()  # in place of a VllmConfig, which is only passed on
 QUERY_LENS = (5, 3, 8, 4)
 COMPUTED = (0, 20, 2, 7)
 TOKENS = sum(QUERY_LENS)
-UNTRACED = getattr(AttentionGroup.get_metadata_builder, "_dbo_origin", AttentionGroup.get_metadata_builder)
+UNTRACED = getattr(AttentionGroup.get_metadata_builder, "_dbo_source", AttentionGroup.get_metadata_builder)
 
 
 def slice_common(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
-    return ContextSplitter(CONFIG)._slice_common(common, slices)
+    return ContextSplitter(get_platform("cpu"), CONFIG)._slice_common(common, slices)
 
 
-def find_hazard(origin: Origin, tokens: int) -> Decline | None:
-    return ContextSplitter(CONFIG)._find_common_hazard(origin, tokens)
+def check_common(source: MetadataSource, tokens: int) -> Decline | None:
+    return ContextSplitter(get_platform("cpu"), CONFIG)._check_common(source, tokens)
 
 
 @dataclass
@@ -96,7 +94,7 @@ def expect(first: int, last: int) -> dict[str, Any]:
     pieces = [
         (request, [p for _, p in group]) for request, group in groupby(tokens[first:last], lambda token: token[0])
     ]
-    whole = make_common()
+    batch = make_common()
     rows = [request for request, _ in pieces]
     starts = torch.tensor([0, *accumulate(len(positions) for _, positions in pieces)], dtype=torch.int32)
     seq_lens = torch.tensor([positions[-1] + 1 for _, positions in pieces], dtype=torch.int32)
@@ -109,10 +107,10 @@ def expect(first: int, last: int) -> dict[str, Any]:
         num_actual_tokens=last - first,
         max_query_len=max(len(positions) for _, positions in pieces),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=whole.block_table_tensor[rows],
-        slot_mapping=whole.slot_mapping[first:last],
+        block_table_tensor=batch.block_table_tensor[rows],
+        slot_mapping=batch.slot_mapping[first:last],
         positions=torch.tensor([p for _, positions in pieces for p in positions]),
-        is_prefilling=whole.is_prefilling[rows],
+        is_prefilling=batch.is_prefilling[rows],
     )
     return as_dict(part)
 
@@ -122,7 +120,7 @@ def expect(first: int, last: int) -> dict[str, Any]:
     [(8,), (16,), (6,), (11,), (18,), (5, 16), (6, 11), (8, 12), (10, 13), (5, 8, 16)],
     ids=str,
 )
-def test_every_field_of_a_slice_is_what_its_tokens_say(cuts: tuple[int, ...]) -> None:
+def test_every_field_of_a_slice_is_that_of_its_tokens(cuts: tuple[int, ...]) -> None:
     parts = slice_common(make_common(), cut(*cuts))
     edges = [0, *cuts, TOKENS]
     assert [as_dict(part) for part in parts] == [expect(*edge) for edge in pairwise(edges)]
@@ -185,16 +183,16 @@ def test_caches_are_not_inherited() -> None:
     assert tail.compute_num_computed_tokens().tolist() == [2 + 3, 7]
 
 
-def make_origin(common: Any, common_prefix_len: int = 0) -> Origin:
-    return Origin(weakref.ref(common), [], None, common, {}, common_prefix_len)
+def make_source(common: Any, common_prefix_len: int = 0) -> MetadataSource:
+    return MetadataSource(weakref.ref(common), [], None, common, {}, common_prefix_len)
 
 
-def test_a_plain_batch_has_no_hazard() -> None:
-    assert find_hazard(make_origin(make_common()), TOKENS) is None
+def test_a_plain_batch_can_be_split() -> None:
+    assert check_common(make_source(make_common()), TOKENS) is None
 
 
 def test_cascade_attention_declines() -> None:
-    assert find_hazard(make_origin(make_common(), common_prefix_len=32), TOKENS) == Decline("cascade attention")
+    assert check_common(make_source(make_common(), common_prefix_len=32), TOKENS) == Decline("cascade attention")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +201,7 @@ def test_cascade_attention_declines() -> None:
     ids=["input padded", "metadata padded", "both padded"],
 )
 def test_a_padded_batch_declines(tokens: int, changes: dict[str, Any]) -> None:
-    found = find_hazard(make_origin(make_common(**changes)), tokens)
+    found = check_common(make_source(make_common(**changes)), tokens)
     assert found is not None
     assert found.reason == "padded batch"
     assert found.detail.startswith(f"{tokens} tokens")
@@ -219,17 +217,17 @@ def test_a_padded_batch_declines(tokens: int, changes: dict[str, Any]) -> None:
     ],
 )
 def test_a_field_of_an_unsupported_feature_declines_by_name(name: str, value: Any) -> None:
-    found = find_hazard(make_origin(make_common(**{name: value})), TOKENS)
+    found = check_common(make_source(make_common(**{name: value})), TOKENS)
     assert found == Decline("attention metadata field not supported yet", name)
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_logits_indices", 0), ("mm_req_doc_ranges", {})])
 def test_a_field_of_an_unsupported_feature_that_is_empty_is_fine(name: str, value: Any) -> None:
-    assert find_hazard(make_origin(make_common(**{name: value})), TOKENS) is None
+    assert check_common(make_source(make_common(**{name: value})), TOKENS) is None
 
 
 def test_lengths_that_the_host_does_not_know_decline() -> None:
-    found = find_hazard(make_origin(make_common(seq_lens_cpu_upper_bound=None)), TOKENS)
+    found = check_common(make_source(make_common(seq_lens_cpu_upper_bound=None)), TOKENS)
     assert found == Decline("attention metadata without sequence lengths on the host")
 
 
@@ -246,7 +244,7 @@ class Unknown(CommonAttentionMetadata):
     ids=["per request", "starts", "per token", "rows per request", "array", "list", "tuple"],
 )
 def test_an_unknown_field_that_seems_to_be_per_request_or_per_token_declines(value: Any) -> None:
-    found = find_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS)
+    found = check_common(make_source(make_common(cls=Unknown, surprise=value)), TOKENS)
     assert found == Decline("unknown per-request or per-token attention metadata", "surprise")
 
 
@@ -256,7 +254,7 @@ def test_an_unknown_field_that_seems_to_be_per_request_or_per_token_declines(val
     ids=["nothing", "number", "scalar", "buffer", "array", "list", "text", "dict"],
 )
 def test_an_unknown_field_of_another_size_is_harmless(value: Any) -> None:
-    assert find_hazard(make_origin(make_common(cls=Unknown, surprise=value)), TOKENS) is None
+    assert check_common(make_source(make_common(cls=Unknown, surprise=value)), TOKENS) is None
 
 
 @dataclass
@@ -324,7 +322,7 @@ class SlottedMetadata:
 
 @pytest.fixture
 def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace builders, from vLLM's own accessor on, whatever an engine in this process has done before."""
+    """Trace builders, from vLLM's own accessor on, also where an engine of this process has traced them."""
     monkeypatch.setattr(AttentionGroup, "get_metadata_builder", UNTRACED)
     trace_builders()
     yield
@@ -354,13 +352,13 @@ def make_context(attn_metadata: Any, **changes: Any) -> ForwardContext:
 
 
 def build(group: AttentionGroup, common: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Build metadata the way vLLM's runner does, for each layer of the group."""
+    """Build metadata as vLLM's runner does, for each layer of the group."""
     metadata = group.get_metadata_builder().build(0, common or make_common(), *args, **kwargs)
     return dict.fromkeys(group.layer_names, metadata)
 
 
 def make_splitter() -> ContextSplitter:
-    return ContextSplitter(CONFIG)
+    return ContextSplitter(get_platform("cpu"), CONFIG)
 
 
 @pytest.mark.usefixtures("_traced")
@@ -374,10 +372,10 @@ def test_tracing_twice_is_tracing_once() -> None:
 def test_metadata_remembers_what_it_was_built_from() -> None:
     group, common = make_group(), make_common()
     metadata = group.get_metadata_builder().build(common_prefix_len=0, common_attn_metadata=common, fast_build=True)
-    origin, builder = metadata._dbo_origin, group.metadata_builders[0]
+    source, builder = get_source(metadata), group.metadata_builders[0]
     assert (metadata.common, metadata.builder, metadata.fast_build) == (common, builder, True)
-    assert (origin.metadata(), origin.common) == (metadata, common)
-    assert (origin.layer_names, origin.builder, origin.arguments) == (group.layer_names, builder, {"fast_build": True})
+    assert (source.metadata(), source.common) == (metadata, common)
+    assert (source.layer_names, source.builder, source.arguments) == (group.layer_names, builder, {"fast_build": True})
 
 
 @pytest.mark.usefixtures("_traced")
@@ -387,7 +385,7 @@ def test_arguments_may_be_given_by_position_and_a_builder_be_fetched_often() -> 
     assert group.get_metadata_builder() is builder
     metadata = group.get_metadata_builder().build(8, make_common(), True)
     assert (metadata.common_prefix_len, metadata.fast_build) == (8, True)
-    assert (metadata._dbo_origin.common_prefix_len, metadata._dbo_origin.arguments) == (8, {"fast_build": True})
+    assert (get_source(metadata).common_prefix_len, get_source(metadata).arguments) == (8, {"fast_build": True})
 
 
 @pytest.mark.usefixtures("_traced")
@@ -401,7 +399,7 @@ def test_metadata_that_cannot_be_marked_declines_by_its_type(cls: type, monkeypa
 
 @pytest.mark.usefixtures("_traced")
 def test_metadata_that_was_copied_for_another_group_of_layers_declines() -> None:
-    """Its origin is the first group's, and so are the block table and slots that it would be built again from."""
+    """Its source is the first group's, and so are the block table and slots that it would be built again from."""
     group = make_group()
     builder = group.get_metadata_builder()
     metadata = builder.build(0, make_common())
@@ -450,7 +448,7 @@ def test_unknown_data_for_each_token_in_the_context_declines_by_name() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_a_hazard_of_any_group_of_layers_declines() -> None:
+def test_one_group_of_layers_that_cannot_be_split_declines() -> None:
     one, other = make_group(FakeBuilder, "layers.0"), make_group(FakeBuilder, "layers.1")
     context = make_context({**build(one), **build(other, make_common(num_logits_indices=2))})
     found = make_splitter().read_batch(context, TOKENS)
@@ -458,7 +456,7 @@ def test_a_hazard_of_any_group_of_layers_declines() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_a_hazard_of_the_context_declines() -> None:
+def test_a_context_that_cannot_be_split_declines() -> None:
     context = make_context(build(make_group()), is_padding=torch.zeros(TOKENS + 4, dtype=torch.bool))
     assert make_splitter().read_batch(context, TOKENS) == Decline("padded batch")
 
@@ -488,7 +486,7 @@ def test_contexts_are_copies_that_share_nothing_that_a_step_changes() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_a_context_says_what_a_micro_batch_needs_to_run() -> None:
+def test_a_context_has_what_a_micro_batch_needs_to_run() -> None:
     mask = torch.arange(TOKENS) % 2 == 0
     parts = split(make_context(build(make_group()), is_padding=mask), 6, 11)
     for part, (first, last) in zip(parts, [(0, 6), (6, 11), (11, TOKENS)], strict=True):
@@ -524,21 +522,21 @@ def test_each_group_of_layers_is_built_by_its_own_backend() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_each_micro_batch_has_a_builder_of_its_own_and_keeps_it() -> None:
+def test_each_micro_batch_has_a_separate_builder_and_keeps_it() -> None:
     group, splitter = make_group(), make_splitter()
-    whole = group.get_metadata_builder()
-    whole.set_kernel_block_size(32)
+    unsplit = group.get_metadata_builder()
+    unsplit.set_kernel_block_size(32)
 
-    def find_builders(*cuts: int) -> list[FakeBuilder]:
+    def get_builders(*cuts: int) -> list[FakeBuilder]:
         parts = split(make_context(build(group)), *cuts, splitter=splitter)
         return [part.attn_metadata["layers.0"].builder for part in parts]
 
-    two, three = find_builders(8), find_builders(5, 11)
-    assert len({id(builder) for builder in (whole, *three)}) == 4
+    two, three = get_builders(8), get_builders(5, 11)
+    assert len({id(builder) for builder in (unsplit, *three)}) == 4
     assert all(one is other for one, other in zip(two, three, strict=False))
     for builder in three:
-        assert builder.kv_cache_spec is whole.kv_cache_spec
-        assert (builder.layer_names, builder.device) == (whole.layer_names, whole.device)
+        assert builder.kv_cache_spec is unsplit.kv_cache_spec
+        assert (builder.layer_names, builder.device) == (unsplit.layer_names, unsplit.device)
         assert builder.vllm_config is builder.current_config is CONFIG
         assert builder.kernel_block_size == 32
 

@@ -1,11 +1,7 @@
-"""Vision encoders with a host plan, split and unsplit: vLLM's very bits, on one rank and on two."""
+"""Vision encoders with host lengths, split and unsplit: vLLM's very bits, on one rank and on two."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,45 +21,25 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api import compat
-from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder, find_encoder, get_encoder
+from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths, make_attention_class, make_lengths
-from dbo_runtime.vllm_plugin.platforms import ascend
+from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from tests.vllm_plugin.engines import Engines
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ("qwen2.5", "qwen3")
+CPU = get_platform("cpu")
 ALWAYS = RuntimeConfig(enabled=True, mode="always")
 
 
-def run_ranks(folder: Path, family: str, ranks: int, batches: int, *words: str) -> list[dict[str, Any]]:
-    """Let ranks run batches of images in all ways, and return what each of them found."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": folder.name, "VLLM_LOGGING_LEVEL": "ERROR"}
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.vllm_plugin.encoder_ranks",
-                family,
-                str(rank),
-                str(ranks),
-                folder,
-                str(batches),
-                *words,
-            ],
-            cwd=ROOT,
-            env=env,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        assert [process.wait(timeout=300) for process in processes] == [0] * ranks
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+def compare_on_ranks(engines: Engines, ranks: int, *arguments: Any) -> list[dict[str, Any]]:
+    """Let ranks that share an encoder run batches of images, and return what each of them reports."""
+    from tests.vllm_plugin.encoder_ranks import compare_on_rank  # and with it vLLM's models
+
+    return engines.run(ranks, compare_on_rank, ranks, *arguments)
 
 
 def count_operations(family: str, ranks: int) -> list[float]:
@@ -80,8 +56,10 @@ def count_operations(family: str, ranks: int) -> list[float]:
     [(2, 12), pytest.param(1, 200, marks=pytest.mark.slow), pytest.param(2, 200, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planned_cut_or_whole_embeddings_are_vllms_own(tmp_path: Path, family: str, ranks: int, batches: int) -> None:
-    found = run_ranks(tmp_path, family, ranks, batches)
+def test_planned_cut_or_whole_embeddings_are_vllms_own(
+    tmp_path: Path, family: str, ranks: int, batches: int, engines: Engines
+) -> None:
+    found = compare_on_ranks(engines, ranks, tmp_path, family, batches)
     for rank in found:
         assert rank["differing"] == []
         assert rank["runs"]["planned"] == batches
@@ -97,9 +75,9 @@ def test_planned_cut_or_whole_embeddings_are_vllms_own(tmp_path: Path, family: s
 
 
 @pytest.mark.vllm
-def test_lengths_that_the_first_block_left_for_all_are_found_out(tmp_path: Path) -> None:
+def test_lengths_that_the_first_block_left_for_all_are_found_out(tmp_path: Path, engines: Engines) -> None:
     """The mistake of vllm-ascend #6448: blocks that attend within whole images were given windows."""
-    (rank,) = run_ranks(tmp_path, "qwen2.5", 1, 6, "forgetful")
+    (rank,) = compare_on_ranks(engines, 1, tmp_path, "qwen2.5", 6, True)
     assert {line.split()[0] for line in rank["differing"]} == {"planned", "cut", "always"}
 
 
@@ -119,7 +97,7 @@ class Doubling(torch.nn.Module):
 class DoublingAdapter:
     """Splits it, and remembers the grids, too."""
 
-    def __init__(self, factor: float = 2.0, refusal: str | None = None) -> None:
+    def __init__(self, factor: float = 2.0, refusal: Decline | None = None) -> None:
         self.split: list[Any] = []
         self.factor, self.refusal = factor, refusal
 
@@ -145,7 +123,7 @@ def make_split(adapter: DoublingAdapter, config: RuntimeConfig = ALWAYS, transpo
     program = p.build(adapter.record(p, encoder, ToyCollectives(), pixels, grids))
     runtime = MicroBatchRuntime(program, CpuDevice(), config, open_log(quiet=True), 1 if transport == "none" else 2)
     agreement: Any = SimpleNamespace(compare=encoder.statements.append)
-    encoder.forward = SplitEncoder(encoder, adapter, runtime, transport, agreement)  # type: ignore[method-assign]
+    SplitEncoder(encoder, adapter, runtime, transport, agreement).install()
     return encoder
 
 
@@ -168,7 +146,6 @@ def test_images_are_shared_out_by_work_and_stay_whole(parts: int, shares: list[A
         assert torch.equal(encoder(make_patches(), given), make_patches() * 2)
         assert adapter.split == shares
     assert encoder.whole == []
-    assert get_encoder(torch.nn.ModuleList([encoder])) is encoder.forward
 
 
 @pytest.mark.parametrize(
@@ -215,7 +192,7 @@ def test_the_settings_decide(settings: dict[str, Any], transport: str, reason: s
 
 def test_a_wrong_program_is_found_out_by_a_check() -> None:
     encoder = make_split(DoublingAdapter(factor=2.1), RuntimeConfig(enabled=True, mode="always", check=True))
-    with pytest.raises(SplitError, match=r"split and unsplit embeddings of images are .* apart .* cuts at \[20\]"):
+    with pytest.raises(SplitError, match=r"split and unsplit embeddings of images differ by .* cuts at \[20\]"):
         encoder(make_patches(), GRIDS)
     encoder(make_patches(GRIDS[:1]), GRIDS[:1])
     split, whole = encoder.statements  # which all ranks compare
@@ -246,40 +223,41 @@ def make_config(**changes: Any) -> Any:
         ({"compile_mm_encoder": True}, "not supported yet: a compiled encoder"),
         ({"cudagraph_mm_encoder": True}, "not supported yet: graphs of the encoder"),
         ({"lora": object()}, "not supported yet: LoRA"),
-        ({"mode": "data"}, "each rank embeds images of its own, so there is no communication to hide"),
-        ({}, "its encoder is a whim"),
+        ({"mode": "data"}, "each rank embeds different images, so there is no communication to hide"),
+        ({}, "on a whim"),
     ],
 )
 def test_an_encoder_that_cannot_be_split_says_why(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
 ) -> None:
-    adapter = DoublingAdapter(refusal="its encoder is a whim")
-    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.get_encoder_adapter", lambda name: adapter)
-    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.list_encoders", lambda: {"Doubling"})
+    adapter = DoublingAdapter(refusal=Decline("on a whim"))
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.program.get_encoder_adapter", lambda name: adapter)
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.program.list_encoders", lambda: {"Doubling"})
     collectives: Any = ToyCollectives()
-    assert find_encoder(torch.nn.ModuleList([Doubling()]), make_config(**changes), collectives) == reason
+    assert record_encoder(torch.nn.ModuleList([Doubling()]), make_config(**changes), CPU, collectives) == Decline(
+        reason
+    )
 
 
 def test_a_feature_of_vllm_ascend_that_splitting_does_not_support_speaks_against_encoders_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collectives: Any = ToyCollectives()
-    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.get_encoder_adapter", lambda name: DoublingAdapter())
-    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.forward.list_encoders", lambda: {"Doubling"})
-    monkeypatch.setattr(compat, "get_device_type", lambda: "npu")
-    monkeypatch.setattr(ascend, "check_config", lambda config: "not supported yet: its own MLP group")
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.program.get_encoder_adapter", lambda name: DoublingAdapter())
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.program.list_encoders", lambda: {"Doubling"})
+    platform, unsupported = Platform("npu"), Decline("not supported yet: its own MLP group")
+    monkeypatch.setattr(platform, "check_config", lambda config: unsupported)
     model = torch.nn.ModuleList([Doubling()])
-    assert find_encoder(model, make_config(), collectives) == "not supported yet: its own MLP group"
-    monkeypatch.setattr(ascend, "check_config", lambda config: None)
-    assert not isinstance(find_encoder(model, make_config(), collectives), str)
+    assert record_encoder(model, make_config(), platform, collectives) == unsupported
+    monkeypatch.setattr(platform, "check_config", lambda config: None)
+    assert isinstance(record_encoder(model, make_config(), platform, collectives), EncoderProgram)
 
 
 def test_an_encoder_of_a_class_that_nobody_registered_runs_whole() -> None:
     collectives: Any = ToyCollectives()
-    found = find_encoder(torch.nn.ModuleList([Doubling()]), make_config(), collectives)
-    assert found == "no adapter is registered for its encoder"
+    found = record_encoder(torch.nn.ModuleList([Doubling()]), make_config(), CPU, collectives)
+    assert found == Decline("no adapter is registered for the encoder")
     assert get_encoder_adapter("Doubling") is None
-    assert get_encoder(torch.nn.ModuleList([Doubling()])) is None
 
 
 class StageMissingLayer(torch.nn.Module):
@@ -288,8 +266,8 @@ class StageMissingLayer(torch.nn.Module):
 
 def test_an_encoder_that_vllm_left_out_is_told_of() -> None:
     collectives: Any = ToyCollectives()
-    found = find_encoder(torch.nn.ModuleList([StageMissingLayer()]), make_config(), collectives)
-    assert found == "its encoder is not loaded"
+    found = record_encoder(torch.nn.ModuleList([StageMissingLayer()]), make_config(), CPU, collectives)
+    assert found == Decline("the encoder is not loaded")
 
 
 def test_parts_that_are_not_known_are_declined() -> None:
@@ -324,7 +302,7 @@ class OwnAttention:
 
 
 def make_attention(check: bool = False, factor: float = 1.0) -> Any:
-    return make_attention_class(OwnAttention, "cpu", check)(factor)
+    return make_attention_class(OwnAttention, CpuAttention, check)(factor)
 
 
 PACKED = torch.randn(1, 12, 2, 4, generator=torch.Generator().manual_seed(0))
@@ -340,7 +318,7 @@ def test_attention_that_was_not_planned_is_left_to_whoever_had_it(shape: tuple[i
 
 
 def test_a_plan_for_other_images_is_refused() -> None:
-    with pytest.raises(SplitError, match="12 patches came to an encoder's attention that was planned for 8"):
+    with pytest.raises(SplitError, match="got 12 patches, but sequence lengths of 8"):
         make_attention().forward_cpu(PACKED, PACKED, PACKED, None, None, make_lengths(ENDS[:3]))
 
 
@@ -349,7 +327,7 @@ def test_under_a_check_both_ways_are_computed_and_compared() -> None:
     planned, checked = make_attention(), make_attention(check=True)
     assert torch.equal(planned.forward_cpu(*given), checked.forward_cpu(*given))
     assert (len(planned.given), len(checked.given)) == (0, 1)
-    with pytest.raises(SplitError, match=r"images' attention with the host plan and without are .* lengths"):
+    with pytest.raises(SplitError, match=r"images' attention with host lengths and without differ by .* lengths"):
         make_attention(check=True, factor=1.1).forward_cpu(*given)
 
 

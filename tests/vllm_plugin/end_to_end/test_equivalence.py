@@ -160,10 +160,12 @@ def test_two_ranks_decode_and_mixed_steps_are_close(two_ranks: Engine, cuts: tup
     assert_close(whole, run_cut(two_ranks, cuts, PROMPTS, 6, MIXED))
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("count", [25, pytest.param(125, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
-def test_held_out_accuracy_is_the_same_with_and_without(ranks: str, request: pytest.FixtureRequest) -> None:
+def test_held_out_accuracy_is_the_same_with_and_without(ranks: str, count: int, request: pytest.FixtureRequest) -> None:
     engine: Engine = request.getfixturevalue(ranks)
-    tasks = held_out(125)
+    tasks = held_out(count)
     prompts = [task.prompt for task in tasks]
     engine.configure(DBO_MODE="off")
     whole = engine.answer(prompts)

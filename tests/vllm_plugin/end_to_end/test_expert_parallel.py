@@ -15,7 +15,6 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.planner.online import correction
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements
 from tests.vllm_plugin.calibration.test_measurement import assert_complete
-from tests.vllm_plugin.conftest import ENVIRONMENT, TINY
 from tests.vllm_plugin.costs import calibrate_few, forget_costs, measure_few
 from tests.vllm_plugin.end_to_end.test_equivalence import (
     BOUNDARIES,
@@ -27,6 +26,7 @@ from tests.vllm_plugin.end_to_end.test_equivalence import (
     run_whole,
 )
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
+from tests.vllm_plugin.engines import Engines
 from tests.vllm_plugin.ranks import Ranks
 
 LENGTHS = ((96, 64, 160, 128, 80), (32, 200, 48, 48, 120, 16))
@@ -207,7 +207,7 @@ def test_one_ranks_own_reason_stops_all_of_them(data_parallel: Ranks) -> None:
 def generate_with_a_hazard(engine: Engine, rank: int, blind: int) -> tuple[list[Answer], int, dict[str, int]]:
     """Let rank *blind* refuse its second and fourth step."""
     forward = engine.runner.get_model().forward
-    splitter, agreement = forward.planner._splitter, forward.planner._agreement
+    splitter, agreement = forward.decider._splitter, forward.decider._agreement
     calls = iter(range(100))
 
     def split(context: Any, slices: Any, sizes: Any = ()) -> Any:
@@ -348,11 +348,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_layouts_of_ranks_are_close(layout: str) -> None:
+def test_other_layouts_of_ranks_are_close(layout: str, engines: Engines) -> None:
     size, settings, options = LAYOUTS[layout]
-    ranks = Ranks(TINY, size, {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **settings}, **options)
-    try:
+    with engines.start_ranks(size, settings=settings, **options) as ranks:
         batches = [BATCHES[rank % 2] for rank in range(size)]
         assert_split_is_close(ranks, None, 3, [ARRIVALS[rank % 2] for rank in range(size)], batches)
-    finally:
-        ranks.close()

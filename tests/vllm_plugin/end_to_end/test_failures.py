@@ -128,7 +128,7 @@ def test_the_check_finds_an_op_that_errs_in_one_micro_batch(
     assert calls == [64, 64, 128]  # both micro-batches, then the whole
     figure = r"[0-9.e+-]+"
     assert re.match(
-        rf"split and unsplit hidden states are {figure} of the largest apart \(allowed {figure}; 64 of 128 tokens are "
+        rf"split and unsplit hidden states differ by {figure} of the largest value \(allowed {figure}; 64 of 128 "
         r"further\) with cuts at \[64\], "
         r"schedule [0-9a-f]{16}\. .*DBO_MODE=off",
         str(raised.value),
@@ -139,7 +139,7 @@ def test_the_check_finds_attention_metadata_of_the_wrong_micro_batch(
     one_rank: Engine, forward: SplitForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a decode, that is: each request then reads what it needs from the cache, and finds it by its metadata."""
-    splitter = forward.planner._splitter
+    splitter = forward.decider._splitter
     split = splitter.split
     monkeypatch.setattr(splitter, "split", lambda context, slices: split(context, slices)[:1] * len(slices))
     one_rank.configure(DBO_CHECK="1")
@@ -198,7 +198,9 @@ def test_splits_and_declines_are_counted_and_each_reason_is_told_of_once(
     one_rank: Engine, lines: list[tuple[str, dict[str, Any]]]
 ) -> None:
     one_rank.generate(PROMPTS[:1], 4)  # the prompt is cut inside; a decode of one token cannot be
-    assert one_rank.statistics() == [{"split": 1, "beside": 0, "micro_batches": 2, "declined": {"nowhere to cut": 3}}]
+    assert one_rank.statistics() == [
+        {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {"nowhere to cut": 3}}
+    ]
     one_rank.configure(DBO_MODE="off")
     one_rank.generate(PROMPTS, 2)
     one_rank.configure(DBO_MODE="auto")
@@ -206,12 +208,12 @@ def test_splits_and_declines_are_counted_and_each_reason_is_told_of_once(
     one_rank.configure()
     one_rank.generate(PROMPTS[:1], 2)
     declined = {"nowhere to cut": 4, "DBO_MODE is off": 2, "no communication to hide": 2}
-    assert one_rank.statistics() == [{"split": 2, "beside": 0, "micro_batches": 4, "declined": declined}]
+    assert one_rank.statistics() == [{"split": 2, "concurrent": 0, "micro_batches": 4, "declined": declined}]
     assert [(event, figures.get("reason"), figures.get("detail")) for event, figures in lines] == [
         ("new plan", None, None),
-        ("step not split, runs whole", "nowhere to cut", "1 requests, 1 tokens"),
-        ("step not split, runs whole", "DBO_MODE is off", None),
-        ("step not split, runs whole", "no communication to hide", "no layer is spread over ranks"),
+        ("step not split", "nowhere to cut", "1 requests, 1 tokens"),
+        ("step not split", "DBO_MODE is off", None),
+        ("step not split", "no communication to hide", "no layer is spread over ranks"),
     ]
 
 
@@ -223,7 +225,7 @@ def test_each_number_of_micro_batches_is_planned_and_told_of_once(
         one_rank.generate(PROMPTS)
         one_rank.configure(DBO_MICRO_BATCHES="3")
         one_rank.generate(PROMPTS)
-    assert one_rank.statistics() == [{"split": 4, "beside": 0, "micro_batches": 2 + 3 + 2 + 3, "declined": {}}]
+    assert one_rank.statistics() == [{"split": 4, "concurrent": 0, "micro_batches": 2 + 3 + 2 + 3, "declined": {}}]
     assert [event for event, _ in lines] == ["new plan", "new plan"]
     two, three = (figures for _, figures in lines)
     assert (two["micro_batches"], three["micro_batches"]) == (2, 3)

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from dbo_runtime.adapter import GROUP
-from tests.vllm_plugin.conftest import ENVIRONMENT, share_cores, start
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_whole
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import FAMILIES, find_backend, make_family
-from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.vision_families import QWEN3, QWEN25
 
 OURS = tuple(name for name in FAMILIES if name != "GraniteForCausalLM")  # which has the tutorial's, or none
@@ -25,10 +24,13 @@ MIXED_CUTS = [(1,), (2, 4), (40,), (2, 162)]
 
 
 @pytest.fixture(scope="module", params=OURS)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
+) -> Iterator[Engine]:
     model = make_family(request.param, tmp_path_factory.mktemp(request.param))
     options = {"enable_prefix_caching": False, "attention_backend": find_backend(request.param)}
-    yield from start(2, share_cores(), model, **options)
+    with engines.start(2, share_cores(), model, **options) as engine:
+        yield engine
 
 
 def assert_split_says_what_whole_does(engine: Engine) -> None:
@@ -50,17 +52,13 @@ def test_split_steps_say_what_whole_ones_do(family: Engine) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_tokens_of_qwen3_moe_travel_to_experts_on_other_ranks(tmp_path: Path) -> None:
+def test_tokens_of_qwen3_moe_travel_to_experts_on_other_ranks(tmp_path: Path, engines: Engines) -> None:
     name = "Qwen3MoeForCausalLM"
     options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
-    environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    ranks = Ranks(make_family(name, tmp_path), 2, environment, **options)
-    try:
+    with engines.start_ranks(2, make_family(name, tmp_path), **options) as ranks:
         assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
         assert_split_is_close(ranks, [[100, 300], [60, 200]])
         assert_split_is_close(ranks, [[2], [3]], 6, ARRIVALS)
-    finally:
-        ranks.close()
 
 
 def test_every_architecture_that_we_register_is_among_them() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import dbo_runtime
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
-from tests.vllm_plugin.conftest import share_cores, start
-from tests.vllm_plugin.costs import calibrate_few, forget_costs
+from tests.vllm_plugin.costs import calibrate_few, forget_costs, get_costs
 from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
 from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.vllm_plugin.engines import Engines, share_cores
 
 STAGES = 2
 LAYERS = ({0, 1}, {2})  # of the tiny model, as vLLM shares them out
@@ -29,11 +28,11 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traces")
 
 
-@pytest.fixture(scope="session")  # not shorter: ending one engine takes down the groups of others in this process
-def stages(traces: Path) -> Iterator[Engine]:
+@pytest.fixture(scope="session")
+def stages(traces: Path, engines: Engines) -> Engine:
     """Return an engine whose model is on two stages, each with one rank on a core of its own."""
     settings = {"DBO_TRACE": str(traces), "DBO_TRACE_STEPS": "3"}
-    yield from start(1, share_cores(), settings=settings, pipeline_parallel_size=STAGES)
+    return engines.get(1, share_cores(), settings=settings, pipeline_parallel_size=STAGES)
 
 
 @pytest.mark.parametrize("cuts", [(BOUNDARIES[0],), (BOUNDARIES[2],), (17,), (263,), (100, 300), (132, 264, 396)])
@@ -125,7 +124,7 @@ def test_each_stage_writes_traces_of_its_own(stages: Engine, traces: Path) -> No
 
 def load_on_stage(worker: Any, path: str) -> str:
     forward = worker.model_runner.get_model().forward
-    forward.costs.load(path)
+    get_costs(forward).load(path)
     digest: str = forward.runtime.planner.table.digest
     return digest
 

@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dbo_runtime.observe.timeline import Timeline
-from tests.vllm_plugin.conftest import ENVIRONMENT, TINY, share_cores, start
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_whole
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.end_to_end.test_families import MIXED_CUTS, OURS, PROMPTS, assert_split_says_what_whole_does
 from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS, ask
 from tests.vllm_plugin.engine import Engine
+from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import find_backend, make_family
-from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CHUNK = 200  # tokens of a step, fewer than there are in the prompts: their prefills are chunked
 CHUNK_CUTS = [(96,), (17,), (150,), (50, 100, 150)]
-NO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # four ranks share two
 
 
-def start_family(name: str, folder: Path, stages: int = 2, ranks: int = 1, **options: Any) -> Iterator[Engine]:
+def start_family(
+    engines: Engines, name: str, folder: Path, stages: int = 2, ranks: int = 1, **options: Any
+) -> AbstractContextManager[Engine]:
     """Start an engine for a family of random weights."""
     cores = share_cores() if stages * ranks == 2 else "nobind"
     defaults = {"enable_prefix_caching": False, "attention_backend": find_backend(name)}
-    yield from start(ranks, cores, make_family(name, folder), pipeline_parallel_size=stages, **defaults, **options)
+    model = make_family(name, folder)
+    return engines.start(ranks, cores, model, pipeline_parallel_size=stages, **defaults, **options)
 
 
 @pytest.fixture(scope="module", params=OURS)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    yield from start_family(request.param, tmp_path_factory.mktemp(request.param))
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
+) -> Iterator[Engine]:
+    with start_family(engines, request.param, tmp_path_factory.mktemp(request.param)) as engine:
+        yield engine
 
 
 def test_two_stages_of_every_family_say_split_what_they_say_whole(family: Engine) -> None:
@@ -55,34 +60,34 @@ def assert_chunks_are_close(engine: Engine) -> None:
     ("name", "stages"), [("LlamaForCausalLM", 2), ("LlamaForCausalLM", 3), ("Qwen3MoeForCausalLM", 2)]
 )
 def test_chunked_prefills_are_close_on_two_stages_and_with_one_in_the_middle(
-    name: str, stages: int, tmp_path: Path
+    name: str, stages: int, tmp_path: Path, engines: Engines
 ) -> None:
     options = {"max_num_batched_tokens": CHUNK, "enable_chunked_prefill": True}
-    for engine in start_family(name, tmp_path, stages, **options):
+    with start_family(engines, name, tmp_path, stages, **options) as engine:
         assert_chunks_are_close(engine)
         assert len(engine.statistics()) == stages
 
 
-def test_whole_steps_may_be_compiled(tmp_path: Path) -> None:
-    for engine in start_family("LlamaForCausalLM", tmp_path, enforce_eager=False):
+def test_whole_steps_may_be_compiled(tmp_path: Path, engines: Engines) -> None:
+    with start_family(engines, "LlamaForCausalLM", tmp_path, enforce_eager=False) as engine:
         whole = run_whole(engine, PROMPTS, 4, MIXED)
         for cuts in MIXED_CUTS:
             assert_close(whole, run_cut(engine, cuts, PROMPTS, 4, MIXED))
 
 
-def test_embeddings_may_be_tied_to_the_last_stage(tmp_path: Path) -> None:
+def test_embeddings_may_be_tied_to_the_last_stage(tmp_path: Path, engines: Engines) -> None:
     model = make_family("LlamaForCausalLM", tmp_path, tie_word_embeddings=True)
     options = {"attention_backend": "CPU_ATTN", "pipeline_parallel_size": 2}
-    for engine in start(1, share_cores(), model, **options):  # with prefix caching
+    with engines.start(1, share_cores(), model, **options) as engine:  # with prefix caching
         whole = run_whole(engine, PROMPTS, 4, MIXED)
         for cuts in MIXED_CUTS:
             assert_close(whole, run_cut(engine, cuts, PROMPTS, 4, MIXED))
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
-def test_stages_of_two_ranks_each_reduce_beside_computation(name: str, tmp_path: Path) -> None:
+def test_stages_of_two_ranks_each_reduce_beside_computation(name: str, tmp_path: Path, engines: Engines) -> None:
     """Two ranks of a stage agree with each other, and not with those of the other stage."""
-    for engine in start_family(name, tmp_path / "model", ranks=2):
+    with start_family(engines, name, tmp_path / "model", ranks=2) as engine:
         assert_split_says_what_whole_does(engine)
         engine.llm.collective_rpc("dbo_request_timeline")
         engine.configure(DBO_CHECK="1")
@@ -100,7 +105,7 @@ def test_stages_of_two_ranks_each_reduce_beside_computation(name: str, tmp_path:
 
 
 def test_a_stage_that_is_declined_keeps_no_other_from_splitting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: Engines
 ) -> None:
     """Communicators take all ranks of vLLM's world to make, those of stages that run whole included.
 
@@ -108,7 +113,7 @@ def test_a_stage_that_is_declined_keeps_no_other_from_splitting(
     """
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
     extension = "tests.vllm_plugin.declining.Extension"
-    for engine in start_family("LlamaForCausalLM", tmp_path, ranks=2, worker_extension_cls=extension):
+    with start_family(engines, "LlamaForCausalLM", tmp_path, ranks=2, worker_extension_cls=extension) as engine:
         whole = run_whole(engine, PROMPTS, 4, MIXED)
         assert_close(whole, engine.generate(PROMPTS, 4, MIXED))
         first, second, *others = engine.statistics()
@@ -117,11 +122,11 @@ def test_a_stage_that_is_declined_keeps_no_other_from_splitting(
         assert others == [None, None]
 
 
-def test_a_pipeline_without_an_adapter_says_split_what_it_says_whole(tmp_path: Path) -> None:
+def test_a_pipeline_without_an_adapter_says_split_what_it_says_whole(tmp_path: Path, engines: Engines) -> None:
     name = "GraniteForCausalLM"
     options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "pipeline_parallel_size": 2}
     settings = {"DBO_GENERIC": "1"}
-    for engine in start(2, "nobind", make_family(name, tmp_path), settings, **options):
+    with engines.start(2, "nobind", make_family(name, tmp_path), settings, **options) as engine:
         assert_split_says_what_whole_does(engine)
         engine.llm.collective_rpc("dbo_request_timeline")
         run_cut(engine, (96,), PROMPTS)
@@ -130,22 +135,22 @@ def test_a_pipeline_without_an_adapter_says_split_what_it_says_whole(tmp_path: P
         assert layers == [{"L0", "L1"}] * 2 + [{"L2"}] * 2
 
 
-def test_pipelines_whose_tokens_travel_between_data_parallel_ranks_are_close() -> None:
+def test_pipelines_whose_tokens_travel_between_data_parallel_ranks_are_close(engines: Engines) -> None:
     """Four processes: two pipelines of two stages, each of which has half of the experts of its layers."""
     options = {"max_num_batched_tokens": 2048, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **NO_CORES}, **options)
-    try:
+    with engines.start_ranks(2, **options) as ranks:
         assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
         assert_split_is_close(ranks, [[100, 300], [60, 200]])
         assert_split_is_close(ranks, None, 6, ARRIVALS)
-    finally:
-        ranks.close()
 
 
 @pytest.fixture(scope="module", params=[QWEN25, QWEN3])
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def seeing(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
+) -> Iterator[Engine]:
     model = make_vision_family(request.param, tmp_path_factory.mktemp(request.param))
-    yield from start(1, share_cores(), model, pipeline_parallel_size=2, **OPTIONS)
+    with engines.start(1, share_cores(), model, pipeline_parallel_size=2, **OPTIONS) as engine:
+        yield engine
 
 
 def test_models_that_see_are_cut_with_what_their_first_stage_adds(seeing: Engine) -> None:

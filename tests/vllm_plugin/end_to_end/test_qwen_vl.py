@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_plugin.conftest import share_cores, start
 from tests.vllm_plugin.end_to_end.test_equivalence import assert_close
 from tests.vllm_plugin.engine import Answer, Engine
+from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -25,9 +25,12 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module", params=[QWEN25, QWEN3])
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def seeing(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
+) -> Iterator[Engine]:
     model = make_vision_family(request.param, tmp_path_factory.mktemp(request.param))
-    yield from start(2, share_cores(), model, **OPTIONS)
+    with engines.start(2, share_cores(), model, **OPTIONS) as engine:
+        yield engine
 
 
 def count_encoder(engine: Engine) -> int:

@@ -12,7 +12,7 @@ import pytest
 from examples.tiny_pictures import held_out as held_out_pictures
 from examples.tiny_tasks import held_out
 from tests.observe.trace_folders import check_traces
-from tests.vllm_plugin.conftest import TINY, share_cores
+from tests.vllm_plugin.engines import TINY, share_cores
 from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.server import serve
 from tests.vllm_plugin.vision_families import TINY as TINY_VISION
@@ -33,7 +33,7 @@ def test_two_ranks_served_with_overlap_answer_as_without(tmp_path: Path) -> None
         assert server.complete(PROMPTS) == ANSWERS
         steps, predicted = server.scrape("vllm:dbo_steps_total"), server.scrape("vllm:dbo_predicted_seconds_total")
         log = server.log.read_text()
-    assert {labels.partition('way="')[2]: count > 0 for labels, count in steps.items()}['split"}'] is True
+    assert {labels.partition('mode="')[2]: count > 0 for labels, count in steps.items()}['split"}'] is True
     assert all('engine="0"' in labels and f'model_name="{TINY}"' in labels for labels in steps)
     assert not predicted  # nothing is, without costs
     check_traces(tmp_path / "traces", ranks=2, steps=3)
@@ -52,7 +52,7 @@ def test_data_and_expert_parallel_served_with_overlap_answer_as_without(tmp_path
         assert server.complete(PROMPTS) == ANSWERS
         steps = server.scrape("vllm:dbo_steps_total")
         log = server.log.read_text()
-    split = {labels: count for labels, count in steps.items() if 'way="split"' in labels}
+    split = {labels: count for labels, count in steps.items() if 'mode="split"' in labels}
     assert sorted(labels.partition('engine="')[2][0] for labels in split) == ["0", "1"]
     assert len(set(split.values())) == 1  # all split a step, or none
     assert min(split.values()) > 0
@@ -77,7 +77,7 @@ def test_pictures_are_seen_with_overlap_as_without(tmp_path: Path) -> None:
             forwards, log = server.scrape("vllm:dbo_encoder_forwards_total"), server.log.read_text()
     assert answers[0] == answers[1]
     assert sum(answer == question.answer for answer, question in zip(answers[1], questions, strict=True)) >= RIGHT
-    assert next(count for labels, count in forwards.items() if 'way="split"' in labels) > 0
+    assert next(count for labels, count in forwards.items() if 'mode="split"' in labels) > 0
     assert log.count("the vision encoder overlaps, too") == 1
     assert "encoder=Qwen2_5_VisionTransformer  adapter=dbo_models.qwen_vl.Qwen25VisionAdapter" in log
 
@@ -101,7 +101,9 @@ def test_a_model_without_an_adapter_is_served_whole_and_the_log_says_so(tmp_path
     )
     done = run_python(script, VLLM_ENABLE_V1_MULTIPROCESSING="0", **ON)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "every step runs whole  reason=no adapter is registered for GraniteForCausalLM; docs/write" in done.stderr
+    assert (
+        "every step runs unsplit  reason=no adapter is registered  detail=GraniteForCausalLM; docs/write" in done.stderr
+    )
 
 
 def test_a_setting_that_is_not_allowed_stops_the_start(tmp_path: Path) -> None:

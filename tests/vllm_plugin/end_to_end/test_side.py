@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from dbo_runtime.observe.timeline import Timeline
-from tests.vllm_plugin.conftest import ENVIRONMENT, TINY, share_cores, start
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
 from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
+from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.ranks import Ranks
 
 SIDE = {"DBO_SIDE": "on"}
@@ -27,32 +27,18 @@ GENERATED = 2000
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="session")  # not shorter: ending one engine takes down the groups of others in this process
-def one_beside() -> Iterator[Engine]:
-    yield from start(1, "nobind", settings=SIDE, max_model_len=2048)
-
-
-@pytest.fixture(scope="session")
-def two_beside() -> Iterator[Engine]:
-    yield from start(2, share_cores(), settings=SIDE, max_model_len=2048)
-
-
-@pytest.fixture(params=["one_beside", "two_beside"])
-def beside(request: pytest.FixtureRequest) -> Engine:
-    """Return an engine whose latent attention is taken apart."""
-    engine: Engine = request.getfixturevalue(request.param)
-    return engine
+@pytest.fixture(scope="session", params=[1, 2], ids=["one rank", "two ranks"])
+def beside(request: pytest.FixtureRequest, engines: Engines) -> Engine:
+    """Return an engine whose latent attention is decomposed."""
+    cores = "nobind" if request.param == 1 else share_cores()
+    return engines.get(request.param, cores, settings=SIDE, max_model_len=2048)
 
 
 @pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
-def experts_beside(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def experts_beside(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Ranks]:
     """Return two data parallel ranks that share out the experts, with either way to reach them."""
-    settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "DBO_DISPATCH": request.param, **SIDE}
-    ranks = Ranks(TINY, 2, {**ENVIRONMENT, **settings}, max_num_batched_tokens=2048)
-    try:
+    with engines.start_ranks(2, settings={"DBO_DISPATCH": request.param, **SIDE}, max_num_batched_tokens=2048) as ranks:
         yield ranks
-    finally:
-        ranks.close()
 
 
 @pytest.mark.parametrize("cuts", [(BOUNDARIES[0],), (17,), (100, 300), (132, 264, 396)])
@@ -75,7 +61,7 @@ def test_a_step_that_is_not_cut_has_keys_beside_queries_and_gives_the_same_bits(
     found = generate(beside, PROMPTS, 6, {"DBO_MODE": "auto", **SIDE})
     for then, now in zip(before, beside.statistics(), strict=True):
         assert now["split"] == then["split"]
-        assert now["beside"] - then["beside"] == 6
+        assert now["concurrent"] - then["concurrent"] == 6
         assert sum(now["declined"].values()) - sum(then["declined"].values()) == 6  # with the reasons not to cut
     assert find_difference(whole, found) == 0.0
 
@@ -150,7 +136,7 @@ def test_ranks_that_do_not_split_have_shared_experts_beside_all_together(experts
     before = experts_beside.run(count)
     experts_beside.run(answer, {"DBO_MODE": "auto", **SIDE})
     after = experts_beside.run(count)
-    grown = {now["beside"] - then["beside"] for then, now in zip(before, after, strict=True)}
+    grown = {now["concurrent"] - then["concurrent"] for then, now in zip(before, after, strict=True)}
     assert len(grown) == 1
     assert grown.pop() > 0
 

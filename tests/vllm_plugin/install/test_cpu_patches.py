@@ -1,4 +1,4 @@
-"""Faults of vLLM's CPU build that we mend: each is still there, and gone once mended.
+"""Upstream bugs of vLLM's CPU build: each is still there, and gone once patched.
 
 If a test here fails because vLLM has closed a gap, remove it from `dbo_runtime.vllm_plugin.install.cpu_patches`.
 """
@@ -10,9 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import vllm
 
-from dbo_runtime.vllm_plugin.install.cpu_patches import GAPS
+from dbo_runtime.vllm_plugin.install.cpu_patches import UPSTREAM_BUGS
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,7 +26,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
 from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
-from dbo_runtime.vllm_plugin.install.cpu_patches import GAPS, apply_patches
+from dbo_runtime.vllm_plugin.install.cpu_patches import UPSTREAM_BUGS, apply_patches
 
 class Bare(Experts):
     w1_bias = w2_bias = None
@@ -65,7 +66,7 @@ def refuses(method, *arguments, **options):
     return False
 
 # As vLLM is: all gaps are found, and their symptoms are there.
-assert [gap.is_open() for gap in GAPS] == [True] * len(GAPS), "vLLM has mended one: remove it"
+assert [bug.is_present() for bug in UPSTREAM_BUGS] == [True] * len(UPSTREAM_BUGS), "vLLM has fixed one: remove it"
 plain, other = run(first, None), run(second, None)
 assert not torch.equal(plain, other)
 assert torch.equal(run(first, swapped), plain), "vLLM reads expert_map now: remove this gap"
@@ -75,8 +76,8 @@ assert refuses(communicator.reduce_scatterv, x, dim=0, sizes=[4]), "vLLM has red
 assert refuses(Runner.sync_and_gather_intermediate_tensors, stage, 2, None, False), "vLLM makes buffers: remove this"
 
 # Mended, once.
-assert apply_patches() == [gap.symptom for gap in GAPS]
-assert [gap.is_open() for gap in GAPS] == [False] * len(GAPS)
+assert apply_patches() == [bug.symptom for bug in UPSTREAM_BUGS]
+assert [bug.is_present() for bug in UPSTREAM_BUGS] == [False] * len(UPSTREAM_BUGS)
 assert apply_patches() == []
 assert torch.equal(run(first, swapped), other)
 assert torch.equal(run(first, None), plain)
@@ -93,7 +94,8 @@ assert "along dimension 0 only" in refuses(communicator.all_gatherv, x, dim=1)
 """
 
 
-def test_each_gap_is_there_and_is_gone_once_mended() -> None:
+@pytest.mark.vllm
+def test_each_bug_is_there_and_is_gone_once_patched() -> None:
     """In a process of its own: mending changes vLLM's classes for good."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120)
@@ -101,4 +103,4 @@ def test_each_gap_is_there_and_is_gone_once_mended() -> None:
 
 
 def test_every_gap_names_the_version_it_was_seen_in() -> None:
-    assert {gap.version for gap in GAPS} == {vllm.__version__.partition("+")[0]}
+    assert {bug.version for bug in UPSTREAM_BUGS} == {vllm.__version__.partition("+")[0]}

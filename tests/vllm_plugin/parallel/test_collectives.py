@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +13,11 @@ import torch.distributed as dist
 
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from tests.vllm_plugin.engines import Engines
 
 ROOT = Path(__file__).parents[3]
+CPU = get_platform("cpu")
 
 
 class FakeGroup:
@@ -76,13 +77,13 @@ def test_a_module_gives_this_ranks_part_of_the_sum() -> None:
     group = FakeGroup()
     module = Linear(group)
     assert torch.equal(module(X), (X + 1) * 2)
-    assert torch.equal(ModelCollectives(group).without_reduce(module)(X), X + 1)
+    assert torch.equal(ModelCollectives(CPU, group).without_reduce(module)(X), X + 1)
 
 
 def test_the_group_reduces_again_afterwards() -> None:
     group = FakeGroup()
     module = Linear(group)
-    ModelCollectives(group).without_reduce(module)(X)
+    ModelCollectives(CPU, group).without_reduce(module)(X)
     assert "all_reduce" not in vars(group)
     assert torch.equal(module(X), (X + 1) * 2)
 
@@ -90,7 +91,7 @@ def test_the_group_reduces_again_afterwards() -> None:
 def test_the_group_reduces_again_after_a_module_that_failed() -> None:
     group = FakeGroup()
     with pytest.raises(MemoryError, match="no memory for it"):
-        ModelCollectives(group).without_reduce(Fails(group))(X)
+        ModelCollectives(CPU, group).without_reduce(Fails(group))(X)
     assert "all_reduce" not in vars(group)
     assert torch.equal(group.all_reduce(X), X * 2)
 
@@ -105,9 +106,9 @@ def test_the_group_reduces_again_after_a_module_that_failed() -> None:
         (ReturnsOtherBits, "it made 1 and returned something else"),
     ],
 )
-def test_a_module_that_does_not_end_in_one_all_reduce_is_refused_by_name(cls: type[Linear], made: str) -> None:
+def test_a_module_that_does_not_end_in_one_all_reduce_raises_with_its_name(cls: type[Linear], made: str) -> None:
     group = FakeGroup()
-    reduced = ModelCollectives(group).without_reduce(cls(group))
+    reduced = ModelCollectives(CPU, group).without_reduce(cls(group))
     with pytest.raises(ProgramError, match=rf"^{cls.__name__} must end in one all-reduce .*{made}"):
         reduced(X)
     assert torch.equal(group.all_reduce(X), X * 2)
@@ -117,29 +118,30 @@ def attend(group: FakeGroup, x: torch.Tensor) -> torch.Tensor:
     return group.all_reduce(x) + 1
 
 
-def test_a_partial_function_is_refused_by_the_functions_name() -> None:
+def test_a_partial_function_raises_with_the_functions_name() -> None:
     group = FakeGroup()
     with pytest.raises(ProgramError, match=r"^attend must end in one all-reduce"):
-        ModelCollectives(group).without_reduce(partial(attend, group))(X)
+        ModelCollectives(CPU, group).without_reduce(partial(attend, group))(X)
 
 
 def test_with_one_rank_modules_and_values_pass_through() -> None:
-    parallel = ModelCollectives(SimpleNamespace(world_size=1))
+    parallel = ModelCollectives(CPU, SimpleNamespace(world_size=1))
     assert parallel.without_reduce(attend) is attend
     assert parallel.all_reduce(X) is X
 
 
 def run_rank(rank: int, store: str) -> None:
-    """Reduce a contiguous and a non-contiguous tensor over two ranks, in a process of its own."""
+    """Reduce a contiguous and a non-contiguous tensor over two ranks, in a separate process."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
     try:
         sibling = dist.new_group(backend="gloo")
-        parallel = ModelCollectives(SimpleNamespace(world_size=2, make_sibling_device_group=lambda name: sibling))
+        parallel = ModelCollectives(CPU, SimpleNamespace(world_size=2, make_sibling_device_group=lambda name: sibling))
         parallel.connect()
-        whole = torch.arange(12.0).reshape(3, 4) * (rank + 1)
-        reduced = parallel.all_reduce(whole)
-        assert reduced is whole
-        assert torch.equal(whole, torch.arange(12.0).reshape(3, 4) * 3)
+        partial_sum = torch.arange(12.0).reshape(3, 4) * (rank + 1)
+        reduced = parallel.all_reduce(partial_sum)
+        assert reduced is partial_sum
+        assert torch.equal(partial_sum, torch.arange(12.0).reshape(3, 4) * 3)
 
         columns = (torch.arange(12.0).reshape(3, 4) * (rank + 1))[:, 1:3]
         assert not columns.is_contiguous()
@@ -151,22 +153,5 @@ def run_rank(rank: int, store: str) -> None:
         dist.destroy_process_group()
 
 
-def test_all_reduce_sums_over_the_ranks_and_in_place_where_it_can(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    code = f"import sys; from {__name__} import run_rank; run_rank(int(sys.argv[1]), sys.argv[2])"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+def test_all_reduce_sums_over_the_ranks_and_in_place_where_it_can(tmp_path: Path, engines: Engines) -> None:
+    engines.run(2, run_rank, str(tmp_path / "store"))

@@ -1,4 +1,4 @@
-"""MoE layers taken apart: which can be, what is said of the others, and what the program then looks like."""
+"""Decomposed MoE layers: which can be, why others cannot, and the program that follows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts, check_experts, needs_dispatch
+from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.vllm_plugin.engine import Engine
 
+CPU, NPU = get_platform("cpu"), get_platform("npu")
 ONE = SimpleNamespace(world_size=1)
 TWO = SimpleNamespace(world_size=2)
 
@@ -30,7 +32,7 @@ class MoEPrepareAndFinalizeNaiveDPEPModular:
 
 
 class DeepEPHTPrepareAndFinalize:
-    """Goes by the name of one that keeps state of its own."""
+    """Goes by the name of one that keeps state."""
 
 
 class MoERunner(SimpleNamespace):
@@ -80,15 +82,15 @@ class ZeroExpertRouter:
     """Goes by the name of a router that adds to the result."""
 
 
-def test_a_plain_layer_can_be_taken_apart() -> None:
-    assert needs_dispatch(make_runner())
-    assert check_experts(make_runner()) is None
-    assert check_experts(make_runner(quant_dtype=torch.int8, expects_unquantized_inputs=True)) is None
+def test_a_plain_layer_can_be_decomposed() -> None:
+    assert CPU.get_moe_layer(make_runner()).needs_dispatch
+    assert CPU.get_moe_layer(make_runner()).check() is None
+    assert CPU.get_moe_layer(make_runner(quant_dtype=torch.int8, expects_unquantized_inputs=True)).check() is None
 
 
-def test_a_kernel_that_reduces_its_own_output_cannot_be_taken_apart() -> None:
+def test_a_kernel_that_reduces_its_own_output_cannot_be_decomposed() -> None:
     with pytest.raises(DeclineError, match="the MoE kernel reduces its own output"):
-        needs_dispatch(make_runner(_fused_output_is_reduced=True))
+        CPU.get_moe_layer(make_runner(_fused_output_is_reduced=True))
 
 
 OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_method.moe_kernel)
@@ -97,12 +99,18 @@ OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_met
 @pytest.mark.parametrize(
     ("runner", "reason"),
     [
-        (make_runner(DeepEPHTPrepareAndFinalize), "the MoE dispatch DeepEPHTPrepareAndFinalize cannot be taken apart"),
-        (make_runner(quant_method=SimpleNamespace(moe_kernel=None)), "the MoE dispatch NoneType cannot be taken apart"),
-        (make_runner(quant_method=OTHER_METHOD), "the MoE method SimpleNamespace cannot be taken apart"),
+        (
+            make_runner(DeepEPHTPrepareAndFinalize),
+            "MoE dispatch cannot be decomposed (DeepEPHTPrepareAndFinalize;",
+        ),
+        (
+            make_runner(quant_method=SimpleNamespace(moe_kernel=None)),
+            "MoE dispatch cannot be decomposed (NoneType; known: ",
+        ),
+        (make_runner(quant_method=OTHER_METHOD), "the MoE method cannot be decomposed (SimpleNamespace; known: "),
         (make_runner(quant_dtype=torch.int8), "quantizes tokens before it sends them"),
-        (make_runner(gate=None), "does not hold a gate of its own"),
-        (make_runner(_fse_fuse_gate=True), "does not hold a gate of its own"),
+        (make_runner(gate=None), "does not hold its gate"),
+        (make_runner(_fse_fuse_gate=True), "does not hold its gate"),
         (make_runner(routed_input_transform=object()), "transforms tokens before the experts"),
         (make_runner(routed_output_transform=object()), "transforms results after the experts"),
         (make_runner(apply_router_weight_on_input=True), "weights tokens before the experts"),
@@ -112,33 +120,34 @@ OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_met
         (make_runner(skip_final_all_reduce=True), "leaves its last all-reduce to the model"),
     ],
 )
-def test_a_layer_that_cannot_be_taken_apart_says_why(runner: Any, reason: str) -> None:
-    assert reason in str(check_experts(runner))
+def test_a_layer_that_cannot_be_decomposed_declines_with_the_reason(runner: Any, reason: str) -> None:
+    assert reason in str(CPU.get_moe_layer(runner).check())
     with pytest.raises(DeclineError, match="the MoE"):
-        ModelCollectives(ONE, TWO).decompose(runner)
+        ModelCollectives(CPU, ONE, TWO).decompose(runner)
 
 
-def test_a_class_that_nobody_knows_is_named() -> None:
+def test_an_unknown_class_is_named() -> None:
     for unknown in (DerivedRunner(**vars(make_runner())), SimpleNamespace()):
-        with pytest.raises(DeclineError, match=f"the MoE class {type(unknown).__name__} is not one that can be"):
-            ModelCollectives(ONE, TWO).decompose(unknown)
+        with pytest.raises(DeclineError, match=rf"the MoE class cannot be decomposed \({type(unknown).__name__};"):
+            ModelCollectives(CPU, ONE, TWO).decompose(unknown)
 
 
-def test_without_data_parallel_a_layer_stays_whole() -> None:
-    assert ModelCollectives(TWO).decompose(make_runner(dp_size=1)) is None
+def test_without_data_parallel_a_layer_stays_one_op() -> None:
+    assert ModelCollectives(CPU, TWO).decompose(make_runner(dp_size=1)) is None
 
 
-def test_a_layer_of_the_real_vllm_without_data_parallel_stays_whole(one_rank: Engine) -> None:
+def test_a_layer_of_the_real_vllm_without_data_parallel_stays_one_op(one_rank: Engine) -> None:
     runner = one_rank.runner.get_model().model.layers[1].mlp.experts
-    assert not needs_dispatch(runner)
-    assert "MoEPrepareAndFinalizeNoDPEPModular cannot be taken apart" in str(check_experts(runner))
+    layer = CPU.get_moe_layer(runner)
+    assert not layer.needs_dispatch
+    assert "cannot be decomposed (MoEPrepareAndFinalizeNoDPEPModular; known: " in str(layer.check())
 
 
 @pytest.mark.parametrize(
     ("collectives", "runner", "reason"),
     [
-        (ModelCollectives(TWO, TWO, "all_to_all"), make_runner(), "no tensor parallel"),
-        (ModelCollectives(ONE, TWO, "all_to_all"), make_runner(expert_map=None), "--enable-expert-parallel"),
+        (ModelCollectives(CPU, TWO, TWO, "all_to_all"), make_runner(), "no tensor parallel"),
+        (ModelCollectives(CPU, ONE, TWO, "all_to_all"), make_runner(expert_map=None), "--enable-expert-parallel"),
     ],
 )
 def test_all_to_all_needs_every_expert_on_one_rank(collectives: ModelCollectives, runner: Any, reason: str) -> None:
@@ -147,7 +156,7 @@ def test_all_to_all_needs_every_expert_on_one_rank(collectives: ModelCollectives
 
 
 def test_all_to_all_needs_the_same_placement_in_all_layers() -> None:
-    collectives = ModelCollectives(ONE, TWO, "all_to_all")
+    collectives = ModelCollectives(CPU, ONE, TWO, "all_to_all")
     assert collectives.decompose(make_runner()) is not None
     assert collectives.decompose(make_runner()) is not None
     with pytest.raises(DeclineError, match="on the same ranks"):
@@ -155,7 +164,7 @@ def test_all_to_all_needs_the_same_placement_in_all_layers() -> None:
 
 
 def test_only_a_lone_tensor_parallel_rank_under_data_parallel_has_nothing_to_reduce() -> None:
-    assert [ModelCollectives(*groups).reduces for groups in ((ONE,), (TWO,), (ONE, TWO), (TWO, TWO))] == [
+    assert [ModelCollectives(CPU, *groups).reduces for groups in ((ONE,), (TWO,), (ONE, TWO), (TWO, TWO))] == [
         True,
         True,
         False,
@@ -175,13 +184,13 @@ def record(collectives: ModelCollectives, dp_size: int = 2) -> Program:
     return record_program(DeepseekAdapter(), model, collectives)
 
 
-TRAVELS = ["attn_norm", "attention", "mlp_norm", "gate", "dispatch", "shared_experts", "experts", "combine", "merge"]
+DISPATCHED = ["attn_norm", "attention", "mlp_norm", "gate", "dispatch", "shared_experts", "experts", "combine", "merge"]
 
 
 def test_under_data_parallel_dispatch_and_combine_are_ops_of_the_comm_lane() -> None:
-    program = record(ModelCollectives(ONE, TWO))
+    program = record(ModelCollectives(CPU, ONE, TWO))
     layer = [op for op in program.ops if op.layer == 1]
-    assert [op.name for op in layer] == TRAVELS
+    assert [op.name for op in layer] == DISPATCHED
     assert [op.name for op in program.ops if op.layer == 0] == ["attn_norm", "attention", "mlp_norm", "mlp"]
     comm = {op.name: op.communicator for op in layer if op.lane == "comm"}
     assert comm == {"dispatch": "experts", "combine": "experts"}
@@ -189,13 +198,9 @@ def test_under_data_parallel_dispatch_and_combine_are_ops_of_the_comm_lane() -> 
 
 
 def test_all_to_all_exchanges_sizes_and_then_syncs_the_host() -> None:
-    layer = [
-        op
-        for op in record(ModelCollectives(ONE, TWO, "all_to_all", exchange_sizes_separately=True)).ops
-        if op.layer == 1
-    ]
+    layer = [op for op in record(ModelCollectives(NPU, ONE, TWO, "all_to_all")).ops if op.layer == 1]
     assert [op.name for op in layer] == [
-        *TRAVELS[:4],
+        *DISPATCHED[:4],
         "sizes",
         "shared_experts",
         "dispatch",
@@ -207,13 +212,13 @@ def test_all_to_all_exchanges_sizes_and_then_syncs_the_host() -> None:
 
 
 def test_a_lane_that_may_wait_by_itself_exchanges_sizes_within_dispatch() -> None:
-    layer = [op for op in record(ModelCollectives(ONE, TWO, "all_to_all")).ops if op.layer == 1]
-    assert [op.name for op in layer] == TRAVELS
+    layer = [op for op in record(ModelCollectives(CPU, ONE, TWO, "all_to_all")).ops if op.layer == 1]
+    assert [op.name for op in layer] == DISPATCHED
     assert not any(op.host_sync for op in layer)
 
 
-def test_a_schedule_that_syncs_the_host_is_refused_for_capture_by_the_ops_name() -> None:
-    programs = [record(ModelCollectives(ONE, TWO, "all_to_all", exchange_sizes_separately=True))] * 2
+def test_a_schedule_that_syncs_the_host_cannot_be_captured_and_names_the_op() -> None:
+    programs = [record(ModelCollectives(NPU, ONE, TWO, "all_to_all"))] * 2
     schedule = lower(programs, alternate(programs))
     validate(schedule)
     with pytest.raises(ScheduleError, match=r"L1\.dispatch/0 blocks the host"):
@@ -221,13 +226,13 @@ def test_a_schedule_that_syncs_the_host_is_refused_for_capture_by_the_ops_name()
 
 
 def test_tensor_parallel_below_data_parallel_still_reduces() -> None:
-    names = [op.name for op in record(ModelCollectives(TWO, TWO)).ops if op.layer == 1]
-    assert names == [*TRAVELS[:2], "attn_reduce", *TRAVELS[2:], "mlp_reduce"]
+    names = [op.name for op in record(ModelCollectives(CPU, TWO, TWO)).ops if op.layer == 1]
+    assert names == [*DISPATCHED[:2], "attn_reduce", *DISPATCHED[2:], "mlp_reduce"]
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
-def test_all_ranks_schedules_fit_together_and_experts_run_beside_the_others_dispatch(dispatch: str) -> None:
-    programs = [record(ModelCollectives(ONE, TWO, dispatch))] * 2
+def test_all_ranks_schedules_fit_together_and_experts_run_concurrently_with_the_others_dispatch(dispatch: str) -> None:
+    programs = [record(ModelCollectives(CPU, ONE, TWO, dispatch))] * 2
     schedule = lower(programs, alternate(programs))
     validate_ranks([RankPlan(schedule, ((3, 4), (4, 4)))] * 2)
     order = [step.label for step in schedule.instructions if step.op.name in ("dispatch", "experts", "combine")]
@@ -248,7 +253,7 @@ def test_merge_scales_and_adds_as_the_runner_does() -> None:
 
     runner = make_runner(shared_experts=None)
     runner._maybe_apply_routed_scale_to_output = scale
-    parts = SplitExperts(runner, lambda: None, exchanges_sizes=False)
+    parts = SplitExperts(CPU.get_moe_layer(runner), lambda: None, exchanges_sizes=False)
     assert not parts.has_shared_experts
     assert torch.equal(parts.merge(torch.ones(2, 2)), torch.full((2, 2), 2.5))
     assert torch.equal(parts.merge(torch.ones(2, 2), torch.ones(2, 2)), torch.full((2, 2), 3.5))

@@ -18,14 +18,17 @@ from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import SplitError
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api.compat import Groups
-from dbo_runtime.vllm_plugin.install import model_setup as attachment
+from dbo_runtime.vllm_plugin.api.groups import Groups
+from dbo_runtime.vllm_plugin.install import model_setup
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.parallel.stage import UNSPLIT, Stage, get_stage
+from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage, get_stage
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.vllm_plugin.context.test_checks import make_config as make_hazards
 from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
+from tests.vllm_plugin.step.test_unsupported import make_config as make_vllm_config
 
 HANDED = ("hidden_states", "residual")
 FIRST, MIDDLE, LAST = (Stage(number, 3, range(2 * number, 2 * number + 2), HANDED) for number in range(3))
@@ -72,8 +75,8 @@ def make_forward(model: Model, check: bool = False) -> SplitForward:
     config = RuntimeConfig(mode="always", check=check, min_tokens=1, min_prefill_tokens=0)
     runtime = MicroBatchRuntime(record(model), VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(ONE_RANK)
-    planner = StepDecider(runtime, Splitter(), agreement, "network")
-    return SplitForward(model, model.forward, runtime, planner, agreement, stage=model.stage)
+    decider = StepDecider(runtime, Splitter(), agreement, "network")
+    return SplitForward(model, model.forward, runtime, decider, agreement, stage=model.stage)
 
 
 def make_handed(stage: Stage, tokens: int = 8) -> IntermediateTensors | None:
@@ -98,7 +101,7 @@ def test_a_stage_gives_split_what_it_gives_whole(stage: Stage, check: bool) -> N
     assert isinstance(found, torch.Tensor if stage.is_last else IntermediateTensors)
     assert name(found).keys() == wanted.keys()
     assert all(torch.equal(name(found)[key], wanted[key]) for key in wanted)
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": 2, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
 
 
 def test_embeddings_that_are_given_to_the_first_stage_are_taken() -> None:
@@ -113,7 +116,9 @@ def test_the_check_finds_a_difference_in_anything_that_a_stage_hands_on(stage: S
     model = Model(stage)
     model.slip[slips] = 5.0
     what = "hidden states" if stage.is_last else slips
-    with pytest.raises(SplitError, match=rf"split and unsplit {what} are \S+ of the largest apart .* cuts at \[4\]"):
+    with pytest.raises(
+        SplitError, match=rf"split and unsplit {what} differ by \S+ of the largest value .* cuts at \[4\]"
+    ):
         run(make_forward(model, check=True), intermediate_tensors=make_handed(stage))
 
 
@@ -130,7 +135,7 @@ NUMBERS = torch.zeros(8, 2)
 @pytest.mark.parametrize(
     ("stage", "handed", "decline"),
     [
-        (UNSPLIT, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
+        (WHOLE_MODEL, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
         (FIRST, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
         (MIDDLE, None, Decline("unknown intermediate tensors", "none")),
         (LAST, {"hidden_states": NUMBERS}, Decline("unknown intermediate tensors", "hidden_states")),
@@ -168,30 +173,37 @@ def test_a_stage_that_is_given_what_it_takes_has_nothing_against_a_split(stage: 
 PROGRAMS = {stage.number: record(Model(stage)) for stage in (FIRST, MIDDLE, LAST)} | {3: record(Model(Stage()))}
 
 
-@pytest.mark.parametrize("stage", [FIRST, MIDDLE, LAST, UNSPLIT], ids=["first", "middle", "last", "whole"])
+@pytest.mark.parametrize("stage", [FIRST, MIDDLE, LAST, WHOLE_MODEL], ids=["first", "middle", "last", "whole"])
 def test_a_program_must_take_and_hand_on_what_the_stage_does(stage: Stage) -> None:
-    own = 3 if stage is UNSPLIT else stage.number
+    own = 3 if stage is WHOLE_MODEL else stage.number
     assert [number for number, program in PROGRAMS.items() if stage.check_program(program) is None] == [own]
 
 
 def test_a_program_that_is_not_the_stages_is_described() -> None:
-    assert Stage(1, 3, range(2, 4), ("hidden_states",)).check_program(PROGRAMS[0]) == (
-        "stages of this pipeline hand over hidden_states; on stage 1 of 3 its adapter takes hidden_states and hands on "
-        "hidden_states, residual"
+    assert Stage(1, 3, range(2, 4), ("hidden_states",)).check_program(PROGRAMS[0]) == Decline(
+        "the program is not one of this pipeline",
+        "stages send hidden_states; "
+        "on stage 1 of 3 its adapter takes hidden_states and returns hidden_states, residual",
     )
 
 
 @pytest.mark.parametrize(
-    ("adapter", "stage", "reason"),
+    ("adapter", "stage", "decline"),
     [
-        (ToyAdapter(), UNSPLIT, None),
-        (ToyAdapter(), FIRST, "dbo_models.toy.ToyAdapter takes whole models only, no stages of a pipeline"),
+        (ToyAdapter(), WHOLE_MODEL, None),
+        (ToyAdapter(), FIRST, Decline("the adapter takes no stages of a pipeline", "dbo_models.toy.ToyAdapter")),
         (DenseAdapter(), MIDDLE, None),
-        (DenseAdapter(), Stage(1, 3, range(2, 2), HANDED), "stage 1 of 3 has no layers"),
+        (
+            DenseAdapter(),
+            Stage(1, 3, range(2, 2), HANDED),
+            Decline("a stage of the pipeline has no layers", "stage 1 of 3"),
+        ),
     ],
 )
-def test_an_adapter_is_asked_about_stages_only_if_it_takes_them(adapter: Any, stage: Stage, reason: str | None) -> None:
-    assert attachment.check_stage(adapter, stage) == reason
+def test_an_adapter_is_asked_about_stages_only_if_it_takes_them(
+    adapter: Any, stage: Stage, decline: Decline | None
+) -> None:
+    assert model_setup.check_stage(adapter, stage) == decline
 
 
 def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
@@ -203,8 +215,17 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
 
         record = decline
 
-    reason = attachment._record(Blind(), "SomeForCausalLM", None, make_hazards(), None, LAST, False)
-    assert str(reason).endswith("Blind takes whole models only, no stages of a pipeline")
+    vllm_config = make_vllm_config()
+    vllm_config.model_config.architecture = "SomeForCausalLM"
+    rank = make_rank(LAST, vllm_config, get_platform("cpu"))
+    found = model_setup._record_model(Blind(), None, rank, None)  # type: ignore[arg-type]
+    assert isinstance(found, Decline)
+    assert found.reason == "the adapter takes no stages of a pipeline"
+    assert found.detail.endswith("Blind")
+
+
+def make_rank(stage: Stage, vllm_config: Any, platform: Platform, groups: Any = None) -> RankContext:
+    return RankContext(vllm_config, RuntimeConfig(enabled=True), platform, groups, stage, 1, "network", Lines())  # type: ignore[arg-type]
 
 
 def make_config(layers: int = 7) -> SimpleNamespace:
@@ -230,20 +251,26 @@ def test_the_stage_is_found_with_its_layers_and_what_it_hands_over(monkeypatch: 
 
 def test_without_a_pipeline_the_model_is_whole_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
-    assert get_stage(object(), None) is UNSPLIT
-    assert (UNSPLIT.name, UNSPLIT.describe(), UNSPLIT.is_first, UNSPLIT.is_last) == (None, {}, True, True)
+    assert get_stage(object(), None) is WHOLE_MODEL
+    assert (WHOLE_MODEL.name, WHOLE_MODEL.describe(), WHOLE_MODEL.is_first, WHOLE_MODEL.is_last) == (
+        None,
+        {},
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(("rank", "stage", "counts"), [(0, FIRST, True), (1, FIRST, False), (0, LAST, False)])
 def test_a_step_is_counted_once_on_however_many_stages(
     rank: int, stage: Stage, counts: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attachment, "get_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(model_setup, "get_folder", lambda: str(tmp_path))
     group = SimpleNamespace(world_size=2, rank_in_group=rank)
     config = SimpleNamespace(
         model_config=SimpleNamespace(served_model_name="model"),
         parallel_config=SimpleNamespace(data_parallel_index=0),
     )
-    metrics = attachment._open_metrics(config, attachment.Place(Groups(group, None, group), stage, 1, "network"))
+    rank_context = make_rank(stage, config, get_platform("cpu"), Groups(group, None, group))
+    metrics = model_setup._open_metrics(rank_context)
     assert (metrics is not None) == counts
     assert bool(list(tmp_path.iterdir())) == counts

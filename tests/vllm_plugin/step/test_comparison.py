@@ -9,8 +9,8 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
 
 
-def compare(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    compare_results("hidden states", found, wanted, "cuts at [3]", "DBO_MODE=off serves unsplit")
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    compare_results("hidden states", actual, expected, "cuts at [3]", "DBO_MODE=off serves unsplit")
 
 
 def make(tokens: int, dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +27,7 @@ def test_rounding_passes(dtype: torch.dtype, share: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_rounding_does_not_explain_is_refused(dtype: torch.dtype) -> None:
     wanted = make(100, dtype)
-    with pytest.raises(SplitError, match=r"of the largest apart \(allowed .*; 100 of 100 tokens are further\)"):
+    with pytest.raises(SplitError, match=r"of the largest value \(allowed .*; 100 of 100 tokens differ by more\)"):
         compare(wanted.flip(0), wanted)
     for value in (float("nan"), float("inf")):
         broken = wanted.clone()

@@ -1,4 +1,4 @@
-"""The forward that stands in for a model's own: when it steps aside, and what its checks say. No engine needed."""
+"""The forward that replaces a model's own: when it leaves a step unsplit, and its checks. No engine needed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import MAX_LOG_CHANGE, PERIOD_STEPS
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api import compat
+from dbo_runtime.runtime import NOTHING_TO_HIDE, MicroBatchRuntime
+from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
+from dbo_runtime.vllm_plugin.install.served_model import ServedModel
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.decision import NOTHING_TO_HIDE, StepDecider
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.planner.machines import make_table
 
@@ -72,7 +74,9 @@ class Model:
 
 
 class Splitter:
-    """Gives each micro-batch a context of its own."""
+    """Gives each micro-batch a separate context."""
+
+    platform = get_platform("npu")  # which has steps that graphs cannot hold
 
     def __init__(self, batch: Batch | Decline = BATCH, contexts: Decline | None = None) -> None:
         self.batch = batch
@@ -111,6 +115,7 @@ def make_forward(
     mode: str = "always",
     check: bool = False,
     transport: str = "network",
+    **telemetry: Any,
 ) -> SplitForward:
     p = ProgramBuilder()
     x, positions = p.input("x"), p.input("positions", token_dim=-1)
@@ -119,8 +124,8 @@ def make_forward(
     config = RuntimeConfig(mode=mode, check=check, min_tokens=1, min_prefill_tokens=0)
     runtime = MicroBatchRuntime(program, VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(group)
-    planner = StepDecider(runtime, splitter or Splitter(), agreement, transport)
-    return SplitForward(model, model.forward, runtime, planner, agreement)
+    decider = StepDecider(runtime, splitter or Splitter(), agreement, transport)
+    return SplitForward(model, model.forward, runtime, decider, agreement, **telemetry)
 
 
 def run(forward: SplitForward, **kwargs: Any) -> torch.Tensor:
@@ -138,7 +143,7 @@ def test_a_step_runs_in_micro_batches_each_in_its_own_context() -> None:
     model, splitter = Model(), Splitter()
     forward = make_forward(model, splitter)
     assert torch.equal(run(forward), EXPECTED)
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": 2, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
     assert [id(context) for context in model.seen] == [id(context) for context in splitter.contexts]
     assert model.whole == []
 
@@ -182,7 +187,7 @@ def test_positions_of_three_dimensions_are_split_by_token() -> None:
 def test_cuts_can_be_chosen_from_outside() -> None:
     model = Model()
     forward = make_forward(model)
-    forward.planner.choose_cuts = lambda batch: [2, 6]
+    forward.decider.choose_cuts = lambda batch: [2, 6]
     assert torch.equal(run(forward), EXPECTED)
     assert forward.runtime.statistics.micro_batches == 3
 
@@ -209,7 +214,7 @@ def test_a_declined_step_runs_whole_with_the_arguments_as_they_are(
     assert model.seen == []
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
-        "beside": 0,
+        "concurrent": 0,
         "micro_batches": 0,
         "declined": {reason: 1},
     }
@@ -237,22 +242,22 @@ SHARED = make_group(_CPUSHMDistributed())
 @pytest.mark.parametrize(
     ("groups", "hosts", "transport"),
     [
-        (compat.Groups(ONE_RANK, None, ONE_RANK), 1, "none"),
-        (compat.Groups(SHARED, None, SHARED), 1, "shared memory"),
-        (compat.Groups(make_group(), None, make_group()), 2, "network"),
-        (compat.Groups(ONE_RANK, make_group(), make_group()), 1, "one host"),
-        (compat.Groups(ONE_RANK, make_group(), make_group()), 2, "network"),
-        (compat.Groups(SHARED, make_group(), make_group(world_size=4)), 1, "one host"),
-        (compat.Groups(SHARED, make_group(), make_group(world_size=4)), 2, "network"),
+        (Groups(ONE_RANK, None, ONE_RANK), 1, "none"),
+        (Groups(SHARED, None, SHARED), 1, "shared memory"),
+        (Groups(make_group(), None, make_group()), 2, "network"),
+        (Groups(ONE_RANK, make_group(), make_group()), 1, "one host"),
+        (Groups(ONE_RANK, make_group(), make_group()), 2, "network"),
+        (Groups(SHARED, make_group(), make_group(world_size=4)), 1, "one host"),
+        (Groups(SHARED, make_group(), make_group(world_size=4)), 2, "network"),
     ],
 )
-def test_the_transport_is_found(groups: compat.Groups, hosts: int, transport: str) -> None:
-    assert compat.get_transport(groups, hosts) == transport
+def test_the_transport_is_found(groups: Groups, hosts: int, transport: str) -> None:
+    assert get_platform("cpu").get_transport(groups, hosts) == transport
 
 
 def test_nothing_is_split_before_vllm_has_warmed_up() -> None:
     forward = make_forward(Model())
-    forward.planner.serving = False
+    forward.decider.phase = Phase.STARTING
     assert torch.equal(run(forward), EXPECTED)
     assert forward.runtime.statistics.declined == {"starting up": 1}
 
@@ -286,7 +291,7 @@ def make_forward_beside(model: Model, splitter: Any, host_sync: bool = False, **
     config = replace(forward.runtime.config, **settings)
     runtime = MicroBatchRuntime(program, forward.runtime.device, config, Lines())
     forward.runtime = runtime
-    forward.planner = StepDecider(runtime, splitter, Agreement(ONE_RANK), "none")
+    forward.decider = StepDecider(runtime, splitter, Agreement(ONE_RANK), "none")
     return forward
 
 
@@ -317,7 +322,7 @@ def test_a_step_that_is_not_split_may_have_ops_beside_each_other_and_says_both(
     assert model.whole == []
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
-        "beside": 1,
+        "concurrent": 1,
         "micro_batches": 0,
         "declined": {reason: 1},
     }
@@ -344,16 +349,16 @@ def test_some_steps_run_as_vllm_would_run_them(
     forward = make_forward_beside(model, splitter, **{"side": "on", "mode": "always", **settings})
     assert torch.equal(run_beside(forward, context, **kwargs), EXPECTED)
     assert len(model.whole) == 1
-    assert forward.runtime.statistics.beside == 0
+    assert forward.runtime.statistics.concurrent == 0
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])
 def test_before_vllm_serves_its_graphs_of_whole_steps_get_ops_beside_each_other(mode: CUDAGraphMode) -> None:
     model = Model()
     forward = make_forward_beside(model, Splitter(), side="on")
-    forward.planner.serving = False
+    forward.decider.phase = Phase.STARTING
     assert torch.equal(run_beside(forward, make_served_context(cudagraph_runtime_mode=mode)), EXPECTED)
-    assert (forward.runtime.statistics.beside, model.whole) == (1, [])
+    assert (forward.runtime.statistics.concurrent, model.whole) == (1, [])
     run_beside(forward, make_context())  # profiling, without attention
     assert forward.runtime.statistics.declined == {"starting up": 1}
     forward.runtime.config = replace(forward.runtime.config, side="off")
@@ -370,21 +375,21 @@ def test_graphs_stay_those_of_vllm_where_they_cannot_hold_ours(settings: dict[st
     """A capture in which results are read, or in which the host waits, fails and takes vLLM's start with it."""
     model = Model()
     forward = make_forward_beside(model, Splitter(), side="on", **settings)
-    forward.planner.serving = False
+    forward.decider.phase = Phase.STARTING
     context = make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL)
     context.moe_comm_type = SimpleNamespace(name=communication)  # type: ignore[attr-defined]  # vllm-ascend's
     assert torch.equal(run_beside(forward, context), EXPECTED)
-    assert (forward.runtime.statistics.beside, len(model.whole)) == (0, 1)
+    assert (forward.runtime.statistics.concurrent, len(model.whole)) == (0, 1)
 
 
 def test_what_goes_into_a_graph_is_not_recorded() -> None:
     """It takes no time yet: whoever asked is told of the first step that is served."""
     forward = make_forward_beside(Model(), Splitter(), side="on", mode="auto")
     forward.recording.request()
-    forward.planner.serving = False
+    forward.decider.phase = Phase.STARTING
     run_beside(forward, make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL))
     assert forward.recording.timeline is None
-    forward.planner.serving = True
+    forward.decider.phase = Phase.SERVING
     run_beside(forward, make_served_context())
     assert forward.recording.timeline is not None
 
@@ -400,7 +405,7 @@ def test_costs_may_put_ops_beside_each_other_where_there_is_no_communication() -
     assert forward.runtime.statistics.declined == {"no communication to hide": 1}
     forward.runtime.planner = Planner(forward.runtime.program, replace(table, contention={"side": 1.1}))
     assert torch.equal(run_beside(forward, make_served_context()), EXPECTED)
-    assert forward.runtime.statistics.beside == 1
+    assert forward.runtime.statistics.concurrent == 1
 
 
 def test_auto_splits_where_ranks_talk_over_a_network() -> None:
@@ -440,7 +445,7 @@ def other_rank(monkeypatch: pytest.MonkeyPatch) -> OtherRank:
 def test_ranks_compare_what_they_are_about_to_do_when_checked(other_rank: OtherRank) -> None:
     forward = make_forward(Model(), group=make_group(), check=True)
     run(forward)
-    forward.planner._splitter.batch = Decline("padded batch", "8 of 9")
+    forward.decider._splitter.batch = Decline("padded batch", "8 of 9")
     run(forward)
     assert re.fullmatch(r"schedule [0-9a-f]{16}, cuts \[4\]", other_rank.compared[0])
     assert other_rank.compared[1:] == ["padded batch (8 of 9)"]
@@ -462,8 +467,8 @@ def test_ranks_compare_a_plan_once_and_nothing_more_unless_asked_to(other_rank: 
     for _ in range(3):
         run(forward)
     assert (other_rank.numbers, other_rank.compared) == (1, [])
-    forward.planner.choose_cuts = lambda batch: [2, 6]
-    forward.planner._splitter.contexts = None
+    forward.decider.choose_cuts = lambda batch: [2, 6]
+    forward.decider._splitter.contexts = None
     run(forward)
     assert other_rank.numbers == 2
 
@@ -500,7 +505,7 @@ def learn(forward: SplitForward) -> Planner:
     return planner
 
 
-def test_the_last_step_says_its_way_and_what_was_expected_and_measured() -> None:
+def test_the_last_step_has_its_mode_and_its_expected_and_measured_seconds() -> None:
     forward = make_forward(Model())
     run(forward)
     assert forward.last_step is not None
@@ -512,7 +517,7 @@ def test_the_last_step_says_its_way_and_what_was_expected_and_measured() -> None
     assert forward.last_step[:2] == ("split", choice.prediction.split)
     forward.runtime.config = replace(forward.runtime.config, mode="off")
     run(forward)
-    assert forward.last_step[:2] == ("whole", None)
+    assert forward.last_step[:2] == ("unsplit", None)
     assert forward.last_step.seconds > 0
 
 
@@ -525,10 +530,10 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
     monkeypatch.setattr(planner, "note", lambda *step: noted.append(step))
     run(forward)  # split
     choice = planner.choose(BATCH, forward.runtime.config)
-    forward.planner.choose_cuts = lambda batch: [2, 6]
-    forward.planner._splitter.contexts = None
+    forward.decider.choose_cuts = lambda batch: [2, 6]
+    forward.decider._splitter.contexts = None
     run(forward)  # split as nobody predicted
-    forward.planner.choose_cuts = None
+    forward.decider.choose_cuts = None
     forward.runtime.config = replace(forward.runtime.config, mode="auto", margin=0.9)
     run(forward)  # declined by prediction
     run(forward, spec_step_idx=1)  # declined for another reason
@@ -541,7 +546,7 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
 def test_steps_before_vllm_has_warmed_up_are_not_counted() -> None:
     forward = make_forward(Model())
     planner = learn(forward)
-    forward.planner.serving = False
+    forward.decider.phase = Phase.STARTING
     run(forward)
     assert planner.correction._steps == 0
 
@@ -588,15 +593,17 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
     assert forward.runtime.config == config
     assert forward.runtime.statistics.as_dict() == {
         "split": PERIOD_STEPS,
-        "beside": 0,
+        "concurrent": 0,
         "micro_batches": 2 * PERIOD_STEPS,
         "declined": {},
     }
 
 
-def make_extension(forward: Any) -> WorkerExtension:
+def make_extension(forward: SplitForward | None) -> WorkerExtension:
     extension = WorkerExtension()
-    model = SimpleNamespace(forward=forward, modules=list)
+    model = SimpleNamespace(forward=lambda: None)
+    if forward is not None:
+        ServedModel(forward).install(model)
     extension.model_runner = SimpleNamespace(get_model=lambda: model)
     return extension
 
@@ -625,7 +632,7 @@ def test_a_timeline_is_kept_of_the_one_step_it_was_asked_for() -> None:
 
 
 def test_a_worker_whose_model_is_not_split_has_nothing_to_tell() -> None:
-    extension = make_extension(lambda: None)
+    extension = make_extension(None)
     extension.dbo_request_timeline()
     extension.dbo_cut_at([5])
     extension.dbo_cut_images_at([1])
@@ -649,10 +656,10 @@ def test_cuts_that_cannot_be_made_are_left_out() -> None:
     forward = make_forward(Model())
     extension = make_extension(forward)
     extension.dbo_cut_at([1, 4, 6, 7, 8, 99])  # 1 and 7 leave a piece of one token, 8 and 99 are no offsets inside
-    assert forward.planner.choose_cuts is not None
-    assert forward.planner.choose_cuts(BATCH) == [4, 6]
+    assert forward.decider.choose_cuts is not None
+    assert forward.decider.choose_cuts(BATCH) == [4, 6]
     extension.dbo_cut_at(None)
-    assert forward.planner.choose_cuts is None
+    assert forward.decider.choose_cuts is None
 
 
 @pytest.mark.parametrize(
@@ -667,12 +674,12 @@ def test_cuts_that_cannot_be_made_are_left_out() -> None:
 def test_data_parallel_ranks_are_given_the_cuts_of_all(cuts: list[list[int]], tokens: list[int], sizes: Any) -> None:
     forward = make_forward(Model())
     extension = make_extension(forward)
-    forward.planner.rank = 0
+    forward.decider.rank = 0
     with pytest.raises(SplitError, match="a list of cuts each"):
         extension.dbo_cut_at([4])
     extension.dbo_cut_at(cuts)
-    assert forward.planner.choose_cuts is None
-    assert forward.planner.choose_sizes is not None
-    assert forward.planner.choose_sizes(tokens) == sizes
+    assert forward.decider.choose_cuts is None
+    assert forward.decider.choose_sizes is not None
+    assert forward.decider.choose_sizes(tokens) == sizes
     extension.dbo_cut_at(None)
-    assert forward.planner.choose_sizes is None
+    assert forward.decider.choose_sizes is None

@@ -14,7 +14,7 @@ import pytest
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.torch_streams import StreamDevice
-from dbo_runtime.vllm_plugin.step.decision import StepDecider, _whole
+from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider, _make_decision
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.memory_profile import copy_for_profile, profile_split, run_both
 from tests.vllm_plugin.engine import Engine
@@ -52,16 +52,16 @@ def test_vllms_profile_runs_split_without_attention_metadata_and_is_not_counted(
     own = copy_for_profile(served, GROUP)
     before = served.runtime.statistics.as_dict()
     run_both(one_rank.runner, own, one_rank.runner.profile_run)
-    assert own.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": 2, "declined": {}}
+    assert own.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
     after = served.runtime.statistics.as_dict()
     assert after["split"] == before["split"]
     assert one_rank.runner.get_model().forward is served
-    assert not served.planner.profiling
+    assert served.decider.phase is not Phase.PROFILING
 
 
-def test_on_the_cpu_the_profile_runs_once_as_it_was(one_rank: Engine) -> None:
+def test_on_the_cpu_the_profile_runs_once_as_it_was(one_rank: Engine, served: SplitForward) -> None:
     runs: list[None] = []
-    assert profile_split(one_rank.runner, GROUP, lambda: runs.append(None)) is None
+    assert profile_split(one_rank.runner, served, GROUP, lambda: runs.append(None)) is None
     assert len(runs) == 1
 
 
@@ -69,7 +69,7 @@ def test_where_vllm_is_told_how_large_its_cache_is_nothing_is_reserved(
     one_rank: Engine, reserving: SplitForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_rank.runner.vllm_config.cache_config, "kv_cache_memory_bytes", 1 << 27)
-    assert profile_split(one_rank.runner, GROUP, lambda: None) is None
+    assert profile_split(one_rank.runner, reserving, GROUP, lambda: None) is None
 
 
 def test_a_split_profile_is_reserved_for_and_its_results_are_not_checked(
@@ -79,16 +79,16 @@ def test_a_split_profile_is_reserved_for_and_its_results_are_not_checked(
     monkeypatch.setattr(
         "dbo_runtime.vllm_plugin.step.forward.compare_split", lambda *_: pytest.fail("what means nothing was compared")
     )
-    monkeypatch.setattr(reserving.planner, "serving", False)
-    assert profile_split(one_rank.runner, GROUP, one_rank.runner.profile_run) == 3 << 20
-    assert "vLLM's memory profile has seen a split step  taken=3 MiB" in capfd.readouterr().err
+    monkeypatch.setattr(reserving.decider, "phase", Phase.STARTING)
+    assert profile_split(one_rank.runner, reserving, GROUP, one_rank.runner.profile_run) == 3 << 20
+    assert "vLLM's memory profile includes a split step  reserved=3 MiB" in capfd.readouterr().err
 
 
 def test_a_profile_that_could_not_be_split_is_told_of(
     one_rank: Engine, reserving: SplitForward, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(StepDecider, "_plan_profile", lambda *_: _whole(Decline("no reason at all")))
-    profile_split(one_rank.runner, GROUP, one_rank.runner.profile_run)
+    monkeypatch.setattr(StepDecider, "_decide_profile", lambda *_: _make_decision(Decline("no reason at all")))
+    profile_split(one_rank.runner, reserving, GROUP, one_rank.runner.profile_run)
     said = capfd.readouterr().err
     assert "WARNING" in said
-    assert "no room is reserved for split steps beside the KV cache  reason=no reason at all" in said
+    assert "no memory is reserved for split steps next to the KV cache  reason=no reason at all" in said

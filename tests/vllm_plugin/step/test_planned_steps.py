@@ -51,7 +51,7 @@ def log(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> Lines:
 @pytest.fixture
 def networked(one_rank: Engine, forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> SplitForward:
     """Return the forward in mode auto, as if other ranks were on other hosts."""
-    monkeypatch.setattr(forward.planner, "_transport", "network")
+    monkeypatch.setattr(forward.decider, "_transport", "network")
     one_rank.configure(DBO_MODE="auto")
     return forward
 
@@ -122,7 +122,7 @@ def test_steps_are_split_as_often_as_pays_most(
     forward.runtime.planner = make_planner(forward.runtime.program, fixed)
     forward.runtime.statistics = Statistics()
     assert_close(whole, one_rank.generate(PAIR))
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "beside": 0, "micro_batches": parts, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": parts, "declined": {}}
 
 
 def test_on_one_rank_auto_has_nothing_to_hide_whatever_costs_say(
@@ -133,7 +133,7 @@ def test_on_one_rank_auto_has_nothing_to_hide_whatever_costs_say(
     one_rank.generate(PAIR, 3)
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
-        "beside": 0,
+        "concurrent": 0,
         "micro_batches": 0,
         "declined": {"no communication to hide": 3},
     }
@@ -158,15 +158,15 @@ def test_auto_leaves_whole_what_costs_say_does_not_pay_and_tells_the_figures_onc
         one_rank.generate(PAIR)
     assert networked.runtime.statistics.as_dict() == {
         "split": 0,
-        "beside": 0,
+        "concurrent": 0,
         "micro_batches": 0,
         "declined": {"no gain predicted": 3},
     }
-    (line,) = log.find("step not split, runs whole")
-    figures = r"\d+\.\d\d ms whole, \d+\.\d\d ms in 3 micro-batches: \d+\.\d% more \(\d+\.\d% more if costs are off\)"
+    (line,) = log.find("step not split")
+    figures = r"\d+\.\d\d ms unsplit, \d+\.\d\d ms in 3 micro-batches: \d+\.\d% more \(\d+\.\d% more if costs are off\)"
     assert re.fullmatch(rf"{figures}; DBO_MARGIN asks for more than 2\.0% less, .*", line["detail"])
     assert networked.last_step is not None
-    assert networked.last_step.way == "whole"
+    assert networked.last_step.mode == "unsplit"
     assert networked.last_step.expected == planner.predict_unsplit(measure_features((64, 64), ()))
 
 
@@ -174,9 +174,9 @@ def test_auto_does_not_even_look_at_a_step_that_is_too_small_to_gain(
     one_rank: Engine, networked: SplitForward, log: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     networked.runtime.planner = make_planner(networked.runtime.program, split=LOSING)
-    monkeypatch.setattr(networked.planner._splitter, "read_batch", None)  # calling it is an error
+    monkeypatch.setattr(networked.decider._splitter, "read_batch", None)  # calling it is an error
     one_rank.generate([make_prompt(60)])
-    (line,) = log.find("step not split, runs whole")
+    (line,) = log.find("step not split")
     assert line["reason"] == "no gain predicted"
     assert re.match(r"60 tokens have at most 10\.80 ms to hide, and splitting costs at least 20\.00 ms", line["detail"])
 
@@ -188,7 +188,7 @@ def test_the_margin_says_how_much_must_be_gained(one_rank: Engine, networked: Sp
     one_rank.configure(DBO_MODE="auto", DBO_MARGIN="0.1")
     one_rank.generate(PAIR)
     assert networked.runtime.statistics.split == 1
-    (line,) = log.find("step not split, runs whole")
+    (line,) = log.find("step not split")
     assert "DBO_MARGIN asks for more than 90.0% less" in line["detail"]
 
 
@@ -201,7 +201,7 @@ def test_always_splits_what_costs_say_does_not_pay_and_off_splits_nothing(
     one_rank.generate(PAIR)
     assert forward.runtime.statistics.as_dict() == {
         "split": 1,
-        "beside": 0,
+        "concurrent": 0,
         "micro_batches": 3,
         "declined": {"DBO_MODE is off": 1},
     }
@@ -216,7 +216,7 @@ def test_cuts_from_outside_come_before_the_planners(one_rank: Engine, forward: S
         one_rank.cut_by_settings()
     assert forward.runtime.statistics.micro_batches == 4
     assert forward.last_step is not None
-    assert (forward.last_step.way, forward.last_step.expected) == ("split", None)
+    assert (forward.last_step.mode, forward.last_step.expected) == ("split", None)
 
 
 def ask(engine: Engine, method: str, *arguments: Any) -> Any:
@@ -229,16 +229,16 @@ def test_a_worker_tells_what_its_last_step_was_expected_to_take_and_took(
 ) -> None:
     one_rank.configure(DBO_MODE="off")
     one_rank.generate(PAIR)
-    whole = ask(one_rank, "dbo_last_step")
-    assert (whole["way"], whole["expected"]) == ("whole", None)
-    assert whole["seconds"] > 0
+    unsplit = ask(one_rank, "dbo_last_step")
+    assert (unsplit["mode"], unsplit["expected"]) == ("unsplit", None)
+    assert unsplit["seconds"] > 0
     one_rank.configure()
     planner = forward.runtime.planner = make_planner(forward.runtime.program)
     one_rank.generate(PAIR)
     split = ask(one_rank, "dbo_last_step")
     choice = planner.choose(Batch((64, 64), 128, context_lens=(0, 0)), forward.runtime.config)
     assert isinstance(choice, SplitChoice)
-    assert (split["way"], split["expected"]) == ("split", choice.prediction.split)
+    assert (split["mode"], split["expected"]) == ("split", choice.prediction.split)
     assert split["seconds"] > 0
 
 
@@ -278,7 +278,7 @@ def test_ranks_plan_and_learn_alike(two_ranks: Engine, tmp_path: Path) -> None:
 
 
 def set_transport(worker: Any, transport: str) -> None:
-    worker.model_runner.get_model().forward.planner._transport = transport
+    worker.model_runner.get_model().forward.decider._transport = transport
 
 
 def plan_by_paying_costs(worker: Any) -> None:
@@ -288,4 +288,4 @@ def plan_by_paying_costs(worker: Any) -> None:
 
 def tell_correction(worker: Any) -> dict[str, float]:
     correction = worker.model_runner.get_model().forward.runtime.planner.correction
-    return {"steps": correction._steps, **{way: correction.factor(way) for way in ("unsplit", "split")}}
+    return {"steps": correction._steps, **{mode: correction.factor(mode) for mode in ("unsplit", "split")}}

@@ -28,9 +28,9 @@ from tests.programs import record_toy
 
 NOTHING = {
     "split": 0,
-    "whole": 0,
-    "beside": 0,
-    "encoder_forwards": {"split": 0, "whole": 0},
+    "unsplit": 0,
+    "concurrent": 0,
+    "encoder_forwards": {"split": 0, "unsplit": 0},
     "micro_batches": 0,
     "tokens": 0,
     "declined": {},
@@ -80,7 +80,7 @@ def test_steps_are_counted_by_way_and_reason(folder: Path) -> None:
     metrics.count_step(replace(whole, slices=whole.slices[:1]))
     found = scrape(folder)
     steps = found["vllm:dbo_steps_total"]
-    assert steps == {("tiny", "0", "split"): 2, ("tiny", "0", "whole"): 2, ("tiny", "0", "beside"): 1}
+    assert steps == {("tiny", "0", "split"): 2, ("tiny", "0", "unsplit"): 2, ("tiny", "0", "concurrent"): 1}
     assert list(found["vllm:dbo_declines_total"].values()) == [2]
     assert list(found["vllm:dbo_micro_batches_total"].values()) == [5]
     buckets = {float(labels[-1]): value for labels, value in found["vllm:dbo_micro_batch_tokens_bucket"].items()}
@@ -107,9 +107,9 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         metrics.add_sample(Timeline(spans))
     assert dbo_runtime.statistics() == {
         "split": 2,
-        "whole": 2,
-        "beside": 0,
-        "encoder_forwards": {"split": 2, "whole": 0},
+        "unsplit": 2,
+        "concurrent": 0,
+        "encoder_forwards": {"split": 2, "unsplit": 0},
         "micro_batches": 4,
         "tokens": 256,
         "declined": {"nowhere to cut": 2},
@@ -182,6 +182,7 @@ print(get_folder())
 """
 
 
+@pytest.mark.vllm
 def test_what_a_worker_counts_its_engine_serves_and_removes_at_its_end() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "DBO_", "_DBO_"))}
     env.update(VLLM_ASCEND_ENABLE_DBO="1", VLLM_LOGGING_LEVEL="ERROR", PYTHONPATH=str(Path(__file__).parents[3]))

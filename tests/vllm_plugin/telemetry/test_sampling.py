@@ -19,7 +19,7 @@ from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.observe.trace import prepare_folder
 from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.vllm_plugin.telemetry import traces
-from dbo_runtime.vllm_plugin.telemetry.sampling import FIRST, LATER, PERIOD, Recording
+from dbo_runtime.vllm_plugin.telemetry.sampling import PERIOD_STEPS, READ_STEP, SAMPLED_STEP, Recording
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder, measure_recording
 from tests.observe.trace_format import check_format
 from tests.vllm_plugin.step.test_forward import Model, make_forward, run
@@ -56,8 +56,8 @@ def open_folder(path: Path, log: Any, steps: int = 2, group: Any = ALONE, device
 
 
 def test_the_first_split_steps_become_traces_and_what_that_cost_is_told_once(tmp_path: Path) -> None:
-    forward, log = make_forward(Model()), Lines()
-    forward.recording = Recording(open_folder(tmp_path, log))
+    log = Lines()
+    forward = make_forward(Model(), recording=Recording(open_folder(tmp_path, log)))
     for _ in range(4):
         run(forward)
     assert sorted(os.listdir(tmp_path)) == ["step-000001.json", "step-000002.json"]
@@ -73,8 +73,8 @@ def test_the_first_split_steps_become_traces_and_what_that_cost_is_told_once(tmp
 
 
 def test_a_trace_that_cannot_be_written_any_more_does_not_end_the_server(tmp_path: Path) -> None:
-    forward, log = make_forward(Model()), Lines()
-    forward.recording = Recording(open_folder(tmp_path / "gone", log))
+    log = Lines()
+    forward = make_forward(Model(), recording=Recording(open_folder(tmp_path / "gone", log)))
     run(forward)
     ((event, values),) = log.told
     assert event == "a trace is lost"
@@ -92,9 +92,8 @@ def test_ranks_that_share_no_clock_are_put_on_one_by_the_time_of_day(
         return [(("same", offset), data), ((boot, offset + 7.0), data)]
 
     monkeypatch.setattr(traces, "gather", answer)
-    forward = make_forward(Model())
     group = SimpleNamespace(world_size=2, rank_in_group=0)
-    forward.recording = Recording(open_folder(tmp_path, Lines(), group=group))
+    forward = make_forward(Model(), recording=Recording(open_folder(tmp_path, Lines(), group=group)))
     run(forward)
     first, second = read_trace(tmp_path / "step-000001.json").values()
     starts = [(a.start, b.start) for a, b in zip(first.spans, second.spans, strict=True)]
@@ -104,32 +103,30 @@ def test_ranks_that_share_no_clock_are_put_on_one_by_the_time_of_day(
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
-    forward = make_forward(Model())
     second = SimpleNamespace(world_size=1, rank_in_group=1)
-    forward.recording = Recording(open_folder(tmp_path, Lines(), group=second))
+    forward = make_forward(Model(), recording=Recording(open_folder(tmp_path, Lines(), group=second)))
     run(forward)
     assert not list(tmp_path.iterdir())
 
 
 def test_one_step_of_many_is_a_sample_and_is_read_when_no_device_is_still_at_it() -> None:
-    forward, samples = make_forward(Model()), Samples()
-    forward.recording = Recording(metrics=samples)  # type: ignore[arg-type]
+    samples = Samples()
+    forward = make_forward(Model(), recording=Recording(metrics=samples))  # type: ignore[arg-type]
     counts = []
-    for _ in range(PERIOD + LATER):
+    for _ in range(PERIOD_STEPS + READ_STEP):
         run(forward)
         counts.append(len(samples.found))
-    assert counts[LATER - 2] == 0
-    assert counts[LATER - 1] == counts[PERIOD + LATER - 2] == 1
+    assert counts[READ_STEP - 2] == 0
+    assert counts[READ_STEP - 1] == counts[PERIOD_STEPS + READ_STEP - 2] == 1
     assert counts[-1] == 2
-    assert LATER > FIRST
+    assert READ_STEP > SAMPLED_STEP
     assert all(len(timeline.spans) == 4 for timeline in samples.found)
 
 
 def test_whatever_else_is_recorded_a_request_gets_its_timeline(tmp_path: Path) -> None:
-    forward = make_forward(Model())
-    forward.recording = Recording(open_folder(tmp_path, Lines(), steps=1), Samples())  # type: ignore[arg-type]
+    forward = make_forward(Model(), recording=Recording(open_folder(tmp_path, Lines(), steps=1), Samples()))
     forward.recording.request()
-    for _ in range(FIRST):
+    for _ in range(SAMPLED_STEP):
         run(forward)
     first = forward.recording.timeline
     assert first is not None
@@ -154,7 +151,7 @@ def test_what_recording_costs_is_measured_on_the_device_itself() -> None:
 
 
 def test_metrics_say_how_many_steps_are_samples() -> None:
-    assert f"one in {PERIOD}" in HELP["sampled_steps"]
+    assert f"one in {PERIOD_STEPS}" in HELP["sampled_steps"]
 
 
 def test_the_folder_is_made_and_one_that_cannot_be_is_refused(tmp_path: Path) -> None:

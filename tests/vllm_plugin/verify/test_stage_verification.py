@@ -86,7 +86,9 @@ def test_the_first_op_that_differs_is_named(mistake: str, op: str) -> None:
 
 
 def test_an_adapter_that_forgets_what_it_hands_on_breaks_its_contract() -> None:
-    with pytest.raises(ProgramError, match=r"Adapter: stages .* hand over hidden_states, residual; on stage 0 of 2"):
+    with pytest.raises(
+        ProgramError, match=r"Adapter: the program is not .* send hidden_states, residual; on stage 0 of 2"
+    ):
         record_stages(Adapter("forgets"), Model(), ToyCollectives())
 
 

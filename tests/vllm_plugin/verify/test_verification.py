@@ -13,7 +13,7 @@ from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
 from dbo_runtime.vllm_plugin.verify.verification import Mismatch, Verification, verify_adapter
-from tests.vllm_plugin.conftest import TINY
+from tests.vllm_plugin.engines import TINY
 from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.vision_families import QWEN3, make_vision_family
 

@@ -1,50 +1,55 @@
-"""Latent attention (MLA) between its queries and its keys, past vLLM's module that runs both in one go.
+"""vLLM's latent attention (MLA), decomposed between its queries and its keys, which vLLM runs in one call.
 
-Follows vllm/model_executor/layers/mla.py and .../attention/mla_attention.py of vLLM 0.30.0. There, the cache is written
-by an op that looks at the one current forward context; here, where to write is a value of a micro-batch.
+Follows vllm/model_executor/layers/mla.py and .../attention/mla_attention.py of vLLM 0.30.0. There, an op that
+writes the cache reads slots from the current forward context; here, the slots are a value of a micro-batch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
+from dbo_runtime.decline import Decline
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+
 KNOWN_MODULES = ("MultiHeadLatentAttentionWrapper",)
-SINGLE, PAIRED = "RotaryEmbedding", "DeepseekScalingRotaryEmbedding"  # turns queries alone, too, and only with keys
+SINGLE, PAIRED = "RotaryEmbedding", "DeepseekScalingRotaryEmbedding"  # the second takes keys with the queries
 
 
-def get_latent_module(attention: Any) -> Any | None:
+def get_latent_module(attention: torch.nn.Module) -> MultiHeadLatentAttentionWrapper | None:
     """Return the module of latent attention that a decoder's attention holds, or None if it is of another kind."""
     module = getattr(attention, "mla_attn", None)
     return module if hasattr(module, "mla_attn") or hasattr(module, "kv_lora_rank") else None
 
 
-def check_attention(module: Any) -> str | None:
-    """Return why latent attention stays one op, or None if it can be taken apart."""
+def check_attention(module: MultiHeadLatentAttentionWrapper) -> Decline | None:
+    """Return why latent attention stays one op, or None if it can be decomposed."""
     name = type(module).__name__
     if name not in KNOWN_MODULES:
-        return f"{name} runs it as one op"
+        return Decline("the class of latent attention runs it as one op", name)
     rotary = type(module.rotary_emb).__name__
     if rotary not in (SINGLE, PAIRED):
-        return f"the rotary embedding {rotary} is not known to turn queries and keys apart"
+        return Decline("the rotary embedding is not known to rotate queries without keys", rotary)
     layer = module.mla_attn
-    hazards = (
-        (getattr(module.rotary_emb, "use_flashinfer", False), "one kernel turns queries and keys"),
-        (module.fuse_qkv_rmsnorm, "one kernel norms queries and keys"),
-        (module.is_sparse or module.indexer is not None, "it is sparse"),
-        (module.g_proj is not None, "its output is gated"),
-        (module.dcp_q_replicate or layer.use_pcp, "it is context parallel"),
-        (layer.hisparse_cache is not None, "its cache is a hierarchy"),
+    checks = (
+        (getattr(module.rotary_emb, "use_flashinfer", False), "one kernel rotates queries and keys"),
+        (module.fuse_qkv_rmsnorm, "one kernel normalizes queries and keys"),
+        (module.is_sparse or module.indexer is not None, "latent attention is sparse"),
+        (module.g_proj is not None, "the output of latent attention is gated"),
+        (module.dcp_q_replicate or layer.use_pcp, "latent attention is context parallel"),
+        (layer.hisparse_cache is not None, "the cache of latent attention is hierarchical"),
     )
-    return next((what for found, what in hazards if found), None)
+    return next((Decline(what) for is_used, what in checks if is_used), None)
 
 
 class SplitLatentAttention:
     """One layer's latent attention in parts; see `dbo_runtime.adapter.LatentAttention`."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: MultiHeadLatentAttentionWrapper) -> None:
         self.has_latent = module.q_lora_rank is not None
         self._module = module
         self._layer = module.mla_attn
@@ -62,15 +67,15 @@ class SplitLatentAttention:
     def write_keys(
         self, latent: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm and turn keys, and write them to the cache -> [tokens, kv_lora_rank], [tokens, 1, rotary].
+        """Normalize and rotate keys, and write them to the cache -> [tokens, kv_lora_rank], [tokens, 1, rotary].
 
-        A kernel that turns in place writes to columns of *latent* that nobody else reads.
+        A kernel that rotates in place writes to columns of *latent* that no other op reads.
         """
         module, layer = self._module, self._layer
         own = latent[:, module.q_lora_rank :] if self.has_latent else module.kv_a_proj_with_mqa(latent)[0]
         keys, rotary = own.split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
         keys = module.kv_a_layernorm(keys)
-        rotary = self._turn(positions, rotary.unsqueeze(1))
+        rotary = self._rotate(positions, rotary.unsqueeze(1))
         layer.update_kv_cache(keys, rotary, layer.kv_cache, slots, None, layer.kv_cache_dtype, layer._k_scale)
         return keys, rotary
 
@@ -82,8 +87,8 @@ class SplitLatentAttention:
         else:
             queries = module.q_proj(latent)[0]
         queries = queries.view(-1, module.num_heads, module.qk_head_dim)
-        turned = queries[..., module.qk_nope_head_dim :]
-        queries[..., module.qk_nope_head_dim :] = self._turn(positions, turned)
+        rotated = queries[..., module.qk_nope_head_dim :]
+        queries[..., module.qk_nope_head_dim :] = self._rotate(positions, rotated)
         result: torch.Tensor = queries
         return result
 
@@ -102,11 +107,11 @@ class SplitLatentAttention:
         out: torch.Tensor = self._module.o_proj(attended)[0]
         return out
 
-    def _turn(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Turn *x* [tokens, heads, rotary] by its positions.
+    def _rotate(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Rotate *x* [tokens, heads, rotary] by its positions.
 
-        The scaled embedding asks for keys, too: it is given keys without heads.
+        The scaled embedding requires keys as well: it is given keys without heads.
         """
         rotary = self._module.rotary_emb
-        turned: torch.Tensor = rotary(positions, x, x[:, :0] if type(rotary).__name__ == PAIRED else None)[0]
-        return turned
+        rotated: torch.Tensor = rotary(positions, x, x[:, :0] if type(rotary).__name__ == PAIRED else None)[0]
+        return rotated

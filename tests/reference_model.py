@@ -1,7 +1,7 @@
-"""A small mixture-of-experts decoder in plain torch, its experts spread over ranks: what dispatch is checked against.
+"""A small mixture-of-experts decoder in plain torch with its experts on several ranks: the reference for dispatch.
 
-Every rank makes all weights from one seed and runs only its own experts, so tokens have to travel. The model's
-`forward` runs all experts in one process and sends nothing: the truth. No vLLM.
+Every rank makes all weights from one seed and runs only its own experts, so tokens have to be dispatched. The model's
+`forward` runs all experts in one process without communication; split runs are compared with it. It needs no vLLM.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.dispatch import DispatchedTokens, Dispatcher, Routing
 from dbo_runtime.program import ProgramBuilder, Value
 
-SHARED = -1  # the last expert is the one that every token passes
+SHARED = -1  # the last expert is the shared one
 
 Draw = Callable[..., torch.Tensor]
 
 
 class ReferenceMoe:
-    """A mixture of experts: *top_k* of *experts* for each token, and one that every token passes."""
+    """A mixture of experts: *top_k* of *experts* for each token, and a shared expert."""
 
     def __init__(self, draw: Draw, hidden: int, experts: int, top_k: int) -> None:
         self.top_k = top_k
@@ -34,7 +34,7 @@ class ReferenceMoe:
         self.down = draw(experts + 1, 2 * hidden, hidden)
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights, which add up to one, and numbers of each token's experts, both [tokens, top_k]."""
+        """Return weights, which sum to one, and ids of each token's experts, both [tokens, top_k]."""
         weights, ids = (x @ self.router).softmax(dim=-1).topk(self.top_k, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True), ids
 
@@ -43,7 +43,7 @@ class ReferenceMoe:
         return silu(x @ self.up[expert]) @ self.down[expert]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Run all experts on all tokens; those that a token did not choose weigh nothing."""
+        """Run all experts on all tokens, with weight 0 for those that a token did not choose."""
         weights, ids = self.choose(x)
         gates = x.new_zeros((x.shape[0], self.router.shape[1])).scatter(1, ids, weights)
         outputs = torch.stack([self.run_expert(expert, x) for expert in range(gates.shape[1])])
@@ -59,7 +59,7 @@ class ReferenceLayer:
         self.cache = torch.empty(0, hidden)
 
     def attend(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Append tokens [tokens, hidden] to the cache, and add to each what it finds there up to its own position."""
+        """Append tokens [tokens, hidden] to the cache, and add attention over it up to each token's position."""
         keys = norm(x)
         self.cache = torch.cat([self.cache, keys])
         scores = keys @ self.query @ self.cache.T
@@ -68,7 +68,7 @@ class ReferenceLayer:
 
 
 class ReferenceModel:
-    """Layers in a row. Models made with the same arguments have the same weights."""
+    """A stack of layers. Models made with the same arguments have the same weights."""
 
     def __init__(self, layers: int = 2, hidden: int = 16, experts: int = 12, top_k: int = 2, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -79,12 +79,12 @@ class ReferenceModel:
         self.layers = [ReferenceLayer(draw, hidden, experts, top_k) for _ in range(layers)]
 
     def clear(self) -> None:
-        """Forget the sequence: empty all caches."""
+        """Empty all caches."""
         for layer in self.layers:
             layer.cache = layer.cache[:0]
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run one rank's tokens through everything, on this rank alone [tokens, hidden] -> [tokens, hidden]."""
+        """Run all layers and experts on this rank alone [tokens, hidden] -> [tokens, hidden]."""
         for layer in self.layers:
             x = layer.attend(positions, x)
             x = x + layer.moe(norm(x))
@@ -111,28 +111,28 @@ class ReferenceExperts:
         return self._collectives.dispatcher.choose_ranks(routing)
 
     def shared_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the expert that every token passes."""
+        """Run the shared expert."""
         return self._moe.run_expert(SHARED, x)
 
-    def experts(self, arrived: DispatchedTokens) -> torch.Tensor:
-        """Add up, for each row that arrived, what its experts on this rank make of it -> [received, hidden]."""
-        routed = torch.zeros_like(arrived.x)
+    def experts(self, received: DispatchedTokens) -> torch.Tensor:
+        """Sum the weighted results of each row's experts on this rank -> [received, hidden]."""
+        routed = torch.zeros_like(received.x)
         for expert in self._collectives.experts:
-            rows, places = (arrived.ids == expert).nonzero(as_tuple=True)
-            routed[rows] += arrived.weights[rows, places, None] * self._moe.run_expert(expert, arrived.x[rows])
+            rows, places = (received.ids == expert).nonzero(as_tuple=True)
+            routed[rows] += received.weights[rows, places, None] * self._moe.run_expert(expert, received.x[rows])
         return routed
 
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
-        """Add what the shared expert gave."""
+        """Add the shared expert's result."""
         return routed.add_(*shared)
 
 
 class ReferenceCollectives:
-    """How one rank reaches experts on the others. Enter a micro-batch before its ops.
+    """One rank's access to the experts of the others. `enter` a micro-batch before its ops.
 
     Args:
-        dispatcher: brings tokens to experts.
-        experts: the numbers of those on this rank.
+        dispatcher: sends tokens to experts.
+        experts: the ids of those on this rank.
     """
 
     reduces = False
@@ -143,27 +143,27 @@ class ReferenceCollectives:
         self.sizes: tuple[int, ...] = ()
 
     def enter(self, sizes: Sequence[tuple[int, ...]], micro_batch: int) -> None:
-        """Turn to a micro-batch; *sizes* are the tokens that ranks agreed on [micro-batches][ranks]."""
+        """Switch to a micro-batch; *sizes* are the tokens that ranks agreed on [micro-batches][ranks]."""
         self.sizes = sizes[micro_batch]
 
     def decompose(self, experts: ReferenceMoe) -> ExpertParallel:
-        """Return this rank's part."""
+        """Return the parts of *experts* on this rank."""
         return ReferenceExperts(experts, self)
 
     def without_reduce(self, module: Any) -> Any:
-        """There are no reduces: each rank has tokens of its own."""
+        """Return *module*: each rank has its own tokens, so nothing is reduced."""
         return module
 
     def all_reduce(self, partial: Any) -> Any:
-        """There is nothing to sum."""
+        """Return *partial*: there is nothing to sum."""
         return partial
 
 
 class ReferenceAdapter:
-    """Tokens travel twice a layer, to their experts and back."""
+    """Declares dispatch and combine in each layer."""
 
     def decline(self, model: ReferenceModel) -> Decline | None:
-        """Every reference model can be split."""
+        """Return why this model cannot be split, or None."""
         return None if model.layers else Decline("the model has no layers")
 
     def record(
@@ -182,7 +182,7 @@ class ReferenceAdapter:
 
 
 def place_experts(experts: int, ranks: int) -> torch.Tensor:
-    """Return the rank that holds each expert [experts]: blocks as even as can be."""
+    """Return the rank that holds each expert [experts]: in blocks as even as possible."""
     return torch.arange(experts) * ranks // experts
 
 

@@ -1,4 +1,4 @@
-"""Which latent attention is taken apart, and what becomes of its rotary embedding. No engine needed."""
+"""Which latent attention is decomposed, and its rotary embedding then. No engine needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.parallel.latent_attention import SplitLatentAttention, check_attention, get_latent_module
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 ONE = SimpleNamespace(world_size=1)
 LAYER = {"use_pcp": False, "hisparse_cache": None}
@@ -42,8 +43,8 @@ def make_module(
 
 
 @pytest.mark.parametrize("rotary", ["RotaryEmbedding", "DeepseekScalingRotaryEmbedding"])
-def test_vllms_own_module_is_taken_apart(rotary: str) -> None:
-    collectives = ModelCollectives(ONE)
+def test_vllms_own_module_is_decomposed(rotary: str) -> None:
+    collectives = ModelCollectives(get_platform("cpu"), ONE)
     parts = collectives.decompose_attention(SimpleNamespace(mla_attn=make_module(rotary=rotary)))
     assert isinstance(parts, SplitLatentAttention)
     assert parts.has_latent
@@ -54,27 +55,30 @@ def test_vllms_own_module_is_taken_apart(rotary: str) -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (make_module("AscendMultiHeadLatentAttention"), "AscendMultiHeadLatentAttention runs it as one op"),
-        (make_module(rotary="MRotaryEmbedding"), "the rotary embedding MRotaryEmbedding is not known to turn queries"),
-        (make_module(use_flashinfer=True), "one kernel turns queries and keys"),
-        (make_module(fuse_qkv_rmsnorm=True), "one kernel norms queries and keys"),
-        (make_module(is_sparse=True), "it is sparse"),
-        (make_module(indexer=object()), "it is sparse"),
-        (make_module(g_proj=object()), "its output is gated"),
-        (make_module(dcp_q_replicate=True), "it is context parallel"),
-        (make_module(layer={"use_pcp": True}), "it is context parallel"),
-        (make_module(layer={"hisparse_cache": object()}), "its cache is a hierarchy"),
+        (make_module("AscendMultiHeadLatentAttention"), "the class of latent attention runs it as one op (AscendM"),
+        (
+            make_module(rotary="MRotaryEmbedding"),
+            "the rotary embedding is not known to rotate queries without keys",
+        ),
+        (make_module(use_flashinfer=True), "one kernel rotates queries and keys"),
+        (make_module(fuse_qkv_rmsnorm=True), "one kernel normalizes queries and keys"),
+        (make_module(is_sparse=True), "latent attention is sparse"),
+        (make_module(indexer=object()), "latent attention is sparse"),
+        (make_module(g_proj=object()), "the output of latent attention is gated"),
+        (make_module(dcp_q_replicate=True), "latent attention is context parallel"),
+        (make_module(layer={"use_pcp": True}), "latent attention is context parallel"),
+        (make_module(layer={"hisparse_cache": object()}), "the cache of latent attention is hierarchical"),
     ],
 )
-def test_what_is_not_known_to_come_apart_stays_one_op_and_says_why(module: Any, reason: str) -> None:
-    collectives = ModelCollectives(ONE)
+def test_a_module_that_is_not_known_stays_one_op_with_a_reason(module: Any, reason: str) -> None:
+    collectives = ModelCollectives(get_platform("cpu"), ONE)
     assert collectives.decompose_attention(SimpleNamespace(mla_attn=module)) is None
     assert str(collectives.fused_attention_reason).startswith(reason)
     assert check_attention(module) == collectives.fused_attention_reason
 
 
-def test_attention_of_another_kind_is_nothing_to_speak_of() -> None:
-    collectives = ModelCollectives(ONE)
+def test_attention_of_another_kind_has_no_reason() -> None:
+    collectives = ModelCollectives(get_platform("cpu"), ONE)
     for attention in (SimpleNamespace(), SimpleNamespace(mla_attn=None), SimpleNamespace(attn=object())):
         assert get_latent_module(attention) is None
         assert collectives.decompose_attention(attention) is None
@@ -82,7 +86,7 @@ def test_attention_of_another_kind_is_nothing_to_speak_of() -> None:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_queries_and_keys_turn_apart_as_they_do_together(is_scaled: bool) -> None:
+def test_queries_and_keys_rotate_separately_as_they_do_together(is_scaled: bool) -> None:
     """With vLLM's own embeddings, in plain torch, as they run compiled and on CUDA."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import DeepseekScalingRotaryEmbedding, RotaryEmbedding
@@ -95,5 +99,5 @@ def test_queries_and_keys_turn_apart_as_they_do_together(is_scaled: bool) -> Non
     parts = SplitLatentAttention(SimpleNamespace(rotary_emb=rotary, q_lora_rank=8, mla_attn=None))
     queries, keys, positions = torch.randn(5, 3, 64), torch.randn(5, 1, 64), torch.arange(5) * 7
     expected = rotary(positions, queries.clone(), keys.clone())
-    assert torch.equal(parts._turn(positions, queries.clone()), expected[0])
-    assert torch.equal(parts._turn(positions, keys.clone()), expected[1])
+    assert torch.equal(parts._rotate(positions, queries.clone()), expected[0])
+    assert torch.equal(parts._rotate(positions, keys.clone()), expected[1])

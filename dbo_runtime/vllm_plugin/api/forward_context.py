@@ -1,0 +1,71 @@
+"""vLLM's forward context: made current, copied, and sliced by token. Read against vLLM 0.30.0."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import forward_context
+
+from dbo_runtime.batch import BatchSlice
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+
+
+def enter_context(context: ForwardContext) -> None:
+    """Make *context* the current one. A plain assignment: this runs at every switch between micro-batches."""
+    forward_context._forward_context = context
+
+
+def copy_unsplit(context: ForwardContext) -> ForwardContext:
+    """Return a copy for the same tokens, in which layers do not call what vLLM has compiled."""
+    own = copy.copy(context)
+    own.skip_compiled = True
+    return own
+
+
+def slice_context(
+    context: ForwardContext,
+    piece: BatchSlice,
+    metadata: Mapping[str, AttentionMetadata] | None,
+    sizes: Sequence[int] = (),
+) -> ForwardContext:
+    """Return the forward context of a slice, which keeps what a platform has added to the step's.
+
+    Args:
+        context: of the step.
+        piece: the slice.
+        metadata: attention metadata of the slice by layer; None for a dummy batch.
+        sizes: tokens of every data parallel rank in this micro-batch; none without data parallel.
+    """
+    part = copy_unsplit(context)
+    part.attn_metadata = metadata
+    if sizes:
+        counts = torch.tensor(sizes, dtype=torch.int32)
+        part.dp_metadata = replace(context.dp_metadata, num_tokens_across_dp_cpu=counts, local_sizes=None)
+    part.slot_mapping = {layer: slots[piece.tokens] for layer, slots in context.slot_mapping.items()}
+    part.is_padding = None if context.is_padding is None else context.is_padding[piece.tokens]
+    part.additional_kwargs = dict(context.additional_kwargs)
+    part.ubatch_slices, part.batch_descriptor = None, None
+    part.moe_layer_index = 0  # some builds count MoE layers through it
+    return part
+
+
+def has_metadata() -> bool:
+    """Return whether the current forward context has attention metadata: a profiling run has none."""
+    return bool(forward_context.get_forward_context().attn_metadata)
+
+
+def get_rank_sizes() -> tuple[int, ...]:
+    """Return the tokens of every data parallel rank in the current micro-batch."""
+    return tuple(forward_context.get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist())
+
+
+def get_data(context: ForwardContext) -> dict[str, Any]:
+    """Return everything that a forward context holds, by name, with what a platform has added."""
+    return {**vars(context), **context.additional_kwargs}

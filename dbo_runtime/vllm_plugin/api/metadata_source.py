@@ -1,0 +1,95 @@
+"""What attention metadata was built from, noted when vLLM 0.30.0 builds it, to build it again for slices."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+    from vllm.v1.worker.utils import AttentionGroup
+
+_SOURCE = "_dbo_source"
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataSource:
+    """What a piece of attention metadata was built from.
+
+    Attributes:
+        metadata: that piece. vLLM makes the metadata of some layers as a copy of that of others with another block
+            table (`update_block_table`): the copy carries this source as well, but was not built from it.
+        layer_names: of the layers that share it.
+        builder: that built it.
+        common: the common metadata of the step.
+        arguments: further arguments of the build.
+        common_prefix_len: tokens that all requests share.
+    """
+
+    metadata: weakref.ref[AttentionMetadata]
+    layer_names: list[str]
+    builder: AttentionMetadataBuilder
+    common: CommonAttentionMetadata
+    arguments: dict[str, Any]
+    common_prefix_len: int
+
+
+def trace_builders() -> None:
+    """Let each metadata object remember its source.
+
+    `AttentionGroup.get_metadata_builder` is the one accessor that the runners of vLLM and of vllm-ascend all use.
+    """
+    from vllm.v1.worker.utils import AttentionGroup
+
+    original = AttentionGroup.get_metadata_builder
+    if hasattr(original, _SOURCE):
+        return
+
+    @functools.wraps(original)
+    def get_metadata_builder(self: AttentionGroup, ubatch_id: int = 0) -> AttentionMetadataBuilder:
+        builder = original(self, ubatch_id)
+        if _SOURCE not in builder.__dict__:
+            setattr(builder, _SOURCE, builder.build)
+            builder.build = functools.partial(_build_and_note, self.layer_names, builder)
+        return builder
+
+    setattr(get_metadata_builder, _SOURCE, original)
+    AttentionGroup.get_metadata_builder = get_metadata_builder
+
+
+def get_source(metadata: AttentionMetadata) -> MetadataSource | None:
+    """Return what *metadata* itself was built from, or None if that is not known."""
+    source: MetadataSource | None = getattr(metadata, _SOURCE, None)
+    return source if source is not None and source.metadata() is metadata else None
+
+
+def make_builder(source: MetadataSource, vllm_config: VllmConfig) -> AttentionMetadataBuilder:
+    """Return another builder like that of *source*."""
+    builder = source.builder
+    made = type(builder)(builder.kv_cache_spec, source.layer_names, vllm_config, builder.device)
+    if getattr(builder, "kernel_block_size", None) is not None:
+        made.set_kernel_block_size(builder.kernel_block_size)
+    return made
+
+
+def _build_and_note(
+    layer_names: list[str],
+    builder: AttentionMetadataBuilder,
+    common_prefix_len: int,
+    common_attn_metadata: CommonAttentionMetadata,
+    *args: Any,
+    **kwargs: Any,
+) -> AttentionMetadata:
+    metadata = getattr(builder, _SOURCE)(common_prefix_len, common_attn_metadata, *args, **kwargs)
+    names = ("fast_build",)[: len(args)]
+    arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+    try:
+        piece = weakref.ref(metadata)
+        source = MetadataSource(piece, layer_names, builder, common_attn_metadata, arguments, common_prefix_len)
+        setattr(metadata, _SOURCE, source)
+    except (AttributeError, TypeError):
+        pass  # frozen or slotted: without a source the step declines, naming the type
+    return metadata

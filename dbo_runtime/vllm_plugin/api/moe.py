@@ -1,0 +1,155 @@
+"""vLLM's MoE layer, decomposed at its own seams: router, experts, shared experts, and their sum.
+
+Read against fused_moe/runner/moe_runner.py and fused_moe/modular_kernel.py of vLLM 0.30.0. vLLM keeps the output of the
+shared experts in one slot of the layer; here it is a value of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.dispatch import DispatchedTokens
+from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduce
+
+MOE_RUNNERS = ("MoERunner",)
+"""What runs an MoE layer. Classes are known by their exact names: one derived from them may do something else."""
+
+GATHERING_DISPATCH = ("MoEPrepareAndFinalizeNaiveDPEPModular",)
+"""Kernels' prepare and finalize that gather tokens and scatter results, and do nothing else in between."""
+
+ROUTERS_WITH_OUTPUT = ("ZeroExpertRouter",)
+"""Routers that add to the layer's result themselves."""
+
+
+class MoeLayer:
+    """The operations of one MoE layer of vLLM.
+
+    Args:
+        runner: vLLM's MoE runner.
+    """
+
+    def __init__(self, runner: MoERunner) -> None:
+        self._runner = runner
+
+    @property
+    def needs_dispatch(self) -> bool:
+        """Whether tokens leave their rank. They do under data parallel."""
+        return bool(self._runner.moe_config.dp_size > 1)
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether some experts run for every token."""
+        return self._runner.shared_experts is not None
+
+    @property
+    def expert_map(self) -> torch.Tensor | None:
+        """The number on this rank of each expert, negative for those of others [experts]; None without a placement."""
+        placed: torch.Tensor | None = self._runner.routed_experts.expert_map
+        return placed
+
+    def check(self) -> Decline | None:
+        """Return why a layer that dispatches tokens cannot be decomposed, or None if it can."""
+        runner = self._runner
+        kernel = runner.routed_experts.quant_method.moe_kernel
+        impl = getattr(kernel, "impl", None)
+        dispatch = type(getattr(impl, "prepare_finalize", None)).__name__
+        method = type(runner.routed_experts.quant_method).__name__
+        if impl is None or dispatch not in GATHERING_DISPATCH:
+            known = ", ".join(GATHERING_DISPATCH)
+            return Decline("the MoE dispatch cannot be decomposed", f"{dispatch}; known: {known}")
+        if method not in MOE_METHODS:
+            return Decline("the MoE method cannot be decomposed", f"{method}; known: {', '.join(MOE_METHODS)}")
+        quantized = impl.fused_experts.quant_config.quant_dtype is not None
+        checks = (
+            (quantized and not impl.fused_experts.expects_unquantized_inputs, "quantizes tokens before it sends them"),
+            (runner.gate is None or runner._fse_fuse_gate, "does not hold its gate"),
+            (runner.routed_input_transform is not None, "transforms tokens before the experts (latent MoE)"),
+            (runner.routed_output_transform is not None, "transforms results after the experts (latent MoE)"),
+            (runner.routed_experts.apply_router_weight_on_input, "weights tokens before the experts"),
+            (runner.moe_config.hidden_dim != runner.moe_config.hidden_dim_unpadded, "pads its hidden states"),
+            (type(runner.router).__name__ in ROUTERS_WITH_OUTPUT, "adds an output of its router"),
+            (runner.moe_config.is_sequence_parallel, "is sequence parallel"),
+            (runner.moe_config.skip_final_all_reduce, "leaves its last all-reduce to the model"),
+        )
+        return next((Decline(f"the MoE layer {what}") for is_used, what in checks if is_used), None)
+
+    def choose_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token]."""
+        runner = self._runner
+        logits, _ = runner.gate(x)
+        weights, ids = runner.router.select_experts(
+            hidden_states=x, router_logits=logits, topk_indices_dtype=runner._quant_method.topk_indices_dtype
+        )
+        return weights, ids
+
+    def run_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the shared experts on *x* [tokens, hidden], past the wrapper that keeps their output for later."""
+        result: torch.Tensor = self._runner.shared_experts._layer(x)
+        return result
+
+    def run_experts(self, arrived: DispatchedTokens) -> torch.Tensor:
+        """Run the kernel of the experts between vLLM's prepare and finalize -> [received, hidden]."""
+        layer = self._runner.routed_experts
+        impl = layer.quant_method.moe_kernel.impl
+        routed = impl._fused_experts(
+            in_dtype=arrived.x.dtype,
+            a1q=arrived.x,
+            a1q_scale=None,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            topk_weights=arrived.weights,
+            topk_ids=arrived.ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            local_num_experts=layer.w13_weight.shape[0],
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=False,
+            expert_tokens_meta=None,
+            output_alias=torch.empty_like(arrived.x),  # else it may lie in a workspace that the next micro-batch reuses
+        )
+        result: torch.Tensor = _get_weight_and_reduce(impl).apply(
+            output=None,
+            fused_expert_output=routed,
+            topk_weights=arrived.weights,
+            topk_ids=arrived.ids,
+            apply_router_weight_on_input=False,
+        )
+        return result
+
+    def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
+        """Scale results of the experts and add those of the shared experts, as the runner does at its end."""
+        _, routed = self._runner._maybe_apply_routed_scale_to_output(*(shared or (None,)), routed)
+        return shared[0] + routed if shared else routed
+
+
+def make_moe_layer(runner: MoERunner) -> MoeLayer:
+    """Return the operations of an MoE layer of vLLM.
+
+    Raises:
+        DeclineError: if its class is not known, or its last all-reduce is not its last operation.
+    """
+    name = type(runner).__name__
+    if name not in MOE_RUNNERS:
+        raise DeclineError("the MoE class cannot be decomposed", f"{name}; known: {', '.join(MOE_RUNNERS)}")
+    if runner._fused_output_is_reduced:
+        raise DeclineError("the MoE kernel reduces its own output")
+    return MoeLayer(runner)
+
+
+def _get_weight_and_reduce(kernel: FusedMoEKernelModularImpl) -> TopKWeightAndReduce:
+    """Return what sums a token's experts on this rank; kernels that leave the choice open get vLLM's default."""
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceContiguous,
+        TopKWeightAndReduceDelegate,
+    )
+
+    reduce = kernel.fused_experts.finalize_weight_and_reduce_impl()
+    return TopKWeightAndReduceContiguous() if isinstance(reduce, TopKWeightAndReduceDelegate) else reduce

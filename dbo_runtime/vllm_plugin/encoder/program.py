@@ -1,0 +1,56 @@
+"""The program of a loaded model's vision encoder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dbo_runtime.adapter import EncoderAdapter, get_encoder_adapter, list_encoders, record_program
+from dbo_runtime.decline import Decline
+from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ABSENT = "StageMissingLayer"  # the class that vLLM puts in the place of an encoder that may get no images
+
+
+class EncoderProgram(NamedTuple):
+    """An encoder that can be split, with its adapter and the program that this has recorded."""
+
+    module: torch.nn.Module
+    adapter: EncoderAdapter
+    program: Program
+
+
+def record_encoder(
+    model: torch.nn.Module, vllm_config: VllmConfig, platform: Platform, collectives: ModelCollectives
+) -> EncoderProgram | Decline:
+    """Return the program of a loaded multimodal model's encoder, or why that is not split."""
+    names = {type(module).__name__ for module in model.modules()}
+    adapters = {name: get_encoder_adapter(name) for name in names & list_encoders()}
+    for module in model.modules():
+        adapter = adapters.get(type(module).__name__)
+        if adapter is not None:
+            decline = platform.check_config(vllm_config) or _check_config(vllm_config) or adapter.decline(module)
+            program = decline or record_program(adapter, module, collectives)
+            return program if isinstance(program, Decline) else EncoderProgram(module, adapter, program)
+    if ABSENT in names:
+        return Decline("the encoder is not loaded")
+    return Decline("no adapter is registered for the encoder")
+
+
+def _check_config(vllm_config: VllmConfig) -> Decline | None:
+    """Decline features of vLLM in use with which encoders are not split."""
+    compilation, multimodal = vllm_config.compilation_config, vllm_config.model_config.multimodal_config
+    if multimodal.mm_encoder_tp_mode == "data":
+        return Decline("each rank embeds different images, so there is no communication to hide")
+    unsupported = (
+        (compilation.compile_mm_encoder, "a compiled encoder"),
+        (compilation.cudagraph_mm_encoder, "graphs of the encoder"),
+        (vllm_config.lora_config is not None, "LoRA"),
+    )
+    return next((Decline(f"not supported yet: {what}") for is_used, what in unsupported if is_used), None)

@@ -1,0 +1,100 @@
+"""Wrap the methods of one worker in which its model is loaded, profiled and warmed up."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from dbo_runtime.adapter import get_adapter
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.vllm_plugin.api.groups import get_groups
+from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
+from dbo_runtime.vllm_plugin.install.cpu_patches import apply_patches
+from dbo_runtime.vllm_plugin.install.model_setup import set_up_model
+from dbo_runtime.vllm_plugin.install.served_model import get_served_model
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from dbo_runtime.vllm_plugin.step.memory_profile import profile_split
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
+
+
+def set_up_worker(worker: WorkerBase, config: RuntimeConfig, quiet: bool) -> None:
+    """Prepare a worker that has a device and a model runner, but no model yet; *quiet* ones log errors only."""
+    platform = get_platform()
+    _patch_cpu_build(worker.vllm_config.parallel_config, platform, quiet)
+    _install_host_lengths(worker.vllm_config, platform, config)
+    _wrap_load_model(worker.model_runner, config)
+    _wrap_profile_run(worker.model_runner)
+    _wrap_warm_up(worker)
+
+
+def _patch_cpu_build(parallel: ParallelConfig, platform: Platform, quiet: bool) -> None:
+    """Patch the upstream bugs that expert, data and pipeline parallel meet on CPU, with overlap or without."""
+    sizes = parallel.data_parallel_size, parallel.pipeline_parallel_size
+    if not platform.needs_cpu_patches or not (parallel.enable_expert_parallel or max(sizes) > 1):
+        return
+    for symptom in apply_patches():
+        open_log(quiet=quiet).info("patched an upstream bug of vLLM", symptom=symptom)
+
+
+def _install_host_lengths(vllm_config: VllmConfig, platform: Platform, config: RuntimeConfig) -> None:
+    """Let encoders' attention take its lengths from the host, where that has been compared with vLLM's own.
+
+    Not where encoders are compiled or captured: lengths are integers, and those of the first images would stay.
+    """
+    if vllm_config.model_config.multimodal_config is None or platform.check_support(config) is not None:
+        return
+    compilation = vllm_config.compilation_config
+    if not (compilation.compile_mm_encoder or compilation.cudagraph_mm_encoder):
+        install_host_lengths(config.check)
+
+
+def _wrap_load_model(runner: GPUModelRunner, config: RuntimeConfig) -> None:
+    load_model = runner.load_model
+
+    @functools.wraps(load_model)
+    def load_and_set_up(*args: Any, **kwargs: Any) -> Any:
+        adapter = get_adapter(runner.vllm_config.model_config.architecture)  # a wrong one fails before weights load
+        result = load_model(*args, **kwargs)
+        set_up_model(runner, config, adapter)
+        return result
+
+    runner.load_model = load_and_set_up
+
+
+def _wrap_profile_run(runner: GPUModelRunner) -> None:
+    """Let vLLM's memory profile include a split step, because its KV cache takes the memory that is left."""
+    profile_run = getattr(runner, "profile_run", None)
+    if profile_run is None:
+        return
+
+    @functools.wraps(profile_run)
+    def profile_unsplit_and_split(*args: Any, **kwargs: Any) -> None:
+        run = functools.partial(profile_run, *args, **kwargs)
+        served = get_served_model(runner.get_model())
+        if served is None or served.forward is None:
+            run()
+        else:
+            profile_split(runner, served.forward, get_groups(runner.vllm_config).all_ranks, run)
+
+    runner.profile_run = profile_unsplit_and_split
+
+
+def _wrap_warm_up(worker: WorkerBase) -> None:
+    """Split nothing before vLLM has profiled and compiled: it measures and compiles unsplit steps."""
+    warm_up = worker.compile_or_warm_up_model
+
+    @functools.wraps(warm_up)
+    def warm_up_and_serve(*args: Any, **kwargs: Any) -> Any:
+        result = warm_up(*args, **kwargs)
+        served = get_served_model(worker.model_runner.get_model())
+        if served is not None:
+            served.start_serving()
+        return result
+
+    worker.compile_or_warm_up_model = warm_up_and_serve

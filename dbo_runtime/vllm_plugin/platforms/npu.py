@@ -1,0 +1,131 @@
+"""The platform of NPUs, served by vllm-ascend. Read against vllm-ascend 0.30.0rc2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.devices import Device, open_device
+from dbo_runtime.program import SIDE
+from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
+from dbo_runtime.vllm_plugin.api.known import KNOWN_ASCEND_MODELS, KNOWN_ASCEND_VERSIONS
+from dbo_runtime.vllm_plugin.platforms.platform import COMPARE, Platform
+
+if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
+    import torch.distributed as dist
+    from structlog.typing import FilteringBoundLogger
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from dbo_runtime.batch import BatchSlice
+    from dbo_runtime.config import RuntimeConfig
+    from dbo_runtime.vllm_plugin.api.moe import MoeLayer
+    from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
+
+ASCEND_FIELDS = FIELDS._replace(
+    per_request=(*FIELDS.per_request, "group_len", "group_key_idx", "group_key_cache_idx"),
+    per_token=(*FIELDS.per_token, "positions_cpu"),
+    derived=("seq_lens_cpu", "_seq_lens_cpu", "num_computed_tokens_cpu", "_num_computed_tokens_cpu"),
+    # Context parallel, and KV caches that are offloaded token by token.
+    unsupported=(
+        *FIELDS.unsupported,
+        "context_parallel_metadata",
+        "dcp_local_seq_lens_cpu",
+        "req_ids_tensor",
+        "token_to_req",
+        "req_topk_buffer_slots",
+        "req_topk_buffer_active",
+        "copy_sfa_draft_index",
+    ),
+)
+
+
+class NpuPlatform(Platform):
+    """NPUs with vllm-ascend, which is imported only where it is called."""
+
+    has_device = True
+    is_proven = True  # on a stand-in for CANN
+    notice = "no NPU has run this yet, only a stand-in for CANN"
+    copying_modules = ("AscendMultiHeadLatentAttention",)  # without attention metadata: zeros, and no all-reduce
+    fields: Fields = ASCEND_FIELDS
+    sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask")
+    pads_batches = True  # all data parallel ranks to the longest batch
+
+    def check_version(self) -> Decline | None:
+        """Return why steps of this vllm-ascend have not been compared with unsplit ones, or None if they have."""
+        try:
+            actual = version("vllm-ascend")
+        except PackageNotFoundError:
+            return Decline("vllm-ascend is not installed")
+        if actual in KNOWN_ASCEND_VERSIONS:
+            return None
+        known = ", ".join(KNOWN_ASCEND_VERSIONS)
+        return Decline("this version of vllm-ascend is not known to dbo_runtime", f"{actual}; known: {known}")
+
+    def check_model(self, architecture: str, config: RuntimeConfig) -> Decline | None:
+        """Return why steps of a model are not split with vllm-ascend, or None."""
+        if architecture in KNOWN_ASCEND_MODELS or config.check:
+            return None
+        return Decline("this model is not proven with vllm-ascend yet", f"{architecture}; {COMPARE}")
+
+    def check_config(self, vllm_config: VllmConfig) -> Decline | None:
+        """Return the first feature of vllm-ascend in use that splitting does not support, or None."""
+        from dbo_runtime.vllm_plugin.platforms.npu_features import check_features
+
+        return check_features(vllm_config)
+
+    def check_step(self, context: ForwardContext) -> Decline | None:
+        """Return why a step is not split, from what is equal on all ranks: how it dispatches tokens to experts."""
+        from dbo_runtime.vllm_plugin.platforms.npu_experts import check_communication
+
+        return check_communication(context)
+
+    def open_device(
+        self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger
+    ) -> Device:
+        """Open the NPU, whose side lane may be kept to some of its cores."""
+        if not config.side_cores:
+            return open_device(self.name, groups=process_groups)
+        from dbo_runtime.devices.npu import CoreLimit
+
+        return open_device(self.name, groups=process_groups, core_limits={SIDE: CoreLimit(*config.side_cores)})
+
+    def get_encoder_attention(self) -> type[EncoderAttention]:
+        """Return the attention of encoders that takes lengths from the host."""
+        from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
+
+        return NpuAttention
+
+    def get_moe_layer(self, runner: MoERunner) -> MoeLayer:
+        """Return the operations of an MoE layer of vllm-ascend, or of vLLM where that is left."""
+        from dbo_runtime.vllm_plugin.platforms.npu_experts import MOE_RUNNERS, AscendMoeLayer
+
+        return AscendMoeLayer(runner) if type(runner).__name__ in MOE_RUNNERS else super().get_moe_layer(runner)
+
+    def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
+        """Set the numbers of tokens that vllm-ascend keeps in the forward context of a slice."""
+        from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_context
+
+        complete_context(part, piece, sizes)
+
+    def complete_metadata(self, part: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the common metadata of a slice with the lengths and the state that vllm-ascend derives."""
+        from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_metadata
+
+        return complete_metadata(part, self.fields.derived)
+
+    def can_cut_requests(self, common: CommonAttentionMetadata, vllm_config: VllmConfig) -> bool:
+        """Return whether a request may be cut: only with chunked prefill do its kernels read the cache in a prefill."""
+        chunks = bool(vllm_config.scheduler_config.enable_chunked_prefill)
+        return chunks and super().can_cut_requests(common, vllm_config)
+
+    def building_metadata(self) -> AbstractContextManager[None]:
+        """Return a context manager in which builders make new rotary tables."""
+        from dbo_runtime.vllm_plugin.platforms.npu_metadata import new_rotary_tables
+
+        return new_rotary_tables()

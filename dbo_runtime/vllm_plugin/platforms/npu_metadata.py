@@ -1,0 +1,71 @@
+"""What vllm-ascend adds to the forward contexts and the attention metadata of micro-batches.
+
+Read against vllm-ascend 0.30.0rc2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+
+from dbo_runtime.batch import BatchSlice
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm_ascend.attention.attention_v1 import AscendAttentionState
+    from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
+
+NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"  # names of AscendAttentionState
+
+
+def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
+    """Set the numbers of tokens in the forward context of a slice; *sizes* are those of all data parallel ranks."""
+    ranks = get_tensor_model_parallel_world_size()
+    part.num_tokens = piece.size
+    part.max_tokens_across_dp = max(sizes) if sizes else piece.size
+    part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
+    part.mc2_mask = None  # of MC2, which is not split
+
+
+def complete_metadata(part: AscendCommonAttentionMetadata, derived: Sequence[str]) -> AscendCommonAttentionMetadata:
+    """Return the common metadata of a slice with *derived* fields where they are set, and its attention state."""
+    lengths = part.seq_lens_cpu_upper_bound
+    queries = part.query_start_loc_cpu.diff()
+    values = {"seq_lens_cpu": lengths, "num_computed_tokens_cpu": lengths - queries}
+    changed = {name: values[name.removeprefix("_")] for name in derived if getattr(part, name) is not None}
+    state = get_attention_state(part.attn_state, values["num_computed_tokens_cpu"], queries)
+    return replace(part, **changed, attn_state=state, num_input_tokens=part.num_actual_tokens)
+
+
+def get_attention_state(
+    state: AscendAttentionState, computed: torch.Tensor, queries: torch.Tensor
+) -> AscendAttentionState:
+    """Return the state of a slice of a batch in *state*, by the rule of vllm-ascend's runner (`_build_attn_state`).
+
+    Args:
+        state: that of the batch.
+        computed: tokens of each request before this slice [requests].
+        queries: tokens of each request in this slice [requests].
+    """
+    states = type(state)
+    if not computed.any():
+        return states[NO_CACHE]
+    return states[DECODE] if (queries == 1).all() else states[CHUNKED]
+
+
+@contextmanager
+def new_rotary_tables() -> Iterator[None]:
+    """Let builders make new tables for decodes: cached ones are views of one buffer, which each build overwrites."""
+    from vllm_ascend.attention import mla_v1
+
+    original = mla_v1.get_cos_and_sin_mla
+    mla_v1.get_cos_and_sin_mla = lambda positions, use_cache=False: original(positions)
+    try:
+        yield
+    finally:
+        mla_v1.get_cos_and_sin_mla = original

@@ -1,0 +1,39 @@
+"""Features of vLLM that splitting does not support, by its configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_config(vllm_config: VllmConfig) -> Decline | None:
+    """Return the first feature in use that splitting does not support, or None."""
+    decline = get_platform().check_config(vllm_config)
+    if decline is not None:
+        return decline
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
+    # Then a stage sends a residual whose rows are spread over ranks, which only compiled steps make
+    # (is_residual_scattered_for_sp in vLLM's v1/worker/utils.py).
+    scattered = parallel.pipeline_parallel_size > 1 and vllm_config.compilation_config.pass_config.enable_sp
+    features = (
+        (scattered, "pipeline parallel with sequence parallelism (enable_sp)"),
+        (parallel.enable_elastic_ep, "elastic expert parallel"),
+        (parallel.enable_eplb, "expert load balancing (EPLB)"),
+        (parallel.use_sequence_parallel_moe, "sequence-parallel MoE"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallel"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
+        (model.enable_return_routed_experts, "returning the routed experts"),
+        (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
+        (vllm_config.kv_transfer_config is not None, "a KV connector"),
+        (vllm_config.speculative_config is not None, "speculative decoding"),
+        (vllm_config.lora_config is not None, "LoRA"),
+        (model.is_hybrid or model.is_attention_free, "a state-space model"),
+        (model.is_encoder_decoder, "an encoder-decoder model"),
+    )
+    return next((Decline(f"not supported yet: {what}") for is_used, what in features if is_used), None)

@@ -1,0 +1,101 @@
+"""What the set-up of a loaded model compares and decides, without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.vllm_plugin.api.groups import Groups
+from dbo_runtime.vllm_plugin.install import model_setup
+from dbo_runtime.vllm_plugin.install.model_setup import _compare_settings, has_side_lane
+from dbo_runtime.vllm_plugin.parallel import rank_context
+from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+
+
+@pytest.mark.parametrize(
+    ("platform", "side", "found"),
+    [
+        ("cpu", "on", True),
+        ("cpu", "auto", False),
+        ("cpu", "off", False),
+        ("npu", "on", True),
+        ("npu", "auto", True),
+        ("npu", "off", False),
+        ("cuda", "auto", True),
+    ],
+)
+def test_the_cpu_has_a_second_compute_lane_only_for_those_who_ask(platform: str, side: str, found: bool) -> None:
+    assert has_side_lane(get_platform(platform), RuntimeConfig(enabled=True, side=side)) is found
+
+
+class Pair:
+    """A group of two ranks, of which the other gathers what it is given."""
+
+    world_size = 2
+    rank_in_group = 0
+    cpu_group = "cpu"
+
+
+def let_other_gather(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+    def gather(gathered: list[Any], own: Any, group: Any) -> None:
+        assert group == Pair.cpu_group
+        gathered[:] = [own, other]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+
+
+_P = ProgramBuilder()
+PROGRAM = _P.build(_P.compute("op", lambda: None))
+SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, votes: False, versions"
+
+
+def make_rank(config: RuntimeConfig, votes: bool) -> RankContext:
+    groups: Any = Groups(Pair, Pair if votes else None, Pair)  # type: ignore[arg-type]
+    vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=votes))
+    log: Any = None
+    return RankContext(vllm_config, config, get_platform("cpu"), groups, WHOLE_MODEL, 1, "network", log)
+
+
+@pytest.mark.parametrize(
+    ("config", "program", "encoder", "votes"),
+    [
+        (RuntimeConfig(mode="off"), PROGRAM, None, False),
+        (RuntimeConfig(), Decline("no adapter is registered", "X"), None, False),
+        (RuntimeConfig(), PROGRAM, Decline("no adapter is registered for the encoder"), False),
+        (RuntimeConfig(), PROGRAM, None, True),
+    ],
+    ids=["settings", "packages", "packages of encoders", "prefix caching"],
+)
+def test_ranks_with_other_settings_or_packages_stop_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+    config: RuntimeConfig,
+    program: Program | Decline,
+    encoder: Decline | None,
+    votes: bool,
+) -> None:
+    monkeypatch.setattr(model_setup, "describe_versions", lambda: "versions")
+    let_other_gather(monkeypatch, SAME)
+    _compare_settings(make_rank(RuntimeConfig(), False), PROGRAM, None)
+    with pytest.raises(ConfigError, match=r"give all ranks on all hosts the same settings.*rank 0: .*rank 1: "):
+        _compare_settings(make_rank(config, votes), program, encoder)
+
+
+@pytest.mark.parametrize(("host", "hosts"), [("10.0.0.1", 1), ("10.0.0.2", 2)])
+def test_ranks_learn_on_how_many_hosts_they_are(monkeypatch: pytest.MonkeyPatch, host: str, hosts: int) -> None:
+    groups = Groups(Pair, None, Pair)  # type: ignore[arg-type]
+    monkeypatch.setattr(rank_context.vllm_groups, "get_groups", lambda _: groups)
+    monkeypatch.setattr(rank_context.vllm_groups, "get_host", lambda: "10.0.0.1")
+    monkeypatch.setattr(rank_context, "get_stage", lambda *_: WHOLE_MODEL)
+    monkeypatch.setattr(rank_context, "get_platform", lambda: SimpleNamespace(get_transport=lambda *_: "network"))
+    let_other_gather(monkeypatch, host)
+    model: Any = None
+    assert make_rank_context(model, model, RuntimeConfig()).hosts == hosts

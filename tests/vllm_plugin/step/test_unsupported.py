@@ -1,0 +1,75 @@
+"""The features with which a model runs unsplit, and no others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.step.unsupported import check_config
+
+
+def make_config(**changes: Any) -> SimpleNamespace:
+    """Return the part of a VllmConfig that is looked at, with no feature in use but *changes*."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            enable_elastic_ep=False,
+            enable_eplb=False,
+            use_sequence_parallel_moe=False,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+        ),
+        model_config=SimpleNamespace(
+            is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, enable_return_routed_experts=False
+        ),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+        kv_transfer_config=None,
+        speculative_config=None,
+        lora_config=None,
+    )
+    parts = (config, config.parallel_config, config.model_config, config.compilation_config.pass_config)
+    for name, value in changes.items():
+        owners = [owner for owner in parts if hasattr(owner, name)]
+        assert len(owners) == 1, name
+        setattr(owners[0], name, value)
+    return config
+
+
+FEATURES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"pipeline_parallel_size": 2, "enable_sp": True},
+        "pipeline parallel with sequence parallelism (enable_sp)",
+    ),
+    ({"enable_elastic_ep": True}, "elastic expert parallel"),
+    ({"enable_eplb": True}, "expert load balancing (EPLB)"),
+    ({"use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
+    ({"decode_context_parallel_size": 2}, "decode context parallel"),
+    ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
+    ({"enable_return_routed_experts": True}, "returning the routed experts"),
+    ({"use_ubatching": True}, "vLLM's own micro-batching (--enable-dbo)"),
+    ({"kv_transfer_config": object()}, "a KV connector"),
+    ({"speculative_config": object()}, "speculative decoding"),
+    ({"lora_config": object()}, "LoRA"),
+    ({"is_hybrid": True}, "a state-space model"),
+    ({"is_attention_free": True}, "a state-space model"),
+    ({"is_encoder_decoder": True}, "an encoder-decoder model"),
+]
+
+
+@pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}], ids=str)
+def test_a_config_without_any_of_the_features_can_be_split(changes: dict[str, Any]) -> None:
+    assert check_config(make_config(**changes)) is None
+
+
+@pytest.mark.parametrize(("changes", "feature"), FEATURES, ids=[next(iter(changes)) for changes, _ in FEATURES])
+def test_a_feature_that_splitting_does_not_support_is_named(changes: dict[str, Any], feature: str) -> None:
+    assert check_config(make_config(**changes)) == Decline(f"not supported yet: {feature}")
+
+
+def test_of_several_features_one_is_named() -> None:
+    config = make_config(lora_config=object(), enable_eplb=True)
+    assert check_config(config) == Decline("not supported yet: expert load balancing (EPLB)")
