@@ -43,9 +43,14 @@ class Candidates:
         words = (*prefix, name, *self._side_ops, str(lead), str(micro_batches))
         return self._make(words, order, periodic, micro_batches)
 
-    def find(self, times: Sequence[Sequence[float]]) -> NamedOrder:
-        """Find the order that is optimal without contention, or near it, if ops take *times* [micro-batches][ops]."""
+    def find(self, times: Sequence[Sequence[float]]) -> NamedOrder | None:
+        """Find the order that is optimal without contention, or near it, if ops take *times* [micro-batches][ops].
+
+        None if no period is found, and no order could be much faster than alternating.
+        """
         periodic = self._search.find(times, min(self._max_states, MAX_SHORT_SEARCH_STATES))
+        if periodic is None and self._search.is_saturated(times):
+            return None
         if periodic is None:
             order = find_order(make_jobs((self._program,) * len(times), times), self._max_states).order
         else:

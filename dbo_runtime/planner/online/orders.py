@@ -38,7 +38,7 @@ class Orders:
         self._table = table
         self._predictor = predictor
         self._candidates = [Candidates(program, max_states) for program in self.placements]
-        self._found: dict[tuple[int, tuple[Bucket, ...]], NamedOrder] = {}
+        self._found: dict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = {}
         self._policies: dict[tuple[int, int, tuple[str, int]], NamedOrder] = {}
 
     def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
@@ -89,7 +89,8 @@ class Orders:
         if key not in self._found:
             middles = [compute_midpoint(bucket, BUCKETS_PER_OCTAVE) for bucket in shape]
             self._found[key] = candidates.find([self._table.times(self._program, middle) for middle in middles])
-        return self._choose((self._found[key], *candidates.list_policies(len(slice_features))), slice_features)
+        found, policies = self._found[key], candidates.list_policies(len(slice_features))
+        return self._choose(policies if found is None else (found, *policies), slice_features)
 
     def _choose(self, orders: Sequence[NamedOrder], slice_features: Sequence[BatchFeatures]) -> NamedOrder:
         """Return the fastest; of equal ones the first."""

@@ -8,6 +8,7 @@ Olsder and Quadrat 1992): the repeated order never takes longer than the short o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,12 +17,13 @@ from dbo_runtime.planner.search.few_layers import FewLayers, keep_few_layers
 from dbo_runtime.planner.search.jobs import Job, make_jobs
 from dbo_runtime.planner.search.lattice import Lattice, LatticePoint, Times
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.policies import Order
+from dbo_runtime.policies import Order, alternate
 from dbo_runtime.program import Program
 from dbo_runtime.schedule import Issue
 
 SEARCHED_LAYERS = 9  # room for what comes before the steady state, for two periods of it, and for what comes after
 MAX_PERIOD_LAYERS = 3  # a longer one would leave no room for that
+SATURATION_TOLERANCE = 5e-3  # relative time in which the busiest lane may be idle
 MIN_EQUAL_LAYERS = 24  # with fewer, a search of all layers takes about as long
 
 MakeOrder = Callable[[FewLayers], Order]
@@ -106,6 +108,25 @@ class PeriodSearch:
             return find_order(make_jobs_of(few), max_states).order
 
         return self._make_periodic(search, make_jobs_of)
+
+    def is_saturated(self, times: Sequence[Sequence[float]]) -> bool:
+        """Whether alternating keeps a lane busy in the steady state, so that no order adds less for each layer.
+
+        False as well if the program has but few equal layers. Such a lane leaves a beam no reason to prefer orders
+        that repeat, and those that do not are worse for many layers.
+        """
+        few = self._keep(SEARCHED_LAYERS)
+        if few is None:
+            return False
+        programs = [few.program] * len(times)
+        jobs = make_jobs(programs, [few.select(seconds) for seconds in times])
+        layer = slice(few.first, few.first + few.ops)
+        busy: dict[int, float] = defaultdict(float)
+        for job in jobs:
+            for operation in job.operations[layer]:
+                busy[operation.lane] += operation.seconds
+        periods = find_periods(jobs, few, alternate(programs))
+        return bool(periods) and periods[0].rate <= max(busy.values()) * (1 + SATURATION_TOLERANCE)
 
     def repeat_policy(self, policy: Callable[[Sequence[Program]], Order], micro_batches: int) -> PeriodicOrder | None:
         """Return the order of a policy that does with each layer alike; None as for `find`."""

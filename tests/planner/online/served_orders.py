@@ -54,7 +54,7 @@ class OrderJudge:
         candidates = self._candidates[placement]
         times = [self.table.times(self.program, features) for features in slice_features]
         known = [candidates.find(times), *candidates.list_policies(len(slice_features))]
-        best = min(seconds, *(self.predict_ops(order, slice_features) for order in known))
+        best = min(seconds, *(self.predict_ops(order, slice_features) for order in known if order is not None))
         return Served(served.name, seconds, seconds / best - 1.0)
 
     def predict_ops(self, order: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
