@@ -62,7 +62,7 @@ test-nightly: setup ## run the tests that start no engine with many more example
 demo-sweep: setup ## auto against off and always over link rates and prompt lengths; about 20 minutes (root)
 	$(BIN)/python examples/sweep_rates.py
 
-bench: setup ## run the benchmarks that need one host; those of docs/benchmarks.md tell how to write it
+bench: setup ## run the benchmarks that need one host; docs/benchmarks.md names those that write it
 	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' -q -s \
 		--ignore tests/benchmarks/bench_two_hosts.py --ignore tests/benchmarks/bench_serving.py
 	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m pytest tests/benchmarks/bench_streams.py \

@@ -1,4 +1,4 @@
-"""Issue a schedule onto a device; and the sequential loop, which is the reference."""
+"""Issue a schedule onto a device, instruction by instruction; and the sequential loop, which is the reference."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from dbo_runtime.codegen import number_slots
 from dbo_runtime.devices import Device, Event, Lane, Values
 from dbo_runtime.errors import DeviceError, ProgramError, add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.observe.instrument import Instrument
-from dbo_runtime.program import Op, Program, Value
+from dbo_runtime.program import Program, Value
 from dbo_runtime.schedule import Instruction, Schedule, Slot
 
 Enter = Callable[[int], Any]
@@ -30,7 +31,7 @@ def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = s
         values: dict[Value, Any] = dict(zip(program.inputs, given, strict=True))
         for op in program.ops:
             result = op.fn(*(values[value] for value in op.reads))
-            values.update(zip(op.writes, (result,) if len(op.writes) == 1 else _unpack(result, op), strict=True))
+            values.update(zip(op.writes, unpack(result, len(op.writes)), strict=True))
         outputs.append(tuple(values[value] for value in program.outputs))
     return outputs
 
@@ -44,8 +45,8 @@ class Executor:
     def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
         self.schedule = schedule
         self._device = device
-        self._slots: dict[Slot, int] = {}
-        lanes = dict(zip(schedule.lanes, device.open_lanes(schedule.lanes), strict=True))
+        self._slots = number_slots(schedule)
+        self._lanes = lanes = dict(zip(schedule.lanes, device.open_lanes(schedule.lanes), strict=True))
         by_issue = {instruction.issue: instruction for instruction in schedule.instructions}
         self._inputs = [
             [self._index(mb, value) for value in program.inputs] for mb, program in enumerate(schedule.programs)
@@ -85,7 +86,7 @@ class Executor:
         """
         if self._blocking is not None and self._device.is_capturing:
             raise DeviceError(
-                f"{_describe(self._blocking)}, waits for the device (host_sync), which a graph cannot hold. Capture a "
+                f"{describe(self._blocking)}, waits for the device (host_sync), which a graph cannot hold. Capture a "
                 "program without it, such as dispatch by all_gather, or run without graphs."
             )
         values: Values = [None] * len(self._slots)
@@ -132,7 +133,7 @@ class Executor:
         )
 
     def _index(self, micro_batch: int, value: Value) -> int:
-        return self._slots.setdefault(Slot(micro_batch, value), len(self._slots))
+        return self._slots[Slot(micro_batch, value)]
 
 
 class _BoundOp:
@@ -158,28 +159,33 @@ class _BoundOp:
             else:
                 self._store(values, result)
         except BaseException as error:
-            add_context(error, f"while running {_describe(self.instruction)}")
+            add_context(error, f"while running {describe(self.instruction)}")
             raise
 
     def _store(self, values: Values, result: Any) -> None:
-        for slot, value in zip(self._writes, _unpack(result, self.instruction.op), strict=True):
+        for slot, value in zip(self._writes, unpack(result, len(self._writes)), strict=True):
             values[slot] = value
 
 
-def _unpack(result: Any, op: Op) -> Sequence[Any]:
-    """Return the results of an op that writes no or several values. A tensor's rows are not several values."""
-    if not op.writes:
-        return ()
+def unpack(result: Any, count: int) -> Sequence[Any]:
+    """Return the *count* values of an op's result: one is the result itself, and none leave it aside.
+
+    Where there are several, they come as a tuple or a list: a tensor's rows are not several values.
+
+    Raises:
+        ProgramError: if the op returned another number of values.
+    """
+    if count < 2:
+        return (result,) * count
     if not isinstance(result, (tuple, list)):
-        raise ProgramError(
-            f"it returned one {type(result).__name__}, but is declared to write {len(op.writes)} values."
-        )
-    if len(result) != len(op.writes):
-        raise ProgramError(f"it returned {len(result)} values, but is declared to write {len(op.writes)}.")
+        raise ProgramError(f"it returned one {type(result).__name__}, but is declared to write {count} values.")
+    if len(result) != count:
+        raise ProgramError(f"it returned {len(result)} values, but is declared to write {count}.")
     return result
 
 
-def _describe(instruction: Instruction) -> str:
+def describe(instruction: Instruction) -> str:
+    """Return what an error says of the op that raised it."""
     op = instruction.op
     layer = "outside any layer" if op.layer is None else f"layer {op.layer}"
     where = f"micro-batch {instruction.issue.micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"

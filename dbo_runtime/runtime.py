@@ -14,6 +14,7 @@ from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
+from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.observe.declines import count_declined
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
@@ -258,7 +259,7 @@ class MicroBatchRuntime:
             validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same plan, so two represent any number
         else:
             validate(schedule)
-        self._executors[name] = Executor(schedule, self.device, self._events)
+        self._executors[name] = GeneratedExecutor(schedule, self.device, self._events)
         self._log.info(
             "new plan",
             micro_batches=len(schedule.programs),

@@ -57,7 +57,7 @@ def time_modes(llm: Any, prompts: int, tokens: int, repeat: int) -> tuple[dict[s
 
 
 def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
-    """Return the lanes of one more prefill with overlap, where they lost time, and what ran beside what."""
+    """Return the lanes of one more prefill with overlap, where they lost time, and which ops ran concurrently."""
     from vllm import SamplingParams
 
     from dbo_runtime.observe.summary import summarize
@@ -79,7 +79,7 @@ def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
         for op in ("dispatch", "combine"):
             experts, attention = (timeline.measure_concurrent_share(op, other) for other in ("experts", "attention"))
             rows.append(
-                f"{experts:.1%} of {op} ran beside another micro-batch's experts, {attention:.1%} its attention"
+                f"{experts:.1%} of {op} ran behind another micro-batch's experts, {attention:.1%} its attention"
             )
     return "\n".join(rows)
 

@@ -51,7 +51,7 @@ class Host:
         subprocess.run(self.command("tc", "qdisc", "del", "dev", self.interface, "root"), capture_output=True)
         if rate is not None:
             # A token bucket with room for 2 ms: large enough not to slow the rate itself, and small, so that what was
-            # not sent while nobody wanted to send does not make the link look faster than it is.
+            # not sent while the link was idle does not make the link look faster than it is.
             burst = max(LARGEST_PACKET + HEADERS, int(read_rate(rate) / 8 * 0.002))
             _run(*self.command("tc", "qdisc", "add", "dev", self.interface, "root", "tbf", "rate", rate,
                                "burst", f"{burst}b", "latency", "400ms"))  # fmt: skip

@@ -2,7 +2,7 @@
 
 Runs the same prompts through an unmodified vLLM twice, each time in a process of its own: first as if dbo_runtime were
 not installed, then with VLLM_ASCEND_ENABLE_DBO=1. Prints the answers, whether they are identical token by token, how
-many steps were split or run whole and why, and the lanes of one split step.
+many steps were split or not and why, and the lanes of one split step.
 
 On a CPU (the default) it needs nothing but this repository:
 
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help="a checkpoint of a model that has an adapter (default: the tiny trained one beside this file)",
+        help="a checkpoint of a model that has an adapter (default: the tiny trained one next to this file)",
     )
     parser.add_argument("--pictures", action="store_true", help="ask about pictures; the tiny model is one that sees")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="tensor parallel ranks (default: 2)")
@@ -228,7 +228,7 @@ def report_steps(what: str, statistics: dict[str, Any] | None) -> None:
         return
     print(f"{what} split: {statistics['split']}, into {statistics['micro_batches']} micro-batches")
     for reason, count in statistics["declined"].items():
-        print(f"{what} run whole: {count}, because: {reason}")
+        print(f"{what} run unsplit: {count}, because: {reason}")
 
 
 def report_timeline(found: dict[str, Any] | None) -> None:

@@ -55,7 +55,7 @@ def sample(rng: random.Random, kind: str | None = None) -> Task:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Tell whether training never sees this prompt."""
+    """Return whether training never sees this prompt."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 

@@ -5,7 +5,7 @@ over both with an unmodified vLLM, and times prefills three ways in turn: unspli
 overlap. All three give the same tokens; that is checked.
 
 The hosts share each layer and reduce what comes out (--parallel tensor), or each has prompts of its own and half of the
-experts, to which tokens travel (data-expert).
+experts, to which tokens are dispatched (data-expert).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes of the model, and what a node of `run_on_hosts` is told."""
+    """Add the sizes of the model, and the arguments of a node of `run_on_hosts`."""
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
     parser.add_argument("--node", type=int, choices=(0, 1), help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""How two nodes serve one model: what vLLM is told on either of them. Knows nothing of how the nodes came to be."""
+"""How two nodes serve one model: vLLM's options on either of them, however the nodes were made."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _write(name: str, value: Any) -> str:
 
 
 def find_vllm() -> str:
-    """Return the `vllm` command beside the Python that runs."""
+    """Return the `vllm` command next to the running Python."""
     return str(Path(sys.executable).with_name("vllm"))
 
 

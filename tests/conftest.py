@@ -15,10 +15,13 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # A stream that a test holds must hold no other, neither by sharing a queue with it nor by a kernel that is loaded late.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+# Ranks share two cores. OpenMP reads it when torch is imported, and its threads spin while they wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 profiles.load()
 
 from tests.devices import rigs  # noqa: E402 - torch must find the variable
+from tests.executors import EXECUTORS, Prepare, make_prepare  # noqa: E402
 
 
 @pytest.fixture(params=rigs.find_present())
@@ -45,6 +48,12 @@ def use_rig(name: str, record_property: Callable[[str, object], None]) -> Iterat
 def device(rig: Any) -> Any:
     """Each device there is."""
     return rig.device
+
+
+@pytest.fixture(params=EXECUTORS)
+def prepare(request: pytest.FixtureRequest) -> Prepare:
+    """Either executor."""
+    return make_prepare(request.param)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

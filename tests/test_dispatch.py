@@ -131,7 +131,7 @@ def serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
     yield ranks

@@ -152,12 +152,38 @@ def test_words_of_make_are_in_the_makefile(document: Path) -> None:
     assert set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", document.read_text(), re.MULTILINE)) <= targets
 
 
+def test_the_architectures_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    code, shown = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0]
+    exec(compile(code, "docs/architecture.md", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
+FOLDERS = (".", "dbo_runtime", "dbo_runtime/vllm_plugin")  # that the page's tables leave out
+
+
+def test_functions_of_the_architectures_walks_are_where_the_page_says() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    walks = page.partition("## One step")[2].partition("## The adapter's contract")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w/]+\.py)` \|", walks, re.MULTILINE)
+    assert len(rows) >= 15
+    for name, file in rows:
+        (path,) = [
+            path for folder in (".", "dbo_runtime", "dbo_runtime/vllm_plugin") for path in ROOT.glob(f"{folder}/{file}")
+        ]
+        assert f"    def {name.rpartition('.')[2]}(" in path.read_text() or f"\ndef {name}(" in path.read_text(), name
+
+
 SWEEPS = [
-    f"--costs r1-decode-{chip} --sweep tokens --side {side}" for chip in ("910c", "910b") for side in ("off", "auto")
+    "--costs r1-tp16-941 --sweep tokens,tp",
+    *(
+        f"--costs r1-decode-{chip} --sweep tokens --side {side}"
+        for chip in ("910c", "910b")
+        for side in ("off", "auto")
+    ),
 ]
 PRINTED = [
     "--costs a3-layer-4894",
-    "--costs r1-tp16-941 --sweep tokens,tp",
     *(pytest.param(words, marks=pytest.mark.slow) for words in SWEEPS),
 ]
 

@@ -13,15 +13,11 @@ from dbo_runtime.errors import DeviceError, ProgramError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.policies import Policy, alternate, sequential
-from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
+from dbo_runtime.program import COMM, COMPUTE, ProgramBuilder
 from dbo_runtime.schedule import Instruction, lower
+from tests.executors import Prepare
 from tests.latch import Latch
 from tests.programs import record_chain, record_three_lanes, record_toy
-
-
-def prepare(device: Any, program: Program, micro_batches: int = 2, policy: Policy = alternate) -> Executor:
-    programs = [program] * micro_batches
-    return Executor(lower(programs, policy(programs)), device, EventTable(device))
 
 
 class Tensor:
@@ -52,7 +48,7 @@ def test_the_sequential_loop_enters_each_micro_batch_once() -> None:
     assert entered == [0, 1, 2]
 
 
-def test_the_executor_returns_each_micro_batchs_outputs(device: Device) -> None:
+def test_the_executor_returns_each_micro_batchs_outputs(prepare: Prepare, device: Device) -> None:
     p = ProgramBuilder()
     x, y = p.input("x"), p.input("y")
     total = p.comm("add", lambda x, y: x + y, x, y)
@@ -62,7 +58,7 @@ def test_the_executor_returns_each_micro_batchs_outputs(device: Device) -> None:
 
 
 @pytest.mark.parametrize("policy", [sequential, alternate])
-def test_the_executor_can_be_run_again_and_again(device: Device, policy: Policy) -> None:
+def test_the_executor_can_be_run_again_and_again(prepare: Prepare, device: Device, policy: Policy) -> None:
     program = record_three_lanes(2)
     executor = prepare(device, program, 3, policy)
     for run in range(20):
@@ -97,6 +93,9 @@ class Scribe:
     def wait(self, event: list[str]) -> None:
         self.log.append(f"{self.name} waits for {event[0]}")
 
+    def get_direct_calls(self) -> None:
+        pass
+
     def begin(self) -> None:
         self.log.append("begin")
 
@@ -107,7 +106,7 @@ class Scribe:
         self.log.append("finish")
 
 
-def test_forks_waits_ops_records_and_joins_are_issued_in_this_order() -> None:
+def test_forks_waits_ops_records_and_joins_are_issued_in_this_order(prepare: Prepare) -> None:
     p = ProgramBuilder()
     fetched = p.comm("fetch", lambda: 1)
     worked = p.compute("work", lambda x: x, fetched)
@@ -132,7 +131,7 @@ def test_forks_waits_ops_records_and_joins_are_issued_in_this_order() -> None:
     ]
 
 
-def test_without_forks_the_start_is_not_recorded() -> None:
+def test_without_forks_the_start_is_not_recorded(prepare: Prepare) -> None:
     scribe = Scribe()
     prepare(scribe, record_chain(lambda x: x, lambda x: x), micro_batches=1).run([(0,)])
     assert scribe.log[:2] == ["begin", "compute runs make/0"]
@@ -159,7 +158,9 @@ def test_the_event_table_has_one_event_for_each_layer_micro_batch_and_op(device:
 
 
 @pytest.mark.parametrize("declare", [ProgramBuilder.compute, ProgramBuilder.comm])
-def test_an_ops_failure_keeps_its_type_and_says_where(device: Device, declare: Callable[..., Any]) -> None:
+def test_an_ops_failure_keeps_its_type_and_says_where(
+    prepare: Prepare, device: Device, declare: Callable[..., Any]
+) -> None:
     fault = Mismatch()
     p = ProgramBuilder()
     x = p.input("x")
@@ -181,7 +182,7 @@ def test_an_ops_failure_keeps_its_type_and_says_where(device: Device, declare: C
     assert executor.run([(10,), (20,)]) == [(11,), (21,)]
 
 
-def test_a_failure_outside_any_layer_says_so(device: Device) -> None:
+def test_a_failure_outside_any_layer_says_so(prepare: Prepare, device: Device) -> None:
     fault = Mismatch()
     fault.trigger = 0
     with pytest.raises(FloatingPointError) as raised:
@@ -189,7 +190,7 @@ def test_a_failure_outside_any_layer_says_so(device: Device) -> None:
     assert "op 'send', outside any layer, micro-batch 0" in raised.value.__notes__[0]
 
 
-def test_no_op_runs_any_more_when_a_failure_surfaces(device: Device) -> None:
+def test_no_op_runs_any_more_when_a_failure_surfaces(prepare: Prepare, device: Device) -> None:
     """The failing compute op leaves a comm op running, which takes its time: run() must not return before it ends."""
     running: set[str] = set()
     sending, never = Latch(), Latch()
@@ -215,7 +216,7 @@ def test_no_op_runs_any_more_when_a_failure_surfaces(device: Device) -> None:
     assert running == set()
 
 
-def test_a_failure_in_entering_a_micro_batch_surfaces_as_it_is(device: Device) -> None:
+def test_a_failure_in_entering_a_micro_batch_surfaces_as_it_is(prepare: Prepare, device: Device) -> None:
     def enter(micro_batch: int) -> None:
         if micro_batch == 1:
             raise FloatingPointError
@@ -236,7 +237,7 @@ def test_a_failure_in_entering_a_micro_batch_surfaces_as_it_is(device: Device) -
         ("ab", "it returned one str, but is declared to write 2 values"),
     ],
 )
-def test_a_wrong_number_of_results_is_refused(device: Device, result: object, message: str) -> None:
+def test_a_wrong_number_of_results_is_refused(prepare: Prepare, device: Device, result: object, message: str) -> None:
     p = ProgramBuilder()
     first, _ = p.compute("norm", lambda: result, outputs=2)
     program = p.build(first)
@@ -247,27 +248,29 @@ def test_a_wrong_number_of_results_is_refused(device: Device, result: object, me
         run_sequential([program], [()])
 
 
-def test_the_result_of_an_op_that_writes_nothing_is_ignored(device: Device) -> None:
+def test_the_result_of_an_op_that_writes_nothing_is_ignored(prepare: Prepare, device: Device) -> None:
     p = ProgramBuilder()
     p.compute("log", lambda: "something", outputs=0)
     assert prepare(device, p.build(p.compute("work", lambda: 1))).run([(), ()]) == [(1,), (1,)]
 
 
-def test_a_tuple_is_one_value_where_one_is_declared(device: Device) -> None:
+def test_a_tuple_is_one_value_where_one_is_declared(prepare: Prepare, device: Device) -> None:
     p = ProgramBuilder()
     pair = p.comm("pair", lambda: (1, 2))
     assert prepare(device, p.build(pair)).run([(), ()]) == [((1, 2),), ((1, 2),)]
 
 
 @pytest.mark.parametrize("inputs", [[(1,)], [(1,), (2,), (3,)], [(1,), ()], [(1,), (2, 3)]])
-def test_inputs_that_do_not_fit_the_programs_are_refused(device: Device, inputs: list[tuple[int, ...]]) -> None:
+def test_inputs_that_do_not_fit_the_programs_are_refused(
+    prepare: Prepare, device: Device, inputs: list[tuple[int, ...]]
+) -> None:
     executor = prepare(device, record_chain(lambda x: x, lambda x: x))
     with pytest.raises(ValueError, match=r"zip\(\)"):
         executor.run(inputs)
     assert executor.run([(1,), (2,)]) == [(1,), (2,)]
 
 
-def test_a_micro_batch_is_entered_before_its_ops_whenever_it_changes() -> None:
+def test_a_micro_batch_is_entered_before_its_ops_whenever_it_changes(prepare: Prepare) -> None:
     log: list[str] = []
     p = ProgramBuilder()
     x = p.input("x")
@@ -280,7 +283,7 @@ def test_a_micro_batch_is_entered_before_its_ops_whenever_it_changes() -> None:
     assert log == ["enter 0", "first/0", "enter 1", "first/1", "enter 0", "second/0", "enter 1", "second/1"]
 
 
-def test_micro_batches_are_entered_on_the_thread_that_runs_the_schedule(device: Device) -> None:
+def test_micro_batches_are_entered_on_the_thread_that_runs_the_schedule(prepare: Prepare, device: Device) -> None:
     threads: list[threading.Thread] = []
     prepare(device, record_toy()).run([(0, 0), (1, 1)], lambda mb: threads.append(threading.current_thread()))
     assert set(threads) == {threading.current_thread()}
@@ -297,7 +300,9 @@ class Notes:
         self.spans[instruction.label] = start, end
 
 
-def test_the_instrument_is_told_of_each_instruction_once_and_intervals_follow_the_waits(device: Device) -> None:
+def test_the_instrument_is_told_of_each_instruction_once_and_intervals_follow_the_waits(
+    prepare: Prepare, device: Device
+) -> None:
     notes = Notes()
     executor = prepare(device, record_three_lanes(3))
     executor.run([([1],), ([2],)], instrument=notes)
@@ -315,7 +320,7 @@ def test_the_instrument_is_told_of_each_instruction_once_and_intervals_follow_th
     assert len(spans) == len(instructions)
 
 
-def test_a_freed_value_is_gone_by_the_instruction_that_frees_it(device: Device) -> None:
+def test_a_freed_value_is_gone_by_the_instruction_that_frees_it(prepare: Prepare, device: Device) -> None:
     made: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
 
@@ -333,7 +338,7 @@ def test_a_freed_value_is_gone_by_the_instruction_that_frees_it(device: Device) 
     assert alive == [False]
 
 
-def test_nothing_keeps_values_alive_after_a_run_or_a_failed_run(device: Device) -> None:
+def test_nothing_keeps_values_alive_after_a_run_or_a_failed_run(prepare: Prepare, device: Device) -> None:
     made: list[weakref.ref[Tensor]] = []
     fault = Mismatch()
 
@@ -363,7 +368,7 @@ def test_nothing_keeps_values_alive_after_a_run_or_a_failed_run(device: Device) 
     assert [tensor() for tensor in made if tensor() is not None] == []
 
 
-def test_an_executor_of_a_closed_device_refuses_to_run() -> None:
+def test_an_executor_of_a_closed_device_refuses_to_run(prepare: Prepare) -> None:
     device = open_device("cpu")
     executor = prepare(device, record_toy())
     device.close()

@@ -299,6 +299,15 @@ def run_render(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0)
     return output
 
 
+def test_the_source_of_a_schedule_is_printed_behind_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--costs", "a3-layer-4894", "--source")
+    printed = run_render(capsys, *words)
+    table, _, source = printed.partition("\ndef issue(values, enter):\n")
+    assert table == run_render(capsys, *words[:2])
+    assert "op_L0_dispatch(" in source
+    assert json.loads(run_render(capsys, *words, "--json"))["source"].endswith(source)
+
+
 @pytest.mark.parametrize("policy", ["optimal", "sequential", "staggered:2"])
 def test_a_schedule_is_printed_with_waits_records_and_frees(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     case = ("--costs", "r1-tp16-941", "--policy", policy)

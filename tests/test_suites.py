@@ -68,7 +68,7 @@ def test_where_the_environment_exists_a_build_that_fails_fails_the_tests(program
 @pytest.mark.parametrize(
     ("required", "status", "verdict"),
     [
-        ("auto", pytest.ExitCode.OK, "left out"),
+        pytest.param("auto", pytest.ExitCode.OK, "left out", marks=pytest.mark.slow),
         ("required", pytest.ExitCode.TESTS_FAILED, "FAILED, it is required here: left out"),
     ],
 )
@@ -91,6 +91,7 @@ def test_an_environment_that_cannot_be_made_is_a_failure_where_it_is_required(re
     assert ("test-ascend: left out" in done.stdout) == (required == "auto")
 
 
+@pytest.mark.slow
 def test_properties_of_tests_are_in_the_report_for_ci(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     done = run_pytest("tests/devices/test_contract.py::test_lanes_are_made_once", "--junitxml", str(report))

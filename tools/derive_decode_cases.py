@@ -28,7 +28,7 @@ BF16 = 376e12 * 0.654  # operations/s, in the decode of latent attention
 
 # Assumed: what no source gives.
 KERNEL = 2e-6  # seconds between one kernel of a captured graph and the next
-KEYS = 12e-6  # seconds: norm, rotary embedding and write to the cache, such that running them beside brings #1353's 1 %
+KEYS = 12e-6  # seconds: norm, rotary embedding, cache write; running them concurrently then brings #1353's 1 %
 HANDOVER = 2e-6  # seconds from the end of an op to the begin of one on another lane
 CONTENTION = {"compute": 1.1, "comm": 1.1, "side": 1.1, "compute/side": 1.25, "side/compute": 2.0}
 

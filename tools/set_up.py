@@ -72,7 +72,7 @@ def list_phases(extras: str) -> list[tuple[str, Callable[[Path], None]]]:
         return [*phases, ("torch_npu and tests", partial(install_project, extras=extras))]
     phases += [
         ("vLLM, tests and tools (minutes, the first time)", partial(install_project, extras=extras)),
-        ("torchvision: does it load?", mend_torchvision),
+        ("torchvision: does it load?", patch_torchvision),
         ("the vllm command", name_vllm),
     ]
     return [*phases, ("vllm-ascend, without its C++", install_ascend)] if extras == ASCEND_EXTRAS else phases
@@ -115,7 +115,7 @@ def make_venv(venv: Path) -> None:
 
 
 def install_torch(venv: Path) -> None:
-    """Install torch by itself, so that its absence, the likeliest failure, is told apart from all others."""
+    """Install torch by itself, so that its absence, the likeliest failure, has a message of its own."""
     torch = pin("torch")
     try:
         pip(venv, "install", "--no-deps", torch)
@@ -136,20 +136,20 @@ def install_project(venv: Path, extras: str) -> None:
 
 
 def install_ascend(venv: Path) -> None:
-    """Install vllm-ascend's Python from its source package, and what stands in for the rest of it in tests."""
+    """Install vllm-ascend's Python from its source package, and the stand-ins for its operators in tests."""
     options = ("--no-deps", "--no-build-isolation")
     pip(venv, "install", *options, "--no-binary", "vllm-ascend", ASCEND, environment=ASCEND_BUILD)
     pip(venv, "install", *options, "--editable", str(ROOT / "tests" / "ascend"))
 
 
-def mend_torchvision(venv: Path) -> None:
+def patch_torchvision(venv: Path) -> None:
     """Let torchvision load, or remove it and its kin: `import vllm` fails on one that is there and does not load.
 
     Those on PyPI are built for the CUDA torch; PyTorch's CPU index has builds that load as they are. Text models need
     none of them, vision models torchvision.
     """
-    for mended in venv.glob(f"lib/python*/site-packages/{SCHEMAS}.p*"):
-        mended.unlink()  # of an earlier torchvision, perhaps
+    for patched in venv.glob(f"lib/python*/site-packages/{SCHEMAS}.p*"):
+        patched.unlink()  # of an earlier torchvision, perhaps
     if loads_torchvision(venv):
         return
     pip(venv, "uninstall", "--yes", "torchaudio", "torchcodec")
@@ -162,7 +162,7 @@ def mend_torchvision(venv: Path) -> None:
 
 
 def loads_torchvision(venv: Path) -> bool:
-    """Tell whether torchvision is there and can be imported."""
+    """Return whether torchvision is there and can be imported."""
     # Where torch_npu is installed, a bare `import torch` would look for CANN and fail.
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [python(venv), "-c", "import torchvision"]
@@ -204,7 +204,7 @@ def pip(venv: Path, command: str, *arguments: str, environment: Mapping[str, str
         file.write(f"$ {' '.join(call)}\n{done.stdout}\n")
     if done.returncode:
         errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR: ")]
-        raise SetUpError(f"pip {command} fails: {errors[-1][7:] if errors else 'no reason given'} (all it said: {log})")
+        raise SetUpError(f"pip {command} fails: {errors[-1][7:] if errors else 'no reason given'} (full output: {log})")
 
 
 def python(venv: Path) -> str:

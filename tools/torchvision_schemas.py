@@ -1,7 +1,7 @@
-"""Lets PyPI's torchvision load beside a CPU build of torch: set-up copies this file into the environment.
+"""Lets PyPI's torchvision load with a CPU build of torch: set-up copies this file into the environment.
 
 That torchvision is built for CUDA. Its compiled half does not load here, silently, and its Python half then dies of two
-operators that it describes further and that nobody has declared. Declared they are enough: what resizes and normalizes
+operators that it describes further and that are declared nowhere. Declared they are enough: what resizes and normalizes
 pictures is Python over torch. Nothing happens before torchvision is imported.
 """
 
@@ -32,7 +32,7 @@ class SchemaFinder(MetaPathFinder):
 
 
 def loads_compiled_half() -> bool:
-    """Load torchvision's compiled half, which declares them, and tell whether that worked."""
+    """Load torchvision's compiled half, which declares them, and return whether that worked."""
     import torch
 
     spec = PathFinder.find_spec("torchvision")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, Protocol, SupportsFloat, TypeVar
+from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
 
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
@@ -37,6 +37,20 @@ class Task(Protocol):
         """Run on the values of one run [slots]."""
 
 
+class DirectCalls(NamedTuple):
+    """What issues onto a lane without tasks: an op is issued by calling it on the thread that began the run.
+
+    Attributes:
+        switch: makes the lane the one onto which ops issue that are called from now on; None if they always do.
+        record: does what `Lane.record` does.
+        wait: does what `Lane.wait` does, but for the check: the caller knows that the event was recorded in this run.
+    """
+
+    switch: Callable[[], None] | None
+    record: Callable[[Any], None]
+    wait: Callable[[Any], None]
+
+
 class Lane(Protocol):
     """An in-order queue of a device: a stream, or a thread."""
 
@@ -62,6 +76,14 @@ class Lane(Protocol):
 
         Raises:
             DeviceError: if the event was not recorded since `begin`; streams would ignore such a wait.
+        """
+
+    def get_direct_calls(self) -> DirectCalls | None:
+        """Return what issues onto the lane in the run that has begun; None where tasks must be launched.
+
+        Which of the two, and whether there is a `switch`, stays the same; the calls are of one run. They are in place
+        of `launch`: in a run that calls ops, none is launched on a lane that has such calls. After `begin` the first
+        lane is the current one.
         """
 
 

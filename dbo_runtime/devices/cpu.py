@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
-from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_capture_error
+from dbo_runtime.devices import DirectCalls, Graph, Lane, Note, Result, Task, Values, check_recorded, make_capture_error
 from dbo_runtime.errors import DeviceError
 
 ThreadState = Callable[[], AbstractContextManager[Any]]
@@ -59,6 +59,10 @@ class CallingThreadLane:
             event.worker.block(event.count)
             self._device.raise_failure()
 
+    def get_direct_calls(self) -> DirectCalls:
+        """Return the lane's own methods: an op that is called runs to its end."""
+        return DirectCalls(None, self.record, self.wait)
+
 
 class WorkerLane:
     """Runs tasks in order on its own thread, in the thread state of the thread that began the run."""
@@ -97,6 +101,9 @@ class WorkerLane:
         worker, count = event.worker, event.count
         if worker is not None and worker is not self:
             self.launch(lambda _: worker.block(count), [])
+
+    def get_direct_calls(self) -> None:
+        """Return None: ops run on the lane's own thread."""
 
     def block(self, count: int | None = None) -> None:
         """Return when *count* tasks are done, by default all that were launched."""

@@ -11,11 +11,12 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 
-from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded
+from dbo_runtime.devices import DirectCalls, Graph, Lane, Note, Result, Task, Values, check_recorded
 from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
 from dbo_runtime.errors import DeviceError
 
@@ -62,6 +63,19 @@ class StreamLane:
         check_recorded(event.run, self._device.run, self.name)
         self.stream.wait_event(event.native)
 
+    def get_direct_calls(self) -> DirectCalls:
+        """Return calls for the stream that the lane has in this run."""
+        stream, run, wait_event = self.stream, self._device.run, self.stream.wait_event
+
+        def record(event: StreamEvent) -> None:
+            event.native.record(stream)
+            event.run = run
+
+        def wait(event: StreamEvent) -> None:
+            wait_event(event.native)
+
+        return DirectCalls(partial(self._device.backend.set_stream, stream), record, wait)
+
     def move(self, stream: Any) -> None:
         """Continue on another stream, after everything on the present one."""
         stream.wait_stream(self.stream)
@@ -78,7 +92,6 @@ class StreamDevice:
 
     Attributes:
         run: number of runs begun.
-        switches: number of changes of the current stream; consecutive ops of a lane share one.
     """
 
     can_capture = True
@@ -89,7 +102,6 @@ class StreamDevice:
         self._make_graph = make_graph
         self._capture_stream: Any = None
         self.run = 0
-        self.switches = 0
         self._lanes: dict[str, StreamLane] = {}
         self._current: StreamLane | None = None
         self._clock = StreamClock(backend)
@@ -141,7 +153,6 @@ class StreamDevice:
         if lane is not self._current:
             self.backend.set_stream(lane.stream)
             self._current = lane
-            self.switches += 1
 
     def read_clock(self, lane: StreamLane) -> Moment:
         """Return the moment at which everything issued onto the lane is done.
@@ -168,8 +179,9 @@ class StreamDevice:
     def finish(self) -> None:
         """End a run: restore the stream that was current when it began. Kernels may still run."""
         first = self._get_first()
-        if first is not None:
-            self.switch(first)
+        if first is not None:  # `DirectCalls.switch` does not say which stream is the current one
+            self.backend.set_stream(first.stream)
+            self._current = first
 
     def abort(self) -> None:
         """End a failed run: return when none of its kernels runs any more.

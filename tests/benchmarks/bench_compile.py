@@ -2,7 +2,7 @@
 
     python -m pytest tests/benchmarks/bench_compile.py -q -s
 
-Two engines of the same model in this process, one rank each: one compiles, as vLLM does by default, and one was told
+Two engines of the same model in this process, one rank each: one compiles, as vLLM does by default, and one has
 `enforce_eager`. Each takes one real step, whose forward context is kept; then the forwards of both run again and again
 on it, in all modes. Each round runs every mode once, in random order. Times are CPU time of this process, one thread;
 figures are medians over rounds, and ratios are medians of the ratios within a round.
@@ -11,7 +11,7 @@ figures are medians over rounds, and ratios are medians of the ratios within a r
 - **eager** is the same one without what was compiled (`skip_compiled`);
 - **program** is what a split step runs, the adapter's ops one by one, as one micro-batch and without a device, so that
   nothing is in it but the ops; **ops compiled** is this with `DBO_COMPILE=1`;
-- **told eager** and **program, told eager** are vLLM's forward and the program in the engine that compiles nothing.
+- **eager engine** and **program, eager engine** are vLLM's forward and the program in the engine that compiles nothing.
 
 Embedding is in all of them, sampling in none.
 """
@@ -49,7 +49,7 @@ from tests.vllm_plugin.families import FAMILIES, SIZES, TINY, find_backend
 SECONDS = 8.0  # of measuring each step, about
 ROUNDS = 5, 60  # at least, at most
 LENGTH = 64  # tokens of the prompts that are decoded after: a short context, so that the rest counts more
-MODES = "again", "eager", "program", "ops compiled", "told eager", "program, told eager"
+MODES = "again", "eager", "program", "ops compiled", "eager engine", "program, eager engine"
 STEPS = {
     "decode of 1": (LENGTH,),
     "decode of 8": (LENGTH,) * 8,
@@ -240,8 +240,8 @@ def take_step(compiling: Served, eager: Served, title: str) -> tuple[list[str], 
         "eager": partial(compiling.run_own, step, skip_compiled=True),
         "program": partial(compiling.run_program, step, compiling.program),
         "ops compiled": partial(compiling.run_program, step, compiling.compiled),
-        "told eager": partial(eager.run_own, other),
-        "program, told eager": partial(eager.run_program, other, eager.program),
+        "eager engine": partial(eager.run_own, other),
+        "program, eager engine": partial(eager.run_program, other, eager.program),
     }
     whole = modes["compiled"]()
     split = modes["ops compiled"]()

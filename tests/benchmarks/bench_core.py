@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dbo_runtime.devices import Device, Lane, Task, Values, open_device
+from dbo_runtime.devices import Device, DirectCalls, Lane, Task, Values, open_device
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.policies import alternate
@@ -65,6 +65,9 @@ class FreeLane:
     def record(self, event: object) -> None: ...
 
     def wait(self, event: object) -> None: ...
+
+    def get_direct_calls(self) -> DirectCalls:
+        return DirectCalls(None, self.record, self.wait)
 
 
 class FreeDevice:

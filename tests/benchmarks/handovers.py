@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from contextlib import contextmanager
+from itertools import count, zip_longest
 from types import SimpleNamespace
 from typing import Any
 
+from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.program import COMPUTE, Program
 from tests.benchmarks.bench_core import FreeLane
 
@@ -111,6 +113,83 @@ def make_strands(leaves: Sequence[bool], greenlet: Any) -> Way:
     return run_both
 
 
+class _Stages:
+    """One micro-batch's operations as SGLang's `operations.py` runs them: in stages, with a region around each.
+
+    Written after `_StageExecutor` there: an operation takes the state and what the one before returned, by name, and
+    returns a dictionary or None. Its data parallel buffers are left out.
+    """
+
+    def __init__(self, operations: Sequence[Callable[..., Any] | None]) -> None:
+        self._stages: list[list[tuple[str, Callable[..., Any]]]] = [[]]
+        for operation in operations:
+            if operation is None:
+                self._stages.append([])
+            else:
+                self._stages[-1].append((getattr(operation, "__name__", "unknown").replace("op_", ""), operation))
+        self._next = 0
+        self._state: dict[str, Any] = {}
+        self._output: dict[str, Any] | None = {}
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def run_next(self) -> None:
+        with _open_region(f"stage {self._next}"):
+            for name, operation in self._stages[self._next]:
+                with _open_region(name):
+                    self._output = operation(state=self._state, **({} if self._output is None else self._output))
+        self._next += 1
+
+
+@contextmanager
+def _open_region(name: str) -> Iterator[None]:
+    """Do nothing, as SGLang's regions without its profiler."""
+    yield
+
+
+def make_operations(leaves: Sequence[bool]) -> Way:
+    """Two lists of operations with yields between, run a stage of either in turn, as SGLang does."""
+
+    def list_operations(micro_batch: int, op: Op) -> list[Callable[..., Any] | None]:
+        compute, comm, computed, sent = FreeLane("compute"), FreeLane("comm"), object(), object()
+
+        def op_compute(state: dict[str, Any]) -> None:
+            op(micro_batch)
+
+        def op_leave(state: dict[str, Any]) -> None:
+            compute.record(computed)
+
+        def op_comm(state: dict[str, Any]) -> None:
+            comm.wait(computed)
+            op(micro_batch)
+            comm.record(sent)
+            compute.wait(sent)
+
+        operations: list[Callable[..., Any] | None] = []
+        for leaving in leaves:
+            operations += [op_leave, None, op_comm] if leaving else [op_compute]
+        return operations
+
+    def run_both(op: Op) -> None:
+        both = [_Stages(list_operations(micro_batch, op)) for micro_batch in range(2)]
+        for _ in range(len(both[0])):
+            for stages in both:
+                stages.run_next()
+
+    return run_both
+
+
+class FreeStream:
+    """A stream on which nothing runs."""
+
+    def __init__(self, number: int) -> None:
+        self.stream_id = number
+
+    def wait_event(self, event: object) -> None:
+        """Wait for nothing."""
+
+
 class FreeStreams:
     """What `ubatching` uses of torch, at no cost: streams, events, and the current stream of each thread."""
 
@@ -129,6 +208,20 @@ class FreeStreams:
     def make_event(self) -> SimpleNamespace:
         """Make an event that nobody records."""
         return SimpleNamespace(record=lambda stream: None)
+
+    def make_device(self) -> StreamDevice:
+        """Make a device whose lanes are such streams."""
+        current = FreeStream(0)
+        made = count(1)
+        backend = SimpleNamespace(
+            Stream=lambda: FreeStream(next(made)),
+            Event=self.make_event,
+            current_stream=lambda: current,
+            set_stream=lambda stream: None,
+            is_current_stream_capturing=lambda: False,
+            synchronize=lambda: None,
+        )
+        return StreamDevice("free", backend, object)
 
     def make_stream(self) -> SimpleNamespace:
         """Make a stream that waits for nothing."""

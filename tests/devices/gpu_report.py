@@ -30,6 +30,7 @@ from dbo_runtime.devices import open_device
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
@@ -171,13 +172,15 @@ class Report:
     def measure_host(self) -> Iterator[Row]:
         """Measure what ops that do nothing cost the host."""
         programs = [record_decoder(LAYERS)] * 2
-        executor = Executor(lower(programs, alternate(programs)), self._device, EventTable(self._device))
+        executor = GeneratedExecutor(lower(programs, alternate(programs)), self._device, EventTable(self._device))
         seconds = self._measure_host(lambda: executor.run([(None,)] * 2))
-        before = self._device.switches
-        executor.run([(None,)] * 2)
+        with rigs.count_switches(self._device) as switches:
+            executor.run([(None,)] * 2)
         ops = len(executor.schedule.instructions)
-        switches = self._device.switches - before
-        yield f"host, {LAYERS} layers of empty ops", f"{seconds * 1e3:.2f} ms: {ops} ops, {switches} stream switches"
+        yield (
+            f"host, {LAYERS} layers of empty ops",
+            f"{seconds * 1e3:.2f} ms: {ops} ops, {len(switches)} stream switches",
+        )
 
     def _is_ours(self, case: ElementTree.Element) -> bool:
         name = case.get("name", "")
@@ -203,7 +206,7 @@ class Report:
         programs = [self._program] * 2
         schedule = lower(programs, policy(programs))
         validate(schedule)
-        return Executor(schedule, self._device, EventTable(self._device))
+        return GeneratedExecutor(schedule, self._device, EventTable(self._device))
 
     def _measure(self, run: Callable[[], Any]) -> float:
         self._device.synchronize()

@@ -10,7 +10,8 @@ import ctypes
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -191,6 +192,23 @@ def load_standin() -> str | None:
     except StandInError as error:
         return str(error)
     return None
+
+
+@contextmanager
+def count_switches(device: Any) -> Iterator[list[Any]]:
+    """Yield a list of the streams that a device makes current."""
+    switches: list[Any] = []
+    set_stream = device.backend.set_stream
+
+    def switch(stream: Any) -> None:
+        switches.append(stream)
+        set_stream(stream)
+
+    device.backend.set_stream = switch
+    try:
+        yield switches
+    finally:
+        device.backend.set_stream = set_stream
 
 
 def _find_functions(name: str) -> Sequence[Callable[[Any, int], None]]:

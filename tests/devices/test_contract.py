@@ -327,6 +327,54 @@ def test_a_closed_device_can_be_opened_again(rig: Any, lanes: list[Lane]) -> Non
     assert rig.read(pad) == [1]
 
 
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (1, 1)])
+def test_ops_that_are_called_on_lanes_run_in_the_order_of_their_events(
+    rig: Any, lanes: list[Lane], first: int, second: int
+) -> None:
+    calls = [lanes[position].get_direct_calls() for position in (first, second)]
+    if None in calls:
+        pytest.skip(f"tasks are launched on device {rig.device.name!r}")
+    event = rig.device.make_event()
+    pad = rig.make_pad()
+    for run in range(3):
+        rig.device.begin()
+        (switch, record, _), (other_switch, _, wait) = (lanes[n].get_direct_calls() for n in (first, second))
+        if switch is not None:
+            switch()
+        for number in range(50):
+            rig.note(100 * run + number)(pad)
+        record(event)
+        wait(event)
+        if other_switch is not None:
+            other_switch()
+        rig.note(100 * run + 50)(pad)
+        finish(rig.device, lanes)
+    assert rig.read(pad) == [100 * run + number for run in range(3) for number in range(51)]
+
+
+def test_an_event_recorded_by_a_call_may_be_waited_for_by_any_lane(device: Device, lanes: list[Lane]) -> None:
+    device.begin()
+    for lane in lanes:
+        calls, event = lane.get_direct_calls(), device.make_event()
+        if calls is not None:
+            calls.record(event)
+            for other in lanes:
+                other.wait(event)
+    join(device, lanes)
+    device.finish()
+
+
+def test_after_a_run_that_switched_lanes_the_first_one_is_current(stream_rig: Any) -> None:
+    device = stream_rig.device
+    lanes, before = device.open_lanes(LANES), device.backend.current_stream()
+    for end in (device.finish, device.abort):
+        device.begin()
+        lanes[2].get_direct_calls().switch()
+        assert device.backend.current_stream() == lanes[2].stream
+        end()
+        assert device.backend.current_stream() == before
+
+
 def test_a_device_keeps_no_task_and_no_values_after_a_run(device: Device, lanes: list[Lane]) -> None:
     class Task:
         def __call__(self, values: Any) -> None:

@@ -15,10 +15,10 @@ from dbo_runtime.errors import DeviceError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Inputs, Outputs, run_sequential
 from dbo_runtime.graphs import Graphs
-from dbo_runtime.policies import alternate
 from dbo_runtime.program import Op, Program, ProgramBuilder
 from dbo_runtime.schedule import Schedule, lower
 from tests.devices import rigs
+from tests.executors import Prepare
 from tests.graph_logs import Log
 from tests.profiles import scale
 from tests.strategies import Mix, orders, programs
@@ -121,10 +121,6 @@ def record_send() -> Program:
     return p.build(p.op("send", lambda x: x + 1, p.input("x"), lane="side"))
 
 
-def prepare(device: StreamDevice, program: Program, micro_batches: int = 2) -> Executor:
-    return Executor(lower([program] * micro_batches, alternate([program] * micro_batches)), device, EventTable(device))
-
-
 def check_step(graphs: Graphs, executor: Executor, counts: Sequence[int], seed: int) -> None:
     inputs = make_inputs(executor.schedule, counts, seed)
     outputs = graphs.run(executor, move(inputs, executor._device.name))
@@ -161,7 +157,7 @@ def test_random_programs_replayed_compute_what_the_sequential_loop_computes(
     record_property("programs captured, and steps replayed", tuple(done))
 
 
-def test_what_a_caller_was_given_no_later_replay_changes(device: StreamDevice, log: Log) -> None:
+def test_what_a_caller_was_given_no_later_replay_changes(prepare: Prepare, device: StreamDevice, log: Log) -> None:
     graphs, executor = Graphs(device, log, BUCKETS), prepare(device, record_layers())
     given = [make_inputs(executor.schedule, (5, 8), seed) for seed in range(6)]
     kept = [graphs.run(executor, move(inputs, device.name)) for inputs in given]
@@ -170,7 +166,9 @@ def test_what_a_caller_was_given_no_later_replay_changes(device: StreamDevice, l
     graphs.close()
 
 
-def test_graphs_share_their_memory_and_are_replayed_in_any_order(device: StreamDevice, log: Log) -> None:
+def test_graphs_share_their_memory_and_are_replayed_in_any_order(
+    prepare: Prepare, device: StreamDevice, log: Log
+) -> None:
     graphs = Graphs(device, log, BUCKETS)
     executors = [prepare(device, record_layers(layers), 3) for layers in (3, 1, 2)]
     for seed, number in enumerate((0, 1, 2, 1, 0, 2, 0, 0, 1, 2)):
@@ -181,7 +179,7 @@ def test_graphs_share_their_memory_and_are_replayed_in_any_order(device: StreamD
     graphs.close()
 
 
-def test_closing_gives_the_memory_back(device: StreamDevice, log: Log) -> None:
+def test_closing_gives_the_memory_back(prepare: Prepare, device: StreamDevice, log: Log) -> None:
     executor = prepare(device, record_layers())
     graphs = Graphs(device, log, (1 << 18,))
     check = [(torch.ones(1 << 18, WIDTH, dtype=torch.int64, device=device.name),)] * 2
@@ -204,7 +202,7 @@ def test_closing_gives_the_memory_back(device: StreamDevice, log: Log) -> None:
     assert graphs.replayed == 4
 
 
-def test_a_replay_on_another_stream_waits_for_the_last_run(device: StreamDevice, log: Log) -> None:
+def test_a_replay_on_another_stream_waits_for_the_last_run(prepare: Prepare, device: StreamDevice, log: Log) -> None:
     graphs, executor = Graphs(device, log, BUCKETS), prepare(device, record_layers())
     slow_down = find_jitter(device.name)
     slow_down(7, 10 * LONGEST)
@@ -235,7 +233,7 @@ def record_peek(blocks: list[bool], lane: str) -> Program:
 
 @pytest.mark.parametrize("lane", ["compute", "comm", "side"])
 def test_a_capture_that_an_op_breaks_leaves_eager_steps_and_later_captures(
-    device: StreamDevice, log: Log, lane: str
+    prepare: Prepare, device: StreamDevice, log: Log, lane: str
 ) -> None:
     graphs, good = Graphs(device, log, BUCKETS), prepare(device, record_layers())
     check_step(graphs, good, (4, 4), 0)
@@ -258,7 +256,7 @@ def test_a_capture_that_an_op_breaks_leaves_eager_steps_and_later_captures(
 
 
 def test_an_unjoined_lane_is_refused_before_anything_is_captured(
-    device: StreamDevice, log: Log, monkeypatch: pytest.MonkeyPatch
+    prepare: Prepare, device: StreamDevice, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule = prepare(device, record_send()).schedule
     captures: list[Any] = []
@@ -275,7 +273,9 @@ def test_an_unjoined_lane_is_refused_before_anything_is_captured(
     assert "lane 'side' never returns to 'compute'" in line["detail"]
 
 
-def test_where_the_device_refuses_the_end_of_a_capture_the_current_stream_is_as_it_was(device: StreamDevice) -> None:
+def test_where_the_device_refuses_the_end_of_a_capture_the_current_stream_is_as_it_was(
+    prepare: Prepare, device: StreamDevice
+) -> None:
     """As it does with an unjoined lane that was not validated."""
     schedule = prepare(device, record_send()).schedule
     unjoined = Executor(replace(schedule, joins=()), device, EventTable(device))
@@ -294,7 +294,7 @@ def test_where_the_device_refuses_the_end_of_a_capture_the_current_stream_is_as_
 
 
 def test_a_capture_within_a_capture_is_refused_and_a_step_there_becomes_part_of_it(
-    device: StreamDevice, log: Log
+    prepare: Prepare, device: StreamDevice, log: Log
 ) -> None:
     graphs, executor = Graphs(device, log, BUCKETS), prepare(device, record_layers())
     inputs = make_inputs(executor.schedule, (8, 8), 1)

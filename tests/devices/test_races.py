@@ -26,6 +26,7 @@ from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Schedule, lower
 from dbo_runtime.validate import validate
 from tests.devices import rigs
+from tests.executors import EXECUTORS
 from tests.latch import GRACE
 from tests.mutants import move_free_earlier, remove_wait
 from tests.profiles import scale
@@ -42,6 +43,8 @@ EXAMPLES = 300
 LONGEST = 2e-4  # seconds that a kernel is slowed down by
 MUTANTS = 100
 POISON = -7
+
+both = pytest.mark.parametrize("kind", EXECUTORS)
 
 
 @pytest.fixture
@@ -62,10 +65,10 @@ def standin(record_property: Any) -> Iterator[Any]:
     standin.calm()
 
 
-def run_late(rig: Any, schedule: Schedule, latch: Any) -> list[int]:
+def run_late(kind: type[Executor], rig: Any, schedule: Schedule, latch: Any) -> list[int]:
     """Return what a schedule of one micro-batch computes from zeros if a held op goes on only when all others have."""
     device = rig.device
-    executor = Executor(schedule, device, EventTable(device))
+    executor = kind(schedule, device, EventTable(device))
     x = torch.zeros(LENGTH, dtype=torch.int64, device=device.name)
     for lane in device.open_lanes(schedule.lanes):  # so that memory that was not written does not look right
         with device.backend.stream(lane.stream):
@@ -100,17 +103,21 @@ def without_wait(schedule: Schedule, label: str) -> Schedule:
     )
 
 
-def test_a_wait_makes_the_reader_wait_for_the_writer(rig: Any) -> None:
+@both
+def test_a_wait_makes_the_reader_wait_for_the_writer(kind: type[Executor], rig: Any) -> None:
     latch = rig.make_latch()
-    assert run_late(rig, lower_alone(record_send(latch)), latch) == [11] * LENGTH
+    assert run_late(kind, rig, lower_alone(record_send(latch)), latch) == [11] * LENGTH
 
 
-def test_without_the_wait_validation_refuses_and_the_device_reads_what_is_not_there_yet(rig: Any) -> None:
+@both
+def test_without_the_wait_validation_refuses_and_the_device_reads_what_is_not_there_yet(
+    kind: type[Executor], rig: Any
+) -> None:
     latch = rig.make_latch()
     schedule = without_wait(lower_alone(record_send(latch)), "send/0")
     with pytest.raises(ScheduleError, match="send/0"):
         validate(schedule)
-    assert run_late(rig, schedule, latch) == [POISON * 2 + 1] * LENGTH
+    assert run_late(kind, rig, schedule, latch) == [POISON * 2 + 1] * LENGTH
 
 
 def record_concurrent(rig: Any, latch: Any) -> Program:
@@ -139,20 +146,25 @@ def with_free_at(schedule: Schedule, name: str, label: str) -> Schedule:
     )
 
 
-def test_a_free_comes_when_no_lane_reads_the_memory_any_more(rig: Any) -> None:
+@both
+def test_a_free_comes_when_no_lane_reads_the_memory_any_more(kind: type[Executor], rig: Any) -> None:
     latch = rig.make_latch()
-    assert run_late(rig, lower_alone(record_concurrent(rig, latch)), latch) == [1010] * LENGTH
+    assert run_late(kind, rig, lower_alone(record_concurrent(rig, latch)), latch) == [1010] * LENGTH
 
 
-def test_a_free_moved_earlier_is_refused_and_gives_the_memory_away_while_it_is_read(rig: Any) -> None:
+@both
+def test_a_free_moved_earlier_is_refused_and_gives_the_memory_away_while_it_is_read(
+    kind: type[Executor], rig: Any
+) -> None:
     latch = rig.make_latch()
     schedule = with_free_at(lower_alone(record_concurrent(rig, latch)), "make", "other/0")
     with pytest.raises(ScheduleError, match="make"):
         validate(schedule)
-    assert run_late(rig, schedule, latch) == [3000] * LENGTH  # what `other` wrote there, twice, and once
+    assert run_late(kind, rig, schedule, latch) == [3000] * LENGTH  # what `other` wrote there, twice, and once
 
 
-def test_random_programs_compute_what_the_sequential_loop_computes(rig: Any) -> None:
+@both
+def test_random_programs_compute_what_the_sequential_loop_computes(kind: type[Executor], rig: Any) -> None:
     device, slow_down = rig.device, find_jitter(rig.device.name)
 
     @settings(max_examples=scale(EXAMPLES))
@@ -160,14 +172,17 @@ def test_random_programs_compute_what_the_sequential_loop_computes(rig: Any) -> 
     def check(case: Case, seed: int) -> None:
         slow_down(seed, LONGEST)
         schedule = with_tensors(case, device.name).lower()
-        outputs = Executor(schedule, device, EventTable(device)).run(make_tensors(case, device.name, seed))
+        outputs = kind(schedule, device, EventTable(device)).run(make_tensors(case, device.name, seed))
         assert read(outputs) == compute(case, seed)
 
     check()
     slow_down(0, 0.0)
 
 
-def test_random_faults_that_validation_refuses_do_harm(standin: Any, record_property: Any) -> None:
+@both
+def test_random_faults_that_validation_refuses_do_harm(
+    kind: type[Executor], standin: Any, record_property: Any
+) -> None:
     """Not each of them each time: that is what makes such faults hard to find without validation."""
     device = open_device("npu")
     seen: Counter[str] = Counter()
@@ -183,7 +198,7 @@ def test_random_faults_that_validation_refuses_do_harm(standin: Any, record_prop
         seen["unsafe"] += 1
         seed = seen["unsafe"]
         try:
-            outputs = Executor(mutant, device, EventTable(device)).run(make_tensors(case, "npu", seed))
+            outputs = kind(mutant, device, EventTable(device)).run(make_tensors(case, "npu", seed))
             seen[f"wrong by {mutation.__name__}"] += read(outputs) != compute(case, seed)
         except (DboError, TypeError):  # a wait for what was not recorded; a value that was gone before it was read
             seen["failed"] += 1

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from dbo_runtime.errors import DeviceError, get_context
-from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from tests.devices import rigs
+from tests.executors import Prepare
 from tests.latch import GRACE
 
 if not {*rigs.STREAMS} & {*rigs.find_present()}:
@@ -37,11 +35,6 @@ def rig(stream_rig: Any) -> Any:
 @pytest.fixture
 def device(rig: Any) -> StreamDevice:
     return rig.device
-
-
-def prepare(device: StreamDevice, program: Program, micro_batches: int = 2) -> Executor:
-    programs = [program] * micro_batches
-    return Executor(lower(programs, alternate(programs)), device, EventTable(device))
 
 
 def record_layers(layers: int) -> Program:
@@ -79,7 +72,7 @@ def test_more_lanes_than_streams_are_refused(device: StreamDevice) -> None:
         device.open_lanes(["compute", *(f"l{number}" for number in range(POOL_STREAMS + 1))])
 
 
-def test_streams_are_made_once(device: StreamDevice) -> None:
+def test_streams_are_made_once(prepare: Prepare, device: StreamDevice) -> None:
     executor = prepare(device, record_layers(1))
     before = [lane.stream for lane in device.open_lanes(["compute", "comm"])]
     for _ in range(3):
@@ -87,7 +80,9 @@ def test_streams_are_made_once(device: StreamDevice) -> None:
     assert [lane.stream for lane in device.open_lanes(["compute", "comm"])] == before
 
 
-def test_the_compute_lane_is_the_stream_that_is_current_when_a_run_begins(device: StreamDevice) -> None:
+def test_the_compute_lane_is_the_stream_that_is_current_when_a_run_begins(
+    prepare: Prepare, device: StreamDevice
+) -> None:
     seen: list[Any] = []
     p = ProgramBuilder()
     x = p.compute("work", lambda x: seen.append(device.backend.current_stream()) or x + 1, p.input("x"))
@@ -101,7 +96,7 @@ def test_the_compute_lane_is_the_stream_that_is_current_when_a_run_begins(device
     assert seen == [default, other, default, other]
 
 
-def test_an_op_that_fails_leaves_the_current_stream_as_it_was(device: StreamDevice) -> None:
+def test_an_op_that_fails_leaves_the_current_stream_as_it_was(prepare: Prepare, device: StreamDevice) -> None:
     def fail(x: Any) -> Any:
         raise FloatingPointError("not a number")
 
@@ -113,20 +108,21 @@ def test_an_op_that_fails_leaves_the_current_stream_as_it_was(device: StreamDevi
     assert device.backend.current_stream() == before
 
 
-def test_ops_in_a_row_on_a_lane_share_one_switch(device: StreamDevice) -> None:
+def test_ops_in_a_row_on_a_lane_share_one_switch(prepare: Prepare, device: StreamDevice) -> None:
     executor = prepare(device, record_layers(6))
     executor.run(make_inputs(device))
-    before = device.switches
-    executor.run(make_inputs(device))
-    lanes = ["compute", *(step.op.lane for step in executor.schedule.instructions), "compute"]
-    assert device.switches - before == sum(one != other for one, other in pairwise(lanes))
-    assert device.switches - before < len(executor.schedule.instructions)
+    with rigs.count_switches(device) as switches:
+        executor.run(make_inputs(device))
+    lanes = ["compute", *(instruction.op.lane for instruction in executor.schedule.instructions)]
+    changes = sum(one != other for one, other in pairwise(lanes))
+    assert len(switches) == changes + 1  # and back to the first lane at the end, which is done in any case
+    assert len(switches) < len(executor.schedule.instructions)
 
 
 class Caller:
     """Runs a program whose result is made on the comm lane, and reads it on a stream that is held back."""
 
-    def __init__(self, rig: Any) -> None:
+    def __init__(self, prepare: Prepare, rig: Any) -> None:
         self._rig = rig
         self._device: StreamDevice = rig.device
         self._latch = rig.make_latch()
@@ -152,19 +148,21 @@ class Caller:
         return seen.tolist(), ((NUMBERS + 1) * 2).tolist()
 
 
-def test_a_caller_may_drop_a_result_before_it_has_been_read(rig: Any) -> None:
-    seen, expected = Caller(rig).read_late()
+def test_a_caller_may_drop_a_result_before_it_has_been_read(prepare: Prepare, rig: Any) -> None:
+    seen, expected = Caller(prepare, rig).read_late()
     assert seen == expected
 
 
-def test_without_handing_over_its_memory_would_be_taken(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_handing_over_its_memory_would_be_taken(
+    prepare: Prepare, rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So the test above can fail."""
     monkeypatch.setattr(StreamDevice, "release_to_caller", lambda self, values: None)
-    seen, expected = Caller(rig).read_late()
+    seen, expected = Caller(prepare, rig).read_late()
     assert seen != expected
 
 
-def read_after_another_stream(rig: Any) -> tuple[list[int], list[int]]:
+def read_after_another_stream(prepare: Prepare, rig: Any) -> tuple[list[int], list[int]]:
     """Return what an op reads of the comm lane's memory while the next run, on another stream, has begun, and should.
 
     The first run ends with an op that is held back before it reads; its memory is the comm lane's, and free by then.
@@ -193,15 +191,17 @@ def read_after_another_stream(rig: Any) -> tuple[list[int], list[int]]:
     return result.tolist(), ((NUMBERS + 1) * 2).tolist()
 
 
-def test_a_run_on_another_stream_waits_for_the_last_one(rig: Any) -> None:
-    seen, expected = read_after_another_stream(rig)
+def test_a_run_on_another_stream_waits_for_the_last_one(prepare: Prepare, rig: Any) -> None:
+    seen, expected = read_after_another_stream(prepare, rig)
     assert seen == expected
 
 
-def test_without_that_its_memory_would_be_written_over(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_that_its_memory_would_be_written_over(
+    prepare: Prepare, rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So the test above can fail."""
     monkeypatch.setattr(StreamLane, "move", lambda self, stream: setattr(self, "stream", stream))
-    seen, expected = read_after_another_stream(rig)
+    seen, expected = read_after_another_stream(prepare, rig)
     assert seen != expected
 
 
@@ -219,7 +219,7 @@ def capture(
     return graph, outputs
 
 
-def test_a_schedule_is_captured_into_a_graph_and_replays(device: StreamDevice) -> None:
+def test_a_schedule_is_captured_into_a_graph_and_replays(prepare: Prepare, device: StreamDevice) -> None:
     program = record_layers(3)
     executor = prepare(device, program)
     inputs = make_inputs(device)
@@ -233,7 +233,9 @@ def test_a_schedule_is_captured_into_a_graph_and_replays(device: StreamDevice) -
 
 
 @pytest.mark.parametrize("lane", ["compute", "comm", "side"])
-def test_an_op_that_fails_under_capture_is_named_and_the_device_goes_on(device: StreamDevice, lane: str) -> None:
+def test_an_op_that_fails_under_capture_is_named_and_the_device_goes_on(
+    prepare: Prepare, device: StreamDevice, lane: str
+) -> None:
     """A graph cannot end while a lane has left it: then the op would not be reported."""
     fails = [False]
 
@@ -262,7 +264,7 @@ def test_an_op_that_fails_under_capture_is_named_and_the_device_goes_on(device: 
     assert_equal(outputs, expected)
 
 
-def test_no_times_are_taken_of_what_is_captured(device: StreamDevice) -> None:
+def test_no_times_are_taken_of_what_is_captured(prepare: Prepare, device: StreamDevice) -> None:
     executor = prepare(device, record_layers(1))
     executor.run(make_inputs(device))
     with pytest.raises(DeviceError, match="captured into a graph cannot be timed: leave the instrument out"):
@@ -270,14 +272,14 @@ def test_no_times_are_taken_of_what_is_captured(device: StreamDevice) -> None:
     assert_equal(executor.run(make_inputs(device)), run_sequential([record_layers(1)] * 2, make_inputs(None)))
 
 
-def test_a_run_after_a_capture_is_none_of_the_graph(device: StreamDevice) -> None:
+def test_a_run_after_a_capture_is_none_of_the_graph(prepare: Prepare, device: StreamDevice) -> None:
     program = record_layers(2)
     executor = prepare(device, program)
     capture(device, executor, make_inputs(device))
     assert_equal(executor.run(make_inputs(device)), run_sequential([program] * 2, make_inputs(None)))
 
 
-def test_an_op_that_waits_for_the_device_is_refused_under_capture(device: StreamDevice) -> None:
+def test_an_op_that_waits_for_the_device_is_refused_under_capture(prepare: Prepare, device: StreamDevice) -> None:
     p = ProgramBuilder()
     x = p.compute("work", lambda x: x + 1, p.input("x"))
     sizes = p.comm("read_sizes", lambda x: x + int(x[0].item()), x, host_sync=True)
@@ -287,7 +289,9 @@ def test_an_op_that_waits_for_the_device_is_refused_under_capture(device: Stream
     assert_equal(executor.run(make_inputs(device)), [(NUMBERS + 1 + 1,), (NUMBERS + 2 + 2,)])
 
 
-def test_reserved_memory_is_enough_for_split_steps(device: StreamDevice, record_property: Any) -> None:
+def test_reserved_memory_is_enough_for_split_steps(
+    prepare: Prepare, device: StreamDevice, record_property: Any
+) -> None:
     """A cache sized by the peak of tensors leaves room for what all lanes together have cached."""
     p = ProgramBuilder()
     x = p.input("x")

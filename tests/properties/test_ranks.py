@@ -18,9 +18,9 @@ from tests.mutants import BREAKING, HARMLESS
 from tests.profiles import scale
 from tests.rank_strategies import TWO_LANES, RankCase, rank_cases
 
-EXAMPLES = 500  # twice that for the first test: more than two thousand sets of ranks in all
-ENOUGH = 100  # of the common outcomes, or the tests would show little
-FEW = 5  # of the rare ones
+EXAMPLES = scale(500)  # twice that for the first test: at night, more than four thousand sets of ranks in all
+ENOUGH = EXAMPLES // 5  # of the common outcomes, or the tests would show little
+FEW = EXAMPLES // 100  # of the rare ones
 
 
 def check_compilation(check: Callable[[], object]) -> str:
@@ -42,7 +42,7 @@ def find_dry_runs_refusal(case: RankCase) -> str:
 def test_schedules_are_accepted_exactly_if_the_dry_run_comes_to_its_end() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=scale(2 * EXAMPLES))
+    @settings(max_examples=2 * EXAMPLES)
     @given(rank_cases())
     def check(case: RankCase) -> None:
         refusal = find_validators_refusal(case.schedules, case.groups)
@@ -65,7 +65,7 @@ def test_schedules_are_accepted_exactly_if_the_dry_run_comes_to_its_end() -> Non
 def test_a_deadlock_is_found_exactly_if_the_dry_run_has_it_also_where_collectives_use_two_lanes() -> None:
     seen: Counter[bool] = Counter()
 
-    @settings(max_examples=scale(EXAMPLES))
+    @settings(max_examples=EXAMPLES)
     @given(rank_cases(TWO_LANES))
     def check(case: RankCase) -> None:
         assume(not meets_wrongly(case))
@@ -80,7 +80,7 @@ def test_a_deadlock_is_found_exactly_if_the_dry_run_has_it_also_where_collective
 def test_no_mutant_that_is_accepted_hangs() -> None:
     seen: Counter[tuple[bool, bool]] = Counter()
 
-    @settings(max_examples=scale(EXAMPLES))
+    @settings(max_examples=EXAMPLES)
     @given(rank_cases(), st.data())
     def check(case: RankCase, data: st.DataObject) -> None:
         rank = data.draw(st.integers(0, len(case.schedules) - 1))
@@ -96,7 +96,7 @@ def test_no_mutant_that_is_accepted_hangs() -> None:
     assert min(seen[True, True], seen[True, False], seen[False, False]) >= FEW, seen
 
 
-@settings(max_examples=scale(EXAMPLES // 3))
+@settings(max_examples=EXAMPLES // 3)
 @given(rank_cases())
 def test_the_dry_run_keeps_to_lanes_waits_hosts_and_meetings(case: RankCase) -> None:
     assume(not find_dry_runs_refusal(case))

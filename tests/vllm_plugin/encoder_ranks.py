@@ -219,7 +219,7 @@ def compare_on_rank(
     rank: int, ranks: int, folder: Path, family: str, batches: int, is_forgetful: bool = False
 ) -> dict[str, Any]:
     """Be one of the ranks that share an encoder; return what `compare` does, as JSON would have it."""
-    os.environ.update(VLLM_DIST_IDENT=folder.name)
+    os.environ.update(VLLM_DIST_IDENT=f"{folder.parent.name}-{folder.name}")  # no other session's
     with ExitStack() as stack:
         group = stack.enter_context(join(rank, ranks, f"file://{folder}/rendezvous"))
         if is_forgetful:

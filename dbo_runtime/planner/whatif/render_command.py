@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
+from dbo_runtime.codegen import Issuing, write_source
 from dbo_runtime.config import RuntimeConfig, name_policy, read_environment
 from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -35,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="so many layers (default: one for each run of equal layers)")
     parser.add_argument("--micro-batches", default="auto", help="as DBO_MICRO_BATCHES takes it; auto is 2")
     parser.add_argument("--policy", default="optimal", help="as DBO_POLICY takes it (default: optimal)")
-    parser.add_argument("--check", metavar="FILE", help="read a printed schedule instead, and say whether it is safe")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--check", metavar="FILE", help="read a printed schedule instead, and say whether it is safe")
+    shown.add_argument("--source", action="store_true", help="print the function that issues it onto streams, too")
     parser.add_argument("--json", action="store_true", help="print it for programs")
 
 
@@ -57,7 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check is not None:
         return _check(Path(arguments.check), schedule, arguments.json)
     facts = {"costs": arguments.costs, "layers": count_layers(table), "policy": name_policy(*config.policy)}
-    print(json.dumps({**facts, **_list(schedule)}, indent=2) if arguments.json else _describe(schedule, facts))
+    source = _write_source(schedule) if arguments.source else None
+    if arguments.json:
+        print(json.dumps({**facts, **_list(schedule), **({} if source is None else {"source": source})}, indent=2))
+    else:
+        print(_describe(schedule, facts))
+        if source is not None:
+            print(f"\n{source}", end="")
     return 0
 
 
@@ -91,6 +100,11 @@ def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:
     return (
         f"{NOTE} {about}\n{NOTE} {counts}, digest {digest(schedule)}; all rules of validation hold\n{render(schedule)}"
     )
+
+
+def _write_source(schedule: Schedule) -> str:
+    """Return the function for a device whose lanes are streams."""
+    return write_source(schedule, dict.fromkeys(schedule.lanes, Issuing.SWITCHED)).text
 
 
 def _list(schedule: Schedule) -> dict[str, Any]:

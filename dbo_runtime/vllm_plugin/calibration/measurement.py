@@ -257,8 +257,8 @@ def _read_samples(timeline: Timeline, loads: Sequence[BatchFeatures]) -> list[Sa
     """Return the spans of a timeline as samples, by micro-batch and op: their order in time differs between ranks."""
     spans = zip(timeline.spans, timeline.measure_concurrent(), strict=True)
     return [
-        Sample(span.op.rpartition(".")[2], span.lane, loads[span.micro_batch], span.end - span.start, beside)
-        for span, beside in sorted(spans, key=lambda item: (item[0].micro_batch, item[0].op))
+        Sample(span.op.rpartition(".")[2], span.lane, loads[span.micro_batch], span.end - span.start, concurrent)
+        for span, concurrent in sorted(spans, key=lambda item: (item[0].micro_batch, item[0].op))
     ]
 
 

@@ -25,10 +25,10 @@ _Predicted = tuple[StepSample, float]  # and its predicted seconds
 def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tuple[CostTable, dict[str, float]]:
     """Return *table* with what steps take in addition to their ops, and the median relative errors by mode.
 
-    Between sequential micro-batches all lanes are idle only while one hands over to another. What then remains of
-    measured steps, less the predicted, is a constant and an amount per token (the embedding, which is no op of the
-    program, is reduced as well). The remaining error of split relative to unsplit steps is unexplained: decisions take
-    it into account.
+    Between sequential micro-batches all lanes are idle only while control passes from one to the next. What then
+    remains of measured steps, less the predicted, is a constant and an amount per token (the embedding, which is no op
+    of the program, is reduced as well). The remaining error of split relative to unsplit steps is unexplained:
+    decisions take it into account.
     """
     in_turn = lower((program,) * 2, sequential((program,) * 2))
     handovers = sum(bool(step.waits) for step in in_turn.instructions)

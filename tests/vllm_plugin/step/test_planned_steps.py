@@ -250,7 +250,7 @@ def test_a_worker_predicts_steps(one_rank: Engine, forward: SplitForward) -> Non
     choice = planner.choose(Batch((64, 64), 128), RuntimeConfig(enabled=True, mode="always"))
     assert isinstance(choice, SplitChoice)
     assert predicted == choice.prediction._asdict()
-    assert predicted["split"] > predicted["whole"] == planner.predict_unsplit(measure_features((64, 64), ()))
+    assert predicted["split"] > predicted["unsplit"] == planner.predict_unsplit(measure_features((64, 64), ()))
     assert ask(one_rank, "dbo_predict", [1]) is None  # it cannot be cut
 
 
