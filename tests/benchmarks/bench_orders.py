@@ -15,6 +15,7 @@ import time
 from statistics import mean, quantiles
 
 from dbo_runtime.planner.costs.program_spec import build_program
+from dbo_runtime.planner.online.candidates import MAX_SHORT_SEARCH_STATES
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import PeriodSearch
 from dbo_runtime.planner.search.search import find_order
@@ -59,7 +60,7 @@ def test_one_period_is_searched_in_a_fraction_of_the_time_of_all_layers() -> Non
             jobs = make_jobs([program] * len(times), times)
             full = find_order(jobs, MAX_STATES)
             middle = time.perf_counter()
-            periodic = search.find(times, MAX_STATES)
+            periodic = search.find(times, MAX_SHORT_SEARCH_STATES)
             end = time.perf_counter()
             later = "no period"
             if periodic is not None:

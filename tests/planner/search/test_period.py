@@ -54,15 +54,17 @@ def test_the_order_of_one_period_is_safe_and_no_slower_than_that_of_a_full_searc
     program = record_model(lanes)
     times = [spread(program, lanes, each) for each in micro_batches]
     jobs = make_jobs([program] * len(times), times)
-    periodic = PeriodSearch(program).find(times, MAX_STATES)
-    assert periodic is not None
-    order = periodic.repeat(periodic.omitted_periods)
-    validate(lower([program] * len(times), order))
+    search = PeriodSearch(program)
+    periodic = search.find(times, MAX_STATES)
+    orders = [staggered([program] * len(times), lead) for lead in range(4)]
+    if periodic is not None:
+        orders.append(periodic.repeat(periodic.omitted_periods))
+        validate(lower([program] * len(times), orders[-1]))
+    elif not search.is_saturated(times):
+        assert len(times) > 2  # a beam may find no period: all layers are searched then
+        return
     full = find_order(jobs, MAX_STATES)
-    found = min(
-        measure_order(jobs, each) for each in (order, *(staggered([program] * len(times), k) for k in range(4)))
-    )
-    assert found <= full.seconds * 1.01
+    assert min(measure_order(jobs, order) for order in orders) <= full.seconds * 1.01
 
 
 @settings(max_examples=scale(15), deadline=None)
