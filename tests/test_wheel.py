@@ -7,7 +7,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ SOURCES = ("dbo_runtime", "models", "pyproject.toml", "README.md", "LICENSE")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with what the wheel installs, built from a copy of the sources."""
-    if find_spec("pip") is None or find_spec("setuptools") is None:
+    if not {"pip", "setuptools"} <= {distribution.name for distribution in distributions()}:
         pytest.skip("building a wheel needs pip and setuptools")
     source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     for name in SOURCES:

@@ -23,7 +23,7 @@ EXAMPLES = scale(100)
 ENOUGH = EXAMPLES // 4  # unsafe ones among them, or the test would show little
 
 
-def check_compilation(schedule: Schedule) -> str:
+def get_refusal(schedule: Schedule) -> str:
     try:
         validate(schedule)
     except ScheduleError as error:
@@ -41,7 +41,7 @@ def test_a_mutant_is_refused_exactly_if_it_is_unsafe(mutation: Mutation) -> None
         mutant = mutation(case.lower(), data.draw)
         assume(mutant is not None)
         mismatches = find_faults(mutant)
-        refusal = check_compilation(mutant)
+        refusal = get_refusal(mutant)
         assert bool(refusal) == bool(mismatches), mismatches
         if refusal:
             assert re.match(r"rule [1-8], instruction \d+: ", refusal)
