@@ -2,9 +2,9 @@
 
     python -m pytest tests/benchmarks/bench_orders.py -o python_files='bench_*.py' -q -s
 
-`DBO_BENCH_STEPS` is the number of steps (1000; they take ten minutes or more, and pytest shows a stack after five). "Served" is chosen by the orders of a
-planner, which searches once for all similar steps; "best known" is the best of a search for the very step, of
-ping-pong and of staggered orders.
+`DBO_BENCH_STEPS` is the number of steps (1000; they take ten minutes or more, and pytest shows a stack after five).
+"Served" is chosen by the orders of a planner, which searches once for all similar steps; "best known" is the best of a
+search for the very step, of ping-pong and of staggered orders.
 """
 
 from __future__ import annotations
