@@ -17,13 +17,12 @@ from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
-from dbo_runtime.planner.online.predictor import NamedOrder
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.render import digest
 from dbo_runtime.runtime import DataParallelSplit, ExecutionPlan, MicroBatchRuntime
-from dbo_runtime.schedule import lower
 from tests.programs import record_three_lanes, record_toy
 
 BATCH = Batch((512, 512), prefill_tokens=1024)
@@ -148,8 +147,7 @@ class FixedPlanner:
     """Splits in the middle, in one order, which is called as that of any other."""
 
     def __init__(self, program: Program, policy: Policy) -> None:
-        order = policy((program,) * 2)
-        self._order = NamedOrder("best", order, lower((program,) * 2, order))
+        self._order = NamedOrder("best", (program,) * 2, policy((program,) * 2))
 
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice:
         return SplitChoice(self._order, Prediction(2.0, 1.0, 2), slice_batch(batch, [batch.tokens // 2]))

@@ -6,21 +6,19 @@ from collections.abc import Sequence
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CostTable, HostCost
-from dbo_runtime.planner.online.predictor import NamedOrder, Predictor, compute_end
-from dbo_runtime.planner.search.jobs import make_jobs
-from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.policies import Order, alternate, get_policy, staggered
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.online.candidates import Candidates
+from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Bucket, Predictor, compute_midpoint, get_bucket
 from dbo_runtime.program import SIDE, Program
-from dbo_runtime.schedule import lower
 
-ORDER_BUCKETS_PER_OCTAVE = 2  # of an op's share of the time: few orders are needed
-MIN_LOG_SHARE = -6.0  # log2 below which shares count as equal
 SEQUENTIAL = ("sequential", 0)
 
 
 class Orders:
-    """Finds and caches issue orders: an order that is good for some shares of time is good for steps of any length.
+    """Finds and caches issue orders: the fastest known for micro-batches with the features that they have.
+
+    Ranks that ask for the same get the same: what is found depends on nothing but program, costs and features.
 
     Args:
         program: of one micro-batch.
@@ -36,78 +34,69 @@ class Orders:
     def __init__(self, program: Program, table: CostTable, predictor: Predictor, max_states: int) -> None:
         self.placements = list_placements(program)
         self.can_use_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
-        self._host = HostCost(computes=table.host.computes)
+        self._program = program
+        self._table = table
         self._predictor = predictor
-        self._max_states = max_states
-        self._known: dict[tuple[object, ...], tuple[NamedOrder, ...]] = {}
+        self._candidates = [Candidates(program, max_states) for program in self.placements]
+        self._found: dict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = {}
+        self._policies: dict[tuple[int, int, tuple[str, int]], NamedOrder] = {}
 
     def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
         """Return the program with its ops on the lanes that the settings allow and the costs cover."""
-        if config.side == "on":
-            return self.placements[-1:]
-        return self.placements if config.side == "auto" and self.can_use_side else self.placements[:1]
+        return [self.placements[number] for number in self._list_allowed(config)]
 
     def choose_best(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
         """Return the order for micro-batches like these, on the lanes that are predicted to be fastest."""
-        first, *others = self.list_orders(slice_features, config)
-        if not others:
-            return first
-        return min((first, *others), key=lambda ordered: self._predictor.predict_split(ordered, slice_features))
+        return self._choose(self.list_orders(slice_features, config), slice_features)
 
     def list_orders(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
-        """Return the orders for micro-batches like these: that of the settings, or the best for their shares of time.
+        """Return the orders for micro-batches like these: that of the settings, or the fastest that is known.
 
         If ops may be on `side` there are two: the best without any of them there, and the best with some.
         """
-        count = len(slice_features)
-        policy = config.policy if count > 1 else SEQUENTIAL  # one micro-batch has one order
-        placements = self.list_placements(config)
-        each = BatchFeatures(*(sum(values) / count for values in zip(*slice_features, strict=True)))
-        is_judged = policy[0] == "optimal" or len(placements) > 1
-        shares = self._predictor.measure_shares(each, ORDER_BUCKETS_PER_OCTAVE, MIN_LOG_SHARE) if is_judged else ()
-        key = count, policy, config.side, shares
-        if key not in self._known:
-            figures = [str(figure) for figure in (config.policy[1], count, *map(abs, shares))]
-            self._known[key] = tuple(
-                NamedOrder(
-                    "-".join([config.policy[0], *list_side_ops(program), *figures]), order, lower(programs, order)
-                )
-                for program in self._pick(placements, count, policy, shares)
-                for programs in [(program,) * count]
-                for order in [self._search(program, count, policy, shares)]
-            )
-        return self._known[key]
+        placements = self._pick(slice_features, config)
+        if config.policy[0] != "optimal" or len(slice_features) == 1:
+            return tuple(self._get_policy(number, slice_features, config) for number in placements)
+        return tuple(self._choose_searched(number, slice_features) for number in placements)
 
-    def _pick(
-        self, placements: Sequence[Program], count: int, policy: tuple[str, int], shares: tuple[int, ...]
-    ) -> Sequence[Program]:
+    def _list_allowed(self, config: RuntimeConfig) -> Sequence[int]:
+        every = range(len(self.placements))
+        if config.side == "on":
+            return every[-1:]
+        return every if config.side == "auto" and self.can_use_side else every[:1]
+
+    def _pick(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> Sequence[int]:
         """Return the first placement, and of the others the best one under the policy."""
-        if len(placements) <= 2:
-            return placements
-        apply_policy = get_policy(*policy)
+        first, *others = self._list_allowed(config)
+        if len(others) <= 1:
+            return (first, *others)
+        orders = {number: self._get_policy(number, slice_features, config) for number in others}
+        return first, min(others, key=lambda number: self._predictor.predict_split(orders[number], slice_features))
 
-        def judge(program: Program) -> float:
-            return self._judge(program, apply_policy((program,) * count), shares)
+    def _get_policy(self, number: int, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
+        """Return the order of the policy that the settings name; of one micro-batch there is but one."""
+        count = len(slice_features)
+        policy = config.policy if count > 1 else SEQUENTIAL
+        key = number, count, policy
+        if key not in self._policies:
+            self._policies[key] = self._candidates[number].make_policy(*policy, count)
+        return self._policies[key]
 
-        return placements[0], min(placements[1:], key=judge)
+    def _choose_searched(self, number: int, slice_features: Sequence[BatchFeatures]) -> NamedOrder:
+        """Return the fastest order: that of a search, which knows of no contention, or a common policy."""
+        shape = tuple(get_bucket(features, BUCKETS_PER_OCTAVE) for features in slice_features)
+        candidates, key = self._candidates[number], (number, shape)
+        if key not in self._found:
+            middles = [compute_midpoint(bucket, BUCKETS_PER_OCTAVE) for bucket in shape]
+            self._found[key] = candidates.find([self._table.times(self._program, middle) for middle in middles])
+        found, policies = self._found[key], candidates.list_policies(len(slice_features))
+        return self._choose(policies if found is None else (found, *policies), slice_features)
 
-    def _search(self, program: Program, count: int, policy: tuple[str, int], shares: tuple[int, ...]) -> Order:
-        """Return the best order: the optimum without contention or a common policy, compared with contention."""
-        programs = (program,) * count
-        if policy[0] != "optimal":
-            return get_policy(*policy)(programs)
-        best = find_order(make_jobs(programs, [self._restore_times(shares)] * count), self._max_states)
-        candidates = (best.order, alternate(programs), staggered(programs, 1))
-        return min(candidates, key=lambda order: self._judge(program, order, shares))
-
-    def _judge(self, program: Program, order: Order, shares: tuple[int, ...]) -> float:
-        """Return when micro-batches with such shares of time end; the unit is arbitrary."""
-        count = 1 + max(issue.micro_batch for issue in order)
-        times = [self._restore_times(shares)] * count
-        return compute_end(self._predictor.simulate_times(lower((program,) * count, order), times, self._host))
-
-    def _restore_times(self, shares: tuple[int, ...]) -> list[float]:
-        return self._predictor.restore_times(shares, ORDER_BUCKETS_PER_OCTAVE)
+    def _choose(self, orders: Sequence[NamedOrder], slice_features: Sequence[BatchFeatures]) -> NamedOrder:
+        """Return the fastest; of equal ones the first."""
+        if len(orders) == 1:
+            return orders[0]
+        return min(orders, key=lambda ordered: self._predictor.predict_split(ordered, slice_features))
 
 
 def list_placements(program: Program) -> tuple[Program, ...]:
@@ -115,8 +104,3 @@ def list_placements(program: Program) -> tuple[Program, ...]:
     kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
     alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
     return (program.fold_side(), *alone, program) if kinds else (program,)
-
-
-def list_side_ops(program: Program) -> tuple[str, ...]:
-    """Return the names of the ops that are on `side`."""
-    return tuple(sorted({op.name for op in program.ops if op.lane == SIDE}))

@@ -12,11 +12,13 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable
+from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
 from dbo_runtime.planner.online.cuts import balance_targets, compute_density, measure_slices
 from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis, compute_gain
-from dbo_runtime.planner.online.orders import Orders, list_side_ops
-from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, NamedOrder, Predictor, get_bucket, make_worst_cases
+from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.planner.online.orders import Orders
+from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Predictor, get_bucket, make_worst_cases
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import Schedule
 
@@ -231,7 +233,7 @@ class Planner:
         unsplit, split = predict(self._predictor)
         longer = compute_gain(unsplit, split * (1 + self.table.split_error))
         worst_case = min(longer, *(compute_gain(*predict(predictor)) for predictor in self._worst_cases))
-        return Prediction(unsplit, split, len(slice_features), worst_case, list_side_ops(ordered.schedule.programs[0]))
+        return Prediction(unsplit, split, len(slice_features), worst_case, list_side_ops(ordered.programs[0]))
 
     def _decide(
         self, options: Sequence[SplitChoice], features: BatchFeatures, config: RuntimeConfig
@@ -250,7 +252,7 @@ class Planner:
 
 def _changes(choice: SplitChoice) -> bool:
     """Whether a choice differs from the unsplit step with all ops on the lanes on which a model runs them."""
-    return choice.prediction.micro_batches > 1 or SIDE in choice.order.schedule.lanes
+    return choice.prediction.micro_batches > 1 or SIDE in choice.order.programs[0].lanes
 
 
 def _decline(prediction: Prediction, config: RuntimeConfig) -> Decline:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
+from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, OpCost
+from dbo_runtime.planner.online.named_order import NamedOrder, compute_end
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.policies import Order
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import Instruction, Schedule
 
@@ -22,15 +22,6 @@ PAID_PER_MICRO_BATCH = frozenset({"fixed", "weights", "per_prefill", "per_contex
 
 Bucket = tuple[int, ...]
 """Rounded log2 of the tokens, and of each other feature per token, in parts of an octave [features]."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamedOrder:
-    """An issue order with its schedule and a short unique name."""
-
-    name: str
-    order: Order
-    schedule: Schedule
 
 
 class Predictor:
@@ -67,7 +58,7 @@ class Predictor:
         if (ordered.name, shape) not in self._simulated:
             middles = [compute_midpoint(bucket, BUCKETS_PER_OCTAVE) for bucket in shape]
             ops = sum(map(self._sum_ops, middles))
-            self._simulated[ordered.name, shape] = compute_end(self.simulate(ordered.schedule, middles)) / (ops or 1.0)
+            self._simulated[ordered.name, shape] = self.simulate_end(ordered, middles) / (ops or 1.0)
         ratio = self._simulated[ordered.name, shape]
         host, tokens = self._table.host, sum(features.tokens for features in slice_features)
         seconds = ratio * sum(map(self._sum_ops, slice_features)) + host.split + host.split_per_token * tokens
@@ -75,30 +66,19 @@ class Predictor:
 
     def simulate(self, schedule: Schedule, slice_features: Sequence[BatchFeatures]) -> Timeline:
         """Return when each op would run."""
-        times = [self._table.times(self._program, features) for features in slice_features]
-        credits = [self._table.credits(self._program, features) for features in slice_features]
+        micro_batches = list(zip(schedule.programs, slice_features, strict=True))
+        times = [self._table.times(program, features) for program, features in micro_batches]
+        credits = [self._table.credits(program, features) for program, features in micro_batches]
         cost, credit = partial(_look_up, times), partial(_look_up, credits)
         return predict_timeline(schedule, cost, self._table.contention, self._table.host, credit)
 
-    def simulate_times(self, schedule: Schedule, times: Sequence[Sequence[float]], host: HostCost) -> Timeline:
-        """Return when each op would run if ops alone took *times* [micro-batches][ops]."""
-        return predict_timeline(schedule, partial(_look_up, times), self._table.contention, host)
-
-    def measure_shares(self, features: BatchFeatures, per_octave: int, min_log: float) -> tuple[int, ...]:
-        """Return the share of the time of each kind of op: rounded log2, in parts of an octave [kinds].
-
-        An order that is good for some shares is good for steps of any length. Shares count as 2 ** *min_log* at least.
-        """
-        seconds = [count * self._table.ops[name].time(features) for name, count in self._kinds.items()]
-        total = sum(seconds)
-        logs = (math.log2(part / total) if part > 0 else min_log for part in seconds)
-        return tuple(round(per_octave * max(log, min_log)) for log in logs)
-
-    def restore_times(self, shares: Sequence[int], per_octave: int) -> list[float]:
-        """Return times that have these shares, in an arbitrary unit [ops]."""
-        parts = zip(self._kinds.items(), shares, strict=True)
-        times = {name: 2 ** (share / per_octave) / count for (name, count), share in parts}
-        return [times[op.name] for op in self._program.ops]
+    def simulate_end(self, ordered: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
+        """Return when the last op would end: from few layers where they reach a steady state, otherwise from all."""
+        if ordered.repeating is not None:
+            end = ordered.repeating.extrapolate_end(self.simulate(ordered.repeating.schedule, slice_features))
+            if end is not None:
+                return end
+        return compute_end(self.simulate(ordered.schedule, slice_features))
 
     def _sum_ops(self, features: BatchFeatures) -> float:
         return sum(count * self._table.ops[name].time(features) for name, count in self._kinds.items())
@@ -136,11 +116,6 @@ def compute_midpoint(bucket: Bucket, per_octave: int) -> BatchFeatures:
     tokens, *ratios = (2 ** (number / per_octave) - 1 for number in bucket)
     count = max(1, round(tokens))
     return BatchFeatures(count, *(ratio * count for ratio in ratios))
-
-
-def compute_end(timeline: Timeline) -> float:
-    """Return when the last op ends."""
-    return max(span.end for span in timeline.spans)
 
 
 def _worsen(cost: OpCost, share: float, is_busiest: bool) -> OpCost:

@@ -1,36 +1,26 @@
-"""Predict many steps fast: prompts from programs of few layers, because every further layer adds the same."""
+"""Predict many steps, unsplit and in their best split, with one planner for all of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 
-from dbo_runtime.batch import Batch, slice_batch
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
-from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.planner import Planner
 
-# Layers to which the longest run of equal ones is shortened. Prologue and epilogue are the same with both, so their
-# difference is what layers add.
-FEW_LAYERS, MORE_LAYERS = 4, 8
 ESTIMATE_SEARCH_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
 
 
 class Estimator:
-    """Predicts steps of one table, unsplit and in their best split.
-
-    Steps of decodes are predicted with all layers: they gain or lose a few percent, which is less than the error of
-    extrapolating from few layers.
-    """
+    """Predicts steps of one table, unsplit and in their best split."""
 
     def __init__(self, table: CostTable) -> None:
-        self._table = table
-        self._longest = max((run.repeat for run in table.program.runs), default=0)
+        self._planner = Planner(build_program(table.program), table, ESTIMATE_SEARCH_STATES)
         self._known: dict[tuple[Batch, RuntimeConfig], tuple[Prediction, ...]] = {}
 
     def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
@@ -44,7 +34,7 @@ class Estimator:
         """
         if (batch, config) not in self._known:
             options: dict[int, Prediction] = {}
-            for parts in self._get_planners(batch)[0].list_parts(config):
+            for parts in self._planner.list_parts(config):
                 option = self._estimate_parts(batch, replace(config, mode="always", micro_batches=parts))
                 if option is not None:
                     options[option.micro_batches] = option  # some batches cannot be cut that often
@@ -54,33 +44,8 @@ class Estimator:
         return self._known[batch, config]
 
     def _estimate_parts(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
-        planners = self._get_planners(batch)
-        choice = planners[0].choose(batch, config)
-        if isinstance(choice, Decline):
-            return None
-        (features,) = measure_slices(batch, slice_batch(batch, ()))
-        slice_features = measure_slices(batch, choice.slices)
-        unsplit = self._extend([planner.predict_unsplit(features) for planner in planners])
-        split = self._extend([planner.predict_split(slice_features, config) for planner in planners])
-        return choice.prediction._replace(
-            unsplit=unsplit, split=split
-        )  # the worst case, a ratio, hardly depends on layers
-
-    def _extend(self, seconds: list[float]) -> float:
-        """Return the seconds with all layers, from those with all, or with MORE_LAYERS and FEW_LAYERS."""
-        further = (self._longest - MORE_LAYERS) / (MORE_LAYERS - FEW_LAYERS) if len(seconds) == 2 else 0.0
-        return seconds[0] + further * (seconds[0] - seconds[-1])
-
-    def _get_planners(self, batch: Batch) -> list[Planner]:
-        return self._few if batch.prefill_tokens and self._longest > MORE_LAYERS else self._all
-
-    @cached_property
-    def _all(self) -> list[Planner]:
-        return [_open_planner(self._table, self._longest, self._longest)]
-
-    @cached_property
-    def _few(self) -> list[Planner]:
-        return [_open_planner(self._table, self._longest, depth) for depth in (MORE_LAYERS, FEW_LAYERS)]
+        choice = self._planner.choose(batch, config)
+        return None if isinstance(choice, Decline) else choice.prediction
 
 
 def resize_batch(batch: Batch, tokens: int) -> Batch:
@@ -98,12 +63,3 @@ def resize_batch(batch: Batch, tokens: int) -> Batch:
     edges = [spare * part // sum(kept) for part in accumulate(kept, initial=0)]
     lengths = tuple(1 + right - left for left, right in pairwise(edges))
     return replace(batch, query_lens=lengths, prefill_tokens=tokens, context_lens=contexts)
-
-
-def _open_planner(table: CostTable, longest: int, depth: int) -> Planner:
-    numbers = [number for number, run in enumerate(table.program.runs) if run.repeat == longest]
-    runs = tuple(
-        run._replace(repeat=depth) if number == numbers[-1] else run for number, run in enumerate(table.program.runs)
-    )
-    short = replace(table, program=replace(table.program, runs=runs))
-    return Planner(build_program(short.program), short, ESTIMATE_SEARCH_STATES)

@@ -162,7 +162,7 @@ def _measure(planner: Planner, batch: Batch, choice: SplitChoice) -> Split:
     host = planner.table.host
     outside = host.split + host.split_per_token * sum(features.tokens for features in slice_features)
     seconds = max(max(span.end for span in timeline.spans) + outside, 0.0)
-    bound = max(_compute_best_bound(planner, choice.order.schedule.programs, slice_features) + outside, 0.0)
+    bound = max(_compute_best_bound(planner, choice.order.programs, slice_features) + outside, 0.0)
     sizes, side_ops = tuple(features.tokens for features in slice_features), choice.prediction.side_ops
     return Split(sizes, choice.order.name, seconds, min(bound, seconds), timeline, side_ops)
 

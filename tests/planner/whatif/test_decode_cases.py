@@ -17,8 +17,8 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
+from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.hysteresis import Prediction
-from dbo_runtime.planner.online.orders import MIN_LOG_SHARE, ORDER_BUCKETS_PER_OCTAVE, list_side_ops
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor, compute_end
 from dbo_runtime.planner.whatif.estimate import Estimator
@@ -142,10 +142,6 @@ def test_no_order_of_two_micro_batches_on_three_lanes_is_faster(times: list[int]
     planner = Planner(program, table)
     schedule = planner.get_schedule([BatchFeatures(1)] * 2, RuntimeConfig(side="on"))
     assert list_side_ops(schedule.programs[0]) == ("keys",)
-    predictor = Predictor(program, table)  # an order is searched for such shares of the time as are rounded
-    rounded = predictor.restore_times(
-        predictor.measure_shares(BatchFeatures(1), ORDER_BUCKETS_PER_OCTAVE, MIN_LOG_SHARE), ORDER_BUCKETS_PER_OCTAVE
-    )
-    shop = Shop((program, program), (tuple(rounded),) * 2)
+    shop = Shop((program, program), (tuple(table.times(program, BatchFeatures(1))),) * 2)
     order = [step.issue for step in schedule.instructions]
     assert simulate_order(*shop, order) == pytest.approx(find_least_end(shop))

@@ -1,0 +1,92 @@
+"""Issue orders that are worth a prediction: the one that a search finds, and the common policies."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+from dbo_runtime.planner.online.named_order import COMPARED_PERIODS, NamedOrder, RepeatingSchedule
+from dbo_runtime.planner.search.jobs import make_jobs
+from dbo_runtime.planner.search.period import PeriodicOrder, PeriodSearch
+from dbo_runtime.planner.search.search import find_order
+from dbo_runtime.policies import Order, get_policy
+from dbo_runtime.program import SIDE, Program
+from dbo_runtime.schedule import lower
+
+MAX_LEAD_LAYERS = 3  # of the staggered orders that are tried
+MAX_SHORT_SEARCH_STATES = 3_000  # of a search with few layers: more improve no order by more than 0.3 %
+
+
+class Candidates:
+    """Makes issue orders for micro-batches of one program.
+
+    Args:
+        program: of one micro-batch, with its ops on the lanes where they are to run.
+        max_states: states that each search may visit; see `search.find_order`.
+    """
+
+    def __init__(self, program: Program, max_states: int) -> None:
+        self._program = program
+        self._side_ops = list_side_ops(program)
+        self._max_states = max_states
+        self._search = PeriodSearch(program)
+        self.list_policies = cache(self._list_policies)
+
+    def make_policy(self, name: str, lead: int, micro_batches: int, *prefix: str) -> NamedOrder:
+        """Make the order of a policy, named after it and *prefix*."""
+        policy = get_policy(name, lead)
+        periodic = self._search.repeat_policy(policy, micro_batches)
+        order = policy((self._program,) * micro_batches)
+        if periodic is not None and periodic.repeat(periodic.omitted_periods) != order:
+            periodic = None
+        words = (*prefix, name, *self._side_ops, str(lead), str(micro_batches))
+        return self._make(words, order, periodic, micro_batches)
+
+    def find(self, times: Sequence[Sequence[float]]) -> NamedOrder | None:
+        """Find the order that is optimal without contention, or near it, if ops take *times* [micro-batches][ops].
+
+        None if no period is found, and no order could be much faster than alternating.
+        """
+        periodic = self._search.find(times, min(self._max_states, MAX_SHORT_SEARCH_STATES))
+        if periodic is None and self._search.is_saturated(times):
+            return None
+        if periodic is None:
+            order = find_order(make_jobs((self._program,) * len(times), times), self._max_states).order
+        else:
+            order = periodic.repeat(periodic.omitted_periods)
+        words = ("optimal", *self._side_ops, str(len(times)), _digest(order))
+        return self._make(words, order, periodic, len(times))
+
+    def _list_policies(self, micro_batches: int) -> tuple[NamedOrder, ...]:
+        return tuple(
+            self.make_policy("staggered", lead, micro_batches, "optimal") for lead in range(MAX_LEAD_LAYERS + 1)
+        )
+
+    def _make(
+        self, words: Sequence[str], order: Order, periodic: PeriodicOrder | None, micro_batches: int
+    ) -> NamedOrder:
+        programs = (self._program,) * micro_batches
+        repeating = None if periodic is None else self._shorten(periodic, micro_batches)
+        return NamedOrder("-".join(words), programs, order, repeating)
+
+    def _shorten(self, periodic: PeriodicOrder, micro_batches: int) -> RepeatingSchedule | None:
+        """Return a schedule with as many repetitions as it takes to see a steady state; None if these are all."""
+        few = self._search.lengthen(periodic, COMPARED_PERIODS)
+        if few is None:
+            return None
+        period = periodic.period
+        length = period.end - period.begin
+        schedule = lower((few.program,) * micro_batches, periodic.repeat(COMPARED_PERIODS))
+        return RepeatingSchedule(schedule, period.begin + length, length, periodic.omitted_periods - COMPARED_PERIODS)
+
+
+def list_side_ops(program: Program) -> tuple[str, ...]:
+    """Return the names of the ops that are on `side`."""
+    return tuple(sorted({op.name for op in program.ops if op.lane == SIDE}))
+
+
+def _digest(order: Order) -> str:
+    """Return a short hash of an order; orders of one program differ in nothing but their micro-batches."""
+    numbers = [issue.micro_batch for issue in order]
+    return hashlib.sha256(str(numbers).encode()).hexdigest()[:8]
