@@ -53,7 +53,7 @@ def test_a_memory_profile_sees_a_split_step(capfd: pytest.CaptureFixture[str]) -
     for npus in start(1, environment=environment, kv_cache_memory_bytes=None, gpu_memory_utilization=0.3):
         ((_, counts),) = npus.run(answer, PROMPTS, 1, [60])
         assert counts[0]["split"] == 1
-    assert "vLLM's memory profile has seen a split step" in capfd.readouterr().err
+    assert "vLLM's memory profile includes a split step" in capfd.readouterr().err
 
 
 def read_additional_config(engine: Engine, rank: int) -> dict[str, Any]:
