@@ -203,14 +203,13 @@ def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
 
     with torch.inference_mode(), split(planned, group, RuntimeConfig(enabled=True, mode="always"), device) as forward:
 
-        def check(mode: str, pixels: torch.Tensor, grids: Grids) -> None:
+        def check(mode: str, pixels: torch.Tensor, grids: Grids, unsplit: torch.Tensor) -> None:
             """Note a run whose embeddings are not those of vLLM's own forward."""
             with kept_plans(forward.runtime) as plans:
                 actual = planned(pixels, grids)
             runs[mode] += 1
             slices = [piece for plan in plans if isinstance(plan, ExecutionPlan) for piece in plan.slices]
             parts = [plain(pixels[piece.tokens], grids[piece.requests]) for piece in slices]
-            unsplit = plain(pixels, grids)
             if not torch.equal(torch.cat(parts) if parts else unsplit, actual):
                 differing.append(f"{mode} {grids}: not the bits of its parts")
             if not torch.allclose(unsplit, actual, rtol=0, atol=ROUNDING * unsplit.abs().max().item()):
@@ -219,15 +218,16 @@ def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
         for seed in seeds:
             grids = draw_grids(random.Random(seed))
             pixels = make_pixels(plain, grids, seed)
+            unsplit = plain(pixels, grids)
             forward.choose_cuts = lambda grids: []
-            check("planned", pixels, grids)
+            check("planned", pixels, grids, unsplit)
             for cut in range(1, len(grids)):
                 forward.choose_cuts = lambda grids, cut=cut: [cut]  # type: ignore[misc]
-                check("cut", pixels, grids)
+                check("cut", pixels, grids, unsplit)
             forward.choose_cuts = None
             for count in (2, 3):
                 forward.runtime.config = RuntimeConfig(enabled=True, mode="always", micro_batches=count)
-                check(f"always {count}", pixels, grids)
+                check(f"always {count}", pixels, grids, unsplit)
         statistics = forward.runtime.statistics.as_dict()
         grids = [[1, 8, 8], [1, 4, 12], [2, 4, 4]]
         pixels = make_pixels(plain, grids, 0)
