@@ -23,6 +23,7 @@ from PIL import Image
 
 from examples.process_group import end_group
 from examples.tiny_pictures import SLOT, Picture, Question
+from tests.vllm_plugin.families import find_backend
 
 STARTS_WITHIN = 240.0  # seconds
 OPTIONS = (
@@ -86,7 +87,9 @@ def serve(model: Path, log: Path, *options: str, **environment: str) -> Iterator
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     vllm = str(Path(sys.executable).with_name("vllm"))
-    words = [vllm, "serve", str(model), "--host=127.0.0.1", f"--port={port}", *OPTIONS, *options]
+    (architecture,) = json.loads((model / "config.json").read_text())["architectures"]
+    backend = f"--attention-backend={find_backend(architecture)}"
+    words = [vllm, "serve", str(model), "--host=127.0.0.1", f"--port={port}", backend, *OPTIONS, *options]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **environment}
     with (
         log.open("w") as file,
