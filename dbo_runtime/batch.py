@@ -173,7 +173,9 @@ def place_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
     boundaries = list(accumulate(batch.query_lens))[:-1]
     cuts: list[int] = []
     for target in targets:
-        boundary = min(boundaries, key=lambda cut: abs(cut - target), default=None)
+        following = bisect_left(boundaries, target)
+        nearest = boundaries[max(following - 1, 0) : following + 1]
+        boundary = min(nearest, key=lambda cut: abs(cut - target), default=None)
         near = boundary is not None and abs(boundary - target) <= BOUNDARY_TOLERANCE * share
         inside = None if near or not batch.cuttable else _cut_inside(batch, target, max(cuts, default=0))
         cut = boundary if inside is None else inside

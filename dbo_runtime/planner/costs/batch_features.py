@@ -36,15 +36,20 @@ def measure_features(query_lens: Sequence[int], context_lens: Sequence[int], dec
     """
     if context_lens and len(context_lens) != len(query_lens):
         raise ConfigError(f"context_lens has {len(context_lens)} requests and query_lens {len(query_lens)}.")
-    requests = list(zip(query_lens, context_lens or (0,) * len(query_lens), strict=True))
-    prefills = [(q, context) for q, context in requests if q > decode_len]
-    decodes = [(q, context) for q, context in requests if q <= decode_len]
+    contexts = context_lens or (0,) * len(query_lens)
+    prefills = [(q, context) for q, context in zip(query_lens, contexts, strict=True) if q > decode_len]
+    tokens, prefill_tokens = sum(query_lens), sum([q for q, _ in prefills])
+    decodes, context = tokens - prefill_tokens, sum([context for _, context in prefills])
+    if decodes == len(query_lens) - len(prefills):  # of one token each, as most are: quicker to count
+        decode_pairs = decodes + sum(contexts) - context
+    else:
+        decode_pairs = sum(q * (c + q) for q, c in zip(query_lens, contexts, strict=True) if q <= decode_len)
     return BatchFeatures(
-        tokens=sum(query_lens),
-        pairs=float(sum(q * (q + 1) // 2 for q, _ in prefills)),
-        context_pairs=float(sum(q * context for q, context in prefills)),
+        tokens=tokens,
+        pairs=float(sum([q * (q + 1) // 2 for q, _ in prefills])),
+        context_pairs=float(sum([q * context for q, context in prefills])),
         prefills=float(len(prefills)),
-        context=float(sum(context for _, context in prefills)),
-        decodes=float(sum(q for q, _ in decodes)),
-        decode_pairs=float(sum(q * (context + q) for q, context in decodes)),
+        context=float(context),
+        decodes=float(decodes),
+        decode_pairs=float(decode_pairs),
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
 
 from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
@@ -12,8 +16,7 @@ from dbo_runtime.planner.costs.cost_table import ComputeCost, CostTable
 from dbo_runtime.program import Program
 
 
-@dataclass(frozen=True, slots=True)
-class Density:
+class Density(NamedTuple):
     """The cost of all compute ops of a forward pass, without fixed parts, in seconds.
 
     Attributes:
@@ -35,8 +38,10 @@ class Density:
 
     def estimate_seconds(self, features: BatchFeatures) -> float:
         """Return the seconds of a batch."""
-        seconds: float = sum(rate * amount for rate, amount in zip(astuple(self), features, strict=True))
-        return seconds
+        return sum(rate * amount for rate, amount in zip(self, features, strict=True))
+
+
+NO_DENSITY = Density(0.0)
 
 
 def compute_density(table: CostTable, program: Program) -> Density:
@@ -53,41 +58,113 @@ def compute_density(table: CostTable, program: Program) -> Density:
     )
 
 
-def balance_targets(batch: Batch, micro_batches: int, density: Density) -> tuple[int, ...]:
+class BatchSums:
+    """Sums of the features of a batch's requests, from which those of any slice follow without reading all requests.
+
+    Args:
+        batch: to cut.
+        density: of its cost.
+    """
+
+    def __init__(self, batch: Batch, density: Density = NO_DENSITY) -> None:
+        self._batch = batch
+        self._density = density
+        self._contexts = batch.contexts
+        self._starts = [0, *accumulate(batch.query_lens)]
+        lengths = np.array(batch.query_lens, dtype=np.float64)
+        contexts = np.array(self._contexts, dtype=np.float64)
+        prefill = (lengths > batch.decode_len).astype(np.float64)
+        decode = 1.0 - prefill
+        of_requests = np.stack(
+            [
+                lengths,
+                prefill * lengths * (lengths + 1.0) / 2.0,
+                prefill * lengths * contexts,
+                prefill,
+                prefill * contexts,
+                decode * lengths,
+                decode * lengths * (contexts + lengths),
+            ]
+        )
+        self._sums = np.zeros((len(of_requests), len(lengths) + 1))
+        np.cumsum(of_requests, axis=1, out=self._sums[:, 1:])
+
+    @property
+    def total(self) -> BatchFeatures:
+        """The features of the whole batch."""
+        return _make_features(self._sums[:, -1].tolist())
+
+    def measure(self, first: int, last: int) -> BatchFeatures:
+        """Return the features of the tokens from offset *first* up to *last*.
+
+        The second part of a request that is cut has the first in the KV cache.
+        """
+        request, after = bisect_right(self._starts, first) - 1, bisect_left(self._starts, last)
+        begin, end = self._starts[request], self._starts[after]
+        if after - request == 1:
+            return self._measure_piece(request, first - begin, last - begin)
+        entire = slice(request + (first > begin), after - (last < end))
+        parts = [(self._sums[:, entire.stop] - self._sums[:, entire.start]).tolist()]
+        if first > begin:
+            parts.append(list(self._measure_piece(request, first - begin, self._batch.query_lens[request])))
+        if last < end:
+            parts.append(list(self._measure_piece(after - 1, 0, last - self._starts[after - 1])))
+        return _make_features([sum(amounts) for amounts in zip(*parts, strict=True)])
+
+    def find_offset(self, share: float) -> int:
+        """Return the first offset before which lies at least *share* of the cost, by bisection.
+
+        Pieces of a cut request cost less or more than the request, so the cost to compare with is that of both sides.
+        """
+        low, high = 0, self._batch.tokens
+        while low < high:
+            middle = (low + high) // 2
+            request = bisect_right(self._starts, middle) - 1
+            head, length = middle - self._starts[request], self._batch.query_lens[request]
+            before, rest = self._costs[request], self._costs[-1] - self._costs[request + 1]
+            if head:
+                before += self._estimate_piece(request, 0, head)
+            after = self._estimate_piece(request, head, length) + rest
+            if before < share * (before + after):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    @cached_property
+    def _costs(self) -> list[float]:
+        """Seconds of all requests before each [requests + 1]."""
+        costs: list[float] = (np.array(self._density) @ self._sums).tolist()
+        return costs
+
+    def _estimate_piece(self, request: int, begin: int, end: int) -> float:
+        """Return the seconds of the tokens of one request from *begin* up to *end*."""
+        density, tokens, context = self._density, end - begin, self._contexts[request] + begin
+        if tokens <= self._batch.decode_len:
+            return tokens * (density.token + density.decode + density.decode_pair * (context + tokens))
+        attended = density.pair * (tokens + 1) / 2 + density.context_pair * context
+        return tokens * (density.token + attended) + density.prefill + density.context * context
+
+    def _measure_piece(self, request: int, begin: int, end: int) -> BatchFeatures:
+        """Return the features of the tokens of one request from *begin* up to *end*."""
+        return measure_features((end - begin,), (self._contexts[request] + begin,), self._batch.decode_len)
+
+
+def balance_targets(sums: BatchSums, micro_batches: int) -> tuple[int, ...]:
     """Return the token offsets that cut a batch into parts of equal cost, attention included.
 
     The last tokens of a long prompt attend to all the others, so of an even cut by tokens the last micro-batch costs
     the most. Where the kernel computes masked pairs, too, cutting makes the sum cheaper, and the best cut of a single
     prompt that costs nothing but attention is at 62 % of it.
     """
-    return tuple(_find_offset(batch, part / micro_batches, density) for part in range(1, micro_batches))
+    return tuple(sums.find_offset(part / micro_batches) for part in range(1, micro_batches))
 
 
 def measure_slices(batch: Batch, slices: Sequence[BatchSlice]) -> tuple[BatchFeatures, ...]:
     """Return the features of each micro-batch; the second part of a cut request has the first in the KV cache."""
-    return tuple(_measure_range(batch, piece.first_token, piece.last_token) for piece in slices)
+    sums = BatchSums(batch)
+    return tuple(sums.measure(piece.first_token, piece.last_token) for piece in slices)
 
 
-def _find_offset(batch: Batch, share: float, density: Density) -> int:
-    """Return the first offset before which lies at least *share* of the cost, by bisection."""
-    low, high = 0, batch.tokens
-    while low < high:
-        middle = (low + high) // 2
-        before = density.estimate_seconds(_measure_range(batch, 0, middle))
-        after = density.estimate_seconds(_measure_range(batch, middle, batch.tokens))
-        if before < share * (before + after):
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _measure_range(batch: Batch, first: int, last: int) -> BatchFeatures:
-    starts = accumulate(batch.query_lens, initial=0)
-    queries, contexts = [], []
-    for start, length, context in zip(starts, batch.query_lens, batch.contexts, strict=False):
-        left, right = max(first, start), min(last, start + length)
-        if left < right:
-            queries.append(right - left)
-            contexts.append(context + left - start)
-    return measure_features(queries, contexts, batch.decode_len)
+def _make_features(amounts: Sequence[float]) -> BatchFeatures:
+    return BatchFeatures(int(amounts[0]), *amounts[1:])

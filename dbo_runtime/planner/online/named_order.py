@@ -7,7 +7,7 @@ from functools import cached_property
 
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.policies import Order
-from dbo_runtime.program import Program
+from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import Schedule, lower
 
 COMPARED_PERIODS = 3  # in a row: if the third follows the second as the second the first, so do all others
@@ -57,6 +57,11 @@ class NamedOrder:
     programs: tuple[Program, ...]
     order: Order
     repeating: RepeatingSchedule | None = None
+
+    @cached_property
+    def side_ops(self) -> tuple[str, ...]:
+        """Names of the ops that are on `side`."""
+        return tuple(sorted({op.name for op in self.programs[0].ops if op.lane == SIDE}))
 
     @cached_property
     def schedule(self) -> Schedule:

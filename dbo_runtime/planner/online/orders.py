@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Bucket, Predictor, compute_midpoint, get_bucket
 from dbo_runtime.program import SIDE, Program
 
 SEQUENTIAL = ("sequential", 0)
+MAX_FOUND = 256  # orders that are remembered
 
 
 class Orders:
@@ -38,12 +40,12 @@ class Orders:
         self._table = table
         self._predictor = predictor
         self._candidates = [Candidates(program, max_states) for program in self.placements]
-        self._found: dict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = {}
+        self._found: BoundedDict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = BoundedDict(MAX_FOUND)
         self._policies: dict[tuple[int, int, tuple[str, int]], NamedOrder] = {}
 
     def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
         """Return the program with its ops on the lanes that the settings allow and the costs cover."""
-        return [self.placements[number] for number in self._list_allowed(config)]
+        return [self.placements[number] for number in self.list_allowed(config)]
 
     def choose_best(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
         """Return the order for micro-batches like these, on the lanes that are predicted to be fastest."""
@@ -59,7 +61,8 @@ class Orders:
             return tuple(self._get_policy(number, slice_features, config) for number in placements)
         return tuple(self._choose_searched(number, slice_features) for number in placements)
 
-    def _list_allowed(self, config: RuntimeConfig) -> Sequence[int]:
+    def list_allowed(self, config: RuntimeConfig) -> Sequence[int]:
+        """Return the numbers of the placements that the settings allow and the costs cover."""
         every = range(len(self.placements))
         if config.side == "on":
             return every[-1:]
@@ -67,7 +70,7 @@ class Orders:
 
     def _pick(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> Sequence[int]:
         """Return the first placement, and of the others the best one under the policy."""
-        first, *others = self._list_allowed(config)
+        first, *others = self.list_allowed(config)
         if len(others) <= 1:
             return (first, *others)
         orders = {number: self._get_policy(number, slice_features, config) for number in others}

@@ -14,7 +14,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable
 from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
-from dbo_runtime.planner.online.cuts import balance_targets, compute_density, measure_slices
+from dbo_runtime.planner.online.cuts import BatchSums, balance_targets, compute_density, measure_slices
 from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis, compute_gain
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.orders import Orders
@@ -201,10 +201,11 @@ class Planner:
 
     def _list_cuts(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
         """Return the cuts to predict: even by tokens, and even by cost."""
+        sums = BatchSums(batch, self._density)
         cuts = dict.fromkeys(
             place_cuts(batch, targets)
             for count in parts
-            for targets in (share_evenly(batch, count), balance_targets(batch, count, self._density))
+            for targets in (share_evenly(batch, count), balance_targets(sums, count))
         )
         return [slice_batch(batch, cut) for cut in cuts if cut or 1 in parts]
 

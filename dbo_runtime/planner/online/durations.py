@@ -1,0 +1,129 @@
+"""What the ops of micro-batches take, as vectors: for many steps and several cost tables at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, CostTable, OpCost
+from dbo_runtime.program import COMM, Program
+
+Vector: TypeAlias = NDArray[np.float64]
+
+FEATURES = BatchFeatures._fields
+_ATTENTION_FEATURES = [FEATURES.index(name) for name in ATTENTION.values()]
+
+
+class DurationLayout:
+    """Where a vector of durations has which: of schedules whose micro-batches all run one program.
+
+    It holds the seconds of each kind of op of each micro-batch, the credit of each kind of communication op of each (see
+    `CommCost`), what the host takes to issue an instruction, and what a handover between lanes takes.
+
+    Args:
+        program: of each micro-batch.
+        micro_batches: how many there are.
+
+    Attributes:
+        names: of the kinds of op [kinds].
+        communication: of those that communicate [kinds of communication].
+        size: length of a vector.
+    """
+
+    def __init__(self, program: Program, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self.names = tuple(dict.fromkeys(op.name for op in program.ops))
+        self.communication = tuple(dict.fromkeys(op.name for op in program.ops if op.lane == COMM))
+        self._kinds = {name: number for number, name in enumerate(self.names)}
+        self._credits = {name: number for number, name in enumerate(self.communication)}
+        self._first_credit = micro_batches * len(self.names)
+        self.size = self._first_credit + micro_batches * len(self.communication) + 2
+        self.issue = self.size - 2
+        self.handover = self.size - 1
+
+    def find_op(self, micro_batch: int, name: str) -> int:
+        """Return where the seconds of an op are."""
+        return micro_batch * len(self.names) + self._kinds[name]
+
+    def find_credit(self, micro_batch: int, name: str) -> int | None:
+        """Return where the credit of an op is; None if it does not communicate."""
+        if name not in self._credits:
+            return None
+        return self._first_credit + micro_batch * len(self.communication) + self._credits[name]
+
+
+class DurationTables:
+    """The costs of several tables of one program, as coefficients of batch features.
+
+    Args:
+        program: of one micro-batch.
+        tables: the costs of its ops.
+    """
+
+    def __init__(self, program: Program, tables: Sequence[CostTable]) -> None:
+        layout = DurationLayout(program, 1)
+        self.tables = tuple(tables)
+        costs = [[table.ops[name] for name in layout.names] for table in tables]
+        counts = Counter(op.name for op in program.ops)
+        self._counts = np.array([counts[name] for name in layout.names], dtype=np.float64)
+        self._fixed = _collect(costs, "fixed", "alpha")
+        self._floor = _collect(costs, "weights")
+        self._per_token = np.array([[_compute_token_rate(cost) for cost in row] for row in costs])[:, None]
+        self._free = np.array([[_compute_free_seconds(cost) for cost in row] for row in costs])[:, None]
+        self._attention = np.concatenate([_collect(costs, rate) for rate in ATTENTION], axis=1)
+        self._credited = [layout.names.index(name) for name in layout.communication]
+        self._host = np.array([[table.host.issue, table.host.handover] for table in tables])[:, None]
+
+    def compute_ops(self, features: Vector) -> Vector:
+        """Return the seconds of each kind of op [tables, batches, kinds] for features [batches, features]."""
+        sized = features[:, :1] * self._per_token - self._free
+        seconds: Vector = self._fixed + np.maximum(self._floor, sized)
+        return seconds + features[:, _ATTENTION_FEATURES] @ self._attention
+
+    def sum_ops(self, features: Vector) -> Vector:
+        """Return the seconds of all ops one after another [tables, batches] for features [batches, features]."""
+        total: Vector = self.compute_ops(features) @ self._counts
+        return total
+
+    def compute_durations(self, slice_features: Vector) -> Vector:
+        """Return the durations [tables, steps, durations], as `DurationLayout` has them, of steps with these features.
+
+        *slice_features* are those of each micro-batch [steps, micro-batches, features].
+        """
+        steps, micro_batches, _ = slice_features.shape
+        features = slice_features.reshape(steps * micro_batches, -1)
+        size = len(self.tables), steps, -1
+        ops = self.compute_ops(features).reshape(size)
+        sent = features[:, :1] * self._per_token[..., self._credited]
+        credits = np.minimum(sent, self._free[..., self._credited]).reshape(size)
+        return np.concatenate([ops, credits, np.broadcast_to(self._host, (*ops.shape[:2], 2))], axis=2)
+
+    def compute_work(self, durations: Vector) -> Vector:
+        """Return the seconds of all ops of each kind [..., kinds of all micro-batches] for durations [..., durations]."""
+        micro_batches = (durations.shape[-1] - 2) // (len(self._counts) + len(self._credited))
+        repeated = np.tile(self._counts, micro_batches)
+        work: Vector = durations[..., : len(repeated)] * repeated
+        return work
+
+
+def stack_features(slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
+    """Return features of steps that have equally many micro-batches as [steps, micro-batches, features]."""
+    return np.array(slice_features, dtype=np.float64)
+
+
+def _collect(costs: Sequence[Sequence[OpCost]], *names: str) -> Vector:
+    """Return the first of these numbers that each cost has, 0 if it has none [tables, 1, kinds]."""
+    return np.array([[next((getattr(cost, name) for name in names if hasattr(cost, name)), 0.0) for cost in row] for row in costs])[:, None]
+
+
+def _compute_token_rate(cost: OpCost) -> float:
+    return cost.beta * cost.bytes_per_token if isinstance(cost, CommCost) else cost.per_token
+
+
+def _compute_free_seconds(cost: OpCost) -> float:
+    return cost.beta * cost.free_bytes if isinstance(cost, CommCost) else 0.0

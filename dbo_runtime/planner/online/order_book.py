@@ -1,0 +1,109 @@
+"""The issue orders that serving chooses from, with what predicts how long a step takes by each of them.
+
+Everything that searches, lowers or simulates is done when a book is made, before requests are served. Predictions are
+then products of small matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.online.durations import DurationTables, Vector, stack_features
+from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.planner.online.overlap_cost import OverlapCost, compute_share, find_common_factor, stack_shares
+from dbo_runtime.planner.online.predictor import Predictor
+from dbo_runtime.program import Program
+
+SIMULATED_STEPS = 10  # by each order, for a table whose lanes slow each other down by different factors
+
+
+class PreparedOrder(NamedTuple):
+    """An issue order and its critical paths [paths, durations]."""
+
+    order: NamedOrder
+    paths: Vector
+
+
+class OrderBook:
+    """Orders for one number of micro-batches.
+
+    Args:
+        program: of one micro-batch, on whatever lanes.
+        prepared: the orders to choose from.
+        tables: the costs to predict by.
+        samples: features of each micro-batch of steps that stand for all [steps][micro-batches].
+
+    Attributes:
+        orders: to choose from.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        prepared: Sequence[PreparedOrder],
+        tables: DurationTables,
+        samples: Sequence[Sequence[BatchFeatures]],
+    ) -> None:
+        self.orders = tuple(order for order, _ in prepared)
+        self._tables = tables
+        self._paths = np.concatenate([paths for _, paths in prepared]).T
+        self._begins = np.cumsum([0, *(len(paths) for _, paths in prepared[:-1])])
+        self._overlap_costs: list[OverlapCost | None] = [None] * len(tables.tables)
+        simulated = samples[:: max(len(samples) // SIMULATED_STEPS, 1)]
+        durations = tables.compute_durations(stack_features(simulated))
+        alone, work = self._predict_alone(durations), tables.compute_work(durations)
+        for number, table in enumerate(tables.tables):
+            self._overlap_costs[number] = self._measure_overlap_cost(
+                program, table, simulated, alone[number], work[number]
+            )
+
+    def predict(self, slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
+        """Return the seconds of all ops of steps by each order [tables, steps, orders].
+
+        *slice_features* are the features of each micro-batch of each step [steps][micro-batches].
+        """
+        durations = self._tables.compute_durations(stack_features(slice_features))
+        ends = self._predict_alone(durations)
+        if any(self._overlap_costs):
+            work = self._tables.compute_work(durations)
+            for number, cost in enumerate(self._overlap_costs):
+                if cost is not None:
+                    overlap = np.maximum(work[number].sum(axis=1, keepdims=True) - ends[number], 0.0)
+                    ends[number] += cost.estimate(work[number]) * overlap
+        return ends
+
+    def _predict_alone(self, durations: Vector) -> Vector:
+        """Return when each order ends if no lane slows another down [tables, steps, orders]."""
+        ends: Vector = np.maximum.reduceat(durations @ self._paths, self._begins, axis=2)
+        return ends
+
+    def _measure_overlap_cost(
+        self,
+        program: Program,
+        table: CostTable,
+        samples: Sequence[Sequence[BatchFeatures]],
+        alone: Vector,
+        work: Vector,
+    ) -> OverlapCost | None:
+        """Return what overlap costs by a table; None if nothing.
+
+        *alone* is when each sample ends without contention [samples, orders], *work* what each kind of op takes
+        [samples, kinds].
+        """
+        if not any(factor > 1.0 for factor in table.contention.values()):
+            return None
+        columns = []
+        predictor = Predictor(program, table)
+        for number, order in enumerate(self.orders):
+            factor = find_common_factor(order.programs[0], table)
+            if factor is not None:
+                columns.append(np.array([factor - 1.0]))
+            else:
+                ends = np.array([predictor.simulate_end(order, features) for features in samples])
+                columns.append(compute_share(ends, alone[:, number], work.sum(axis=1)))
+        return OverlapCost(stack_shares(columns), work)

@@ -1,0 +1,80 @@
+"""How much later a schedule ends because its lanes slow each other down.
+
+While two lanes run, everything takes longer. If both are slower by the same factor f, that is as if time itself passed
+more slowly while they overlap: nothing happens in another order, and the end is later by (f - 1) times the overlap. If
+the factors differ, or there are three lanes, the share of the overlap by which the end is later depends on what is
+critical: it is simulated for a few steps, and interpolated between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.online.durations import Vector
+from dbo_runtime.program import Program
+
+DISTANCE_POWER = 2  # by which the inverse squared distance of a simulated step counts
+SMALLEST_DISTANCE = 1e-5  # squared, in shares of a step's work: closer steps are alike
+
+
+class OverlapCost:
+    """The share of the overlap of lanes by which orders end later, for one cost table.
+
+    Args:
+        shares: of steps that were simulated [steps, orders], or of any step [1, orders].
+        work: of these steps: the seconds of each kind of op [steps, kinds].
+    """
+
+    def __init__(self, shares: Vector, work: Vector) -> None:
+        self._shares = shares
+        self._points = _normalise(work)
+
+    def estimate(self, work: Vector) -> Vector:
+        """Return the shares [steps, orders] for steps whose kinds of op take these seconds [steps, kinds].
+
+        Interpolated by inverse distance (Shepard 1968) between the shares that kinds of op have of the work.
+        """
+        if len(self._shares) == 1:
+            return self._shares
+        differences = _normalise(work)[:, None] - self._points
+        distances = np.maximum((differences * differences).sum(axis=2), SMALLEST_DISTANCE)
+        weights = distances**-DISTANCE_POWER
+        estimated: Vector = weights @ self._shares / weights.sum(axis=1, keepdims=True)
+        return estimated
+
+
+def find_common_factor(program: Program, table: CostTable) -> float | None:
+    """Return the factor by which both lanes of a program slow each other down; None if there is not just one."""
+    lanes = program.lanes
+    if table.host.computes or len(lanes) > 2:
+        return None
+    factors = {
+        table.contention.get(f"{lane}/{other}", table.contention.get(lane, 1.0))
+        for lane in lanes
+        for other in lanes
+        if lane != other
+    }
+    return factors.pop() if len(factors) == 1 else None if factors else 1.0
+
+
+def compute_share(end: Vector, alone: Vector, work: Vector) -> Vector:
+    """Return the share of the overlap by which schedules *end* later than without contention; all [steps].
+
+    *work* are the seconds of all ops one after another. What lanes overlap is what that is longer than the schedule.
+    """
+    overlap = work - alone
+    shares: Vector = np.divide(end - alone, overlap, out=np.zeros_like(end), where=overlap > 0)
+    return shares
+
+
+def _normalise(work: Vector) -> Vector:
+    normalised: Vector = work / work.sum(axis=1, keepdims=True)
+    return normalised
+
+
+def stack_shares(columns: Sequence[Vector]) -> Vector:
+    """Return the shares of orders, each [steps] or [1], as [steps, orders]."""
+    return np.stack(np.broadcast_arrays(*columns), axis=1)

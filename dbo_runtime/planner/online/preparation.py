@@ -1,0 +1,137 @@
+"""Prepare the issue orders that serving chooses from: search where the known ones may be far from the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.online.candidates import Candidates
+from dbo_runtime.planner.online.critical_paths import CriticalPaths, list_different
+from dbo_runtime.planner.online.durations import DurationLayout, DurationTables, Vector, stack_features
+from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.planner.online.order_book import OrderBook, PreparedOrder
+from dbo_runtime.planner.online.orders import SEQUENTIAL
+from dbo_runtime.program import Program
+
+PREPARED_LEADS = 2  # of the staggered orders: longer leads are for what a search finds
+MAX_SEARCHES = 4  # for each number of micro-batches and placement
+SEARCHED_GAP = 0.01  # share by which a step has to take longer than a bound says for a search to be worthwhile
+USEFUL_GAIN = 1e-3  # share of some step's time that an order has to save to be kept
+
+Samples = Sequence[Sequence[BatchFeatures]]
+"""Features of each micro-batch of steps that stand for all [steps][micro-batches]."""
+
+
+class Preparation:
+    """Prepares the issue orders of one program.
+
+    Args:
+        placements: the program with its ops on different lanes, first without `side`; see `orders.list_placements`.
+        tables: the costs to predict by, first the expected ones.
+        max_states: that each search may visit.
+    """
+
+    def __init__(self, placements: Sequence[Program], tables: DurationTables, max_states: int) -> None:
+        self._placements = placements
+        self._tables = tables
+        self._candidates = [Candidates(program, max_states) for program in placements]
+
+    def make_book(self, samples: Samples, allowed: Sequence[int], config: RuntimeConfig) -> OrderBook:
+        """Make the book of the orders for steps like *samples*.
+
+        Orders come from the policy of the settings, or from searches if it is `optimal`. *allowed* are the numbers of
+        the placements to choose from: the first, and of the others the one that is best for most samples, are prepared.
+        """
+        micro_batches = len(samples[0])
+        policy = config.policy if micro_batches > 1 else SEQUENTIAL
+        steps = _Steps(self._placements[0], self._tables, samples)
+        by_policy = {
+            number: steps.prepare(self._candidates[number].make_policy(*policy, micro_batches)) for number in allowed
+        }
+        first, *others = allowed
+        chosen = [first, *sorted(others, key=lambda number: float(np.log(by_policy[number].ends).sum()))[:1]]
+        if policy[0] == "optimal":
+            options = [option for number in chosen for option in self._search(number, steps)]
+        else:
+            options = [by_policy[number] for number in chosen]
+        return OrderBook(self._placements[-1], [option.prepared for option in options], self._tables, samples)
+
+    def _search(self, number: int, steps: _Steps) -> list[_Option]:
+        """Return the useful ones of common policies and of the orders that searches find, by one placement.
+
+        Each search is for the sample whose best known order is farthest from a bound.
+        """
+        candidates, program = self._candidates[number], self._placements[number]
+        policies = candidates.list_policies(steps.micro_batches)
+        options = [steps.prepare(order) for order in policies[:PREPARED_LEADS]]
+        names = {option.prepared.order.name for option in options}
+        bounds = steps.estimate_bounds(program)
+        for _ in range(MAX_SEARCHES):
+            gaps = np.min([option.ends for option in options], axis=0) / bounds - 1.0
+            if gaps.max() <= SEARCHED_GAP:
+                break
+            sample = int(gaps.argmax())
+            bounds[sample] = np.inf  # it is searched for once
+            found = candidates.find(steps.compute_times(program, sample))
+            if found is not None and found.name not in names:
+                names.add(found.name)
+                options.append(steps.prepare(found))
+        return list_useful(options)
+
+
+class _Option(NamedTuple):
+    """An order, and when it ends for each sample, without contention [samples]."""
+
+    prepared: PreparedOrder
+    ends: Vector
+
+
+class _Steps:
+    """The samples, with what their ops take."""
+
+    def __init__(self, program: Program, tables: DurationTables, samples: Samples) -> None:
+        self.micro_batches = len(samples[0])
+        self._samples = samples
+        self._tables = tables
+        self._layout = DurationLayout(program, self.micro_batches)
+        durations = tables.compute_durations(stack_features(samples))
+        self._durations = np.concatenate([durations[0], durations[-1]])  # as expected, and in the worst case
+        self._work = tables.compute_work(durations[0])
+
+    def prepare(self, order: NamedOrder) -> _Option:
+        """Find the critical paths of an order."""
+        host = self._tables.tables[0].host
+        ends, paths = CriticalPaths(order.schedule, self._layout, host.computes).find(self._durations)
+        return _Option(PreparedOrder(order, list_different(paths)), ends[: len(self._samples)])
+
+    def estimate_bounds(self, program: Program) -> Vector:
+        """Return seconds that hardly any order can beat [samples]: of the busiest lane, or of one micro-batch alone."""
+        lanes = {op.name: op.lane for op in program.ops}
+        lane_of = np.array([lanes[name] for name in self._layout.names] * self.micro_batches)
+        on_lanes = [self._work[:, lane_of == lane].sum(axis=1) for lane in program.lanes]
+        alone = self._work.reshape(len(self._samples), self.micro_batches, -1).sum(axis=2).max(axis=1)
+        bounds: Vector = np.maximum(np.max(on_lanes, axis=0), alone)
+        return bounds
+
+    def compute_times(self, program: Program, sample: int) -> list[list[float]]:
+        """Return the expected seconds of each op [micro-batches][ops]."""
+        return [self._tables.tables[0].times(program, features) for features in self._samples[sample]]
+
+
+def list_useful(options: Sequence[_Option]) -> list[_Option]:
+    """Return as few options as needed for no sample to take noticeably longer than by the best of all."""
+    best = np.min([option.ends for option in options], axis=0)
+    rest = sorted(options, key=lambda option: float(np.log(option.ends).sum()))
+    kept = [rest.pop(0)]
+    while rest:
+        now = np.min([option.ends for option in kept], axis=0)
+        if float((now / best).max()) <= 1.0 + USEFUL_GAIN:
+            break
+        next_one = max(rest, key=lambda option: float((now / np.minimum(now, option.ends)).max()))
+        rest.remove(next_one)
+        kept.append(next_one)
+    return kept

@@ -1,0 +1,245 @@
+"""Planning while requests are served: nothing is searched for, lowered or simulated inside a step.
+
+Issue orders and their critical paths are found when the planner is prepared, for all steps that the scheduler may put
+together. After that a decision multiplies a few small matrices, and decisions for steps of a kind are remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from dbo_runtime.batch import BOUNDARY_TOLERANCE, Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly
+from dbo_runtime.batch import slice_batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
+from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_sums import OpSums
+from dbo_runtime.planner.online.bounded import BoundedDict
+from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
+from dbo_runtime.planner.online.cuts import BatchSums, balance_targets
+from dbo_runtime.planner.online.durations import DurationTables, Vector
+from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.planner.online.order_book import OrderBook
+from dbo_runtime.planner.online.planner import ONLINE_SEARCH_STATES, Planner, SplitChoice, get_uncertainty
+from dbo_runtime.planner.online.predictor import make_worst_cases
+from dbo_runtime.planner.online.preparation import Preparation
+from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
+from dbo_runtime.program import Program
+
+MAX_REMEMBERED_KINDS = 4096
+SIZES_PER_OCTAVE = 8  # of the tokens of a step: those between are of a kind
+ATTENTION_SHARES = 16  # of the time of a step: between none and all
+
+SliceFeatures = tuple[BatchFeatures, ...]
+
+
+class _Cut(NamedTuple):
+    """Where to cut a step, and what each micro-batch computes.
+
+    Attributes:
+        by_cost: whether the cut is even by cost, and not by tokens.
+        slices, sizes: of this rank's batch, or of all data parallel ranks; see `SplitChoice`.
+    """
+
+    slice_features: SliceFeatures
+    by_cost: bool = False
+    slices: tuple[BatchSlice, ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
+
+
+class _Kind(NamedTuple):
+    """What a decision depends on: steps that are equal in this are decided alike."""
+
+    size: int
+    attention: int
+    prefills: bool
+    several: bool
+    cuttable: bool
+    is_data_parallel: bool = False
+
+
+class PreparedPlanner(Planner):
+    """Plans steps by issue orders, and their critical paths, which it finds before serving.
+
+    Decisions follow from costs and from what was asked before; ranks that are asked the same decide the same.
+
+    Args:
+        program, table, max_states: as for `Planner`.
+        limits: of the steps to plan. Larger ones are planned, too, but predictions may be too short by a few percent.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        table: CostTable,
+        limits: ServingLimits | None = None,
+        max_states: int = ONLINE_SEARCH_STATES,
+    ) -> None:
+        super().__init__(program, table, max_states)
+        self._limits = limits or ServingLimits()
+        self._sums = OpSums(program, table)
+        self._tables = DurationTables(program, [table, *make_worst_cases(table, get_uncertainty(table))])
+        self._preparation = Preparation(self._orders.placements, self._tables, max_states)
+        self._prepared_for: RuntimeConfig | None = None
+        self._books: dict[int, OrderBook] = {}
+        self._remembered: BoundedDict[_Kind, tuple[SplitChoice | Decline, bool]] = BoundedDict(MAX_REMEMBERED_KINDS)
+
+    @property
+    def orders(self) -> list[NamedOrder]:
+        """The orders that are prepared."""
+        return [order for book in self._books.values() for order in book.orders]
+
+    def prepare(self, config: RuntimeConfig) -> None:
+        """Find the orders for all steps under these settings, which takes a second or two; nothing if that is done."""
+        if config is self._prepared_for or config == self._prepared_for:
+            return
+        self._prepared_for = config
+        self._remembered.clear()
+        allowed = self._orders.list_allowed(config)
+        self._books = {
+            count: self._preparation.make_book(samples, allowed, config)
+            for count, samples in self._list_samples(self.list_parts(config)).items()
+        }
+
+    def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
+        """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
+
+        Steps of a kind are cut, and predicted, in proportion to the first of them.
+        """
+        self.prepare(config)
+        features = measure_features(batch.query_lens, batch.context_lens, batch.decode_len)
+        kind = self._get_kind(features, batch.cuttable)
+        remembered = self._remembered.get(kind)
+        if remembered is not None:
+            decision = self._apply(*remembered, batch, features)
+            if decision is not None:
+                return decision
+        decision, by_cost = self._evaluate(features, self._list_cuts_of(batch, self.list_parts(config)), config)
+        self._remembered[kind] = decision, by_cost
+        return decision
+
+    def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
+        """Return how all data parallel ranks split a step, from the *tokens* of each [ranks]; see `Planner`."""
+        self.prepare(config)
+        features = BatchFeatures(max(tokens))
+        cuts = []
+        for parts in self.list_parts(config):
+            sizes = share_data_parallel(tokens, parts)
+            if not isinstance(sizes, Decline):
+                cuts.append(_Cut(tuple(BatchFeatures(max(part)) for part in sizes), sizes=sizes))
+        return self._evaluate(features, cuts, config)[0]
+
+    def correct(self, proposals: Sequence[dict[str, float]]) -> None:
+        """Apply the proposals of all ranks, and forget decisions."""
+        super().correct(proposals)
+        self._remembered.clear()
+
+    def _get_kind(self, features: BatchFeatures, cuttable: bool) -> _Kind:
+        seconds, attention = self._sums.sum(features), self._sums.sum_attention(features)
+        return _Kind(
+            round(SIZES_PER_OCTAVE * math.log2(features.tokens)),
+            round(ATTENTION_SHARES * attention / seconds) if seconds else 0,
+            features.prefills > 0,
+            features.prefills > 1,
+            cuttable,
+        )
+
+    def _apply(
+        self, decision: SplitChoice | Decline, by_cost: bool, batch: Batch, features: BatchFeatures
+    ) -> SplitChoice | Decline | None:
+        """Return what was decided for another step of the kind for this one; None if this one is cut differently."""
+        unsplit = self.predict_unsplit(features)
+        if isinstance(decision, Decline):
+            return replace(decision, expected=unsplit)
+        prediction = decision.prediction
+        targets = share_evenly(batch, prediction.micro_batches)
+        if by_cost:
+            targets = balance_targets(BatchSums(batch, self._density), prediction.micro_batches)
+        slices = slice_batch(batch, place_cuts(batch, targets))
+        largest = max(piece.size for piece in slices) - max(right - left for left, right in pairwise((0, *targets, batch.tokens)))
+        if len(slices) != prediction.micro_batches or largest > BOUNDARY_TOLERANCE * batch.tokens / len(slices):
+            return None
+        split = unsplit * prediction.split / prediction.unsplit
+        return replace(decision, prediction=prediction._replace(unsplit=unsplit, split=split), slices=slices)
+
+    def _evaluate(
+        self, features: BatchFeatures, cuts: Sequence[_Cut], config: RuntimeConfig
+    ) -> tuple[SplitChoice | Decline, bool]:
+        """Return what is best of all cuts and orders, and whether its cut is even by cost."""
+        options: list[SplitChoice] = []
+        for count in dict.fromkeys(len(cut.slice_features) for cut in cuts):
+            options += self._predict_cuts(features, [cut for cut in cuts if len(cut.slice_features) == count])
+        decision = self._decide(options, features, config)
+        by_cost = {cut.slices: cut.by_cost for cut in cuts}
+        return decision, isinstance(decision, SplitChoice) and by_cost[decision.slices]
+
+    def _predict_cuts(self, features: BatchFeatures, cuts: Sequence[_Cut]) -> list[SplitChoice]:
+        """Return a choice for each cut and order; all cuts are into equally many micro-batches."""
+        count = len(cuts[0].slice_features)
+        book, host = self._books[count], self.table.host
+        unsplit = self._predict_unsplit(features)
+        outside = host.split + host.split_per_token * features.tokens
+        ops = book.predict([cut.slice_features for cut in cuts])
+        split = np.maximum(ops + outside, 0.0) * self.correction.factor(SPLIT)
+        longer = np.concatenate([split[1:], split[:1] * (1.0 + self.table.split_error)])
+        reference = np.append(unsplit[1:], unsplit[0])
+        worst_cases = (1.0 - longer / reference[:, None, None]).min(axis=0).tolist()
+        return [
+            SplitChoice(
+                order, Prediction(float(unsplit[0]), seconds, count, worst, order.side_ops), cut.slices, cut.sizes
+            )
+            for cut, of_cut, worst_of_cut in zip(cuts, split[0].tolist(), worst_cases, strict=True)
+            for order, seconds, worst in zip(book.orders, of_cut, worst_of_cut, strict=True)
+        ]
+
+    def _predict_unsplit(self, features: BatchFeatures) -> Vector:
+        """Return the seconds of an unsplit step by each table [tables]."""
+        host = self.table.host
+        ops = self._tables.sum_ops(np.array([features], dtype=np.float64))[:, 0]
+        outside = host.unsplit + host.unsplit_per_token * features.tokens
+        seconds: Vector = np.maximum(np.maximum(ops, host.issue * len(self.program.ops)) + outside, 0.0)
+        return seconds * self.correction.factor(UNSPLIT)
+
+    def _list_cuts_of(self, batch: Batch, parts: Sequence[int]) -> list[_Cut]:
+        """Return the cuts to predict: even by tokens, and even by cost."""
+        sums = BatchSums(batch, self._density)
+        cuts: dict[tuple[int, ...], _Cut] = {}
+        for count in parts:
+            for by_cost, targets in enumerate((share_evenly(batch, count), balance_targets(sums, count))):
+                cut = place_cuts(batch, targets)
+                if cut not in cuts and (cut or 1 in parts):
+                    cuts[cut] = _measure_cut(batch, sums, cut, bool(by_cost))
+        return list(cuts.values())
+
+    def _list_samples(self, parts: Sequence[int]) -> dict[int, list[SliceFeatures]]:
+        """Return micro-batches of steps that stand for all, by their number.
+
+        Cuts are those of the planner, and as far from them as boundaries of requests may be.
+        """
+        samples: dict[int, dict[SliceFeatures, None]] = defaultdict(dict)
+        for batch in list_shapes(self._limits):
+            sums = BatchSums(batch, self._density)
+            for count in parts:
+                even = share_evenly(batch, count)
+                shift = int(BOUNDARY_TOLERANCE * batch.tokens / count)
+                shifted = [tuple(target + by for target in even) for by in (-shift, shift)]
+                spread = tuple(target + (-shift, shift)[number % 2] for number, target in enumerate(even))
+                balanced = balance_targets(sums, count)
+                for cut in (place_cuts(batch, even), place_cuts(batch, balanced), *shifted, spread):
+                    if len(cut) == count - 1 and all(left < right for left, right in pairwise((0, *cut, batch.tokens))):
+                        samples[count][_measure_cut(batch, sums, cut).slice_features] = None
+        return {count: list(of_count) for count, of_count in samples.items()}
+
+
+def _measure_cut(batch: Batch, sums: BatchSums, cut: Sequence[int], by_cost: bool = False) -> _Cut:
+    slices = slice_batch(batch, cut, agreed=True)
+    return _Cut(tuple(sums.measure(piece.first_token, piece.last_token) for piece in slices), by_cost, slices)

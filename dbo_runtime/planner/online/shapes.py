@@ -1,0 +1,61 @@
+"""The steps that a server may schedule, as few batches that stand for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dbo_runtime.batch import Batch
+
+SMALLEST_STEP = 32  # tokens; smaller ones are not worth splitting on any machine known
+PROMPTS = 4  # of the steps with several
+DECODE_SHARE = 0.25  # of the tokens, in steps with decodes and a prompt
+CONTEXT_SHARES = (0.0, 0.125, 0.5)  # of the longest context, before the tokens of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """What a scheduler may put into a step.
+
+    Attributes:
+        tokens: of a step (vLLM's `max_num_batched_tokens`).
+        requests: of a step (`max_num_seqs`).
+        context: tokens of a request, new ones included (`max_model_len`).
+    """
+
+    tokens: int = 8192
+    requests: int = 256
+    context: int = 32_768
+
+
+def list_shapes(limits: ServingLimits) -> list[Batch]:
+    """Return batches from small to the largest: a prompt, several, prompts after a context, with decodes; and decodes.
+
+    Sizes double from one to the next: what is found for one holds for those between, too (see `critical_paths`).
+    """
+    return list(dict.fromkeys(batch for tokens in _list_sizes(limits.tokens) for batch in _list_batches(tokens, limits)))
+
+
+def _list_sizes(largest: int) -> Iterator[int]:
+    tokens = min(SMALLEST_STEP, largest)
+    while tokens < largest:
+        yield tokens
+        tokens *= 2
+    yield largest
+
+
+def _list_batches(tokens: int, limits: ServingLimits) -> Iterator[Batch]:
+    room = max(limits.context - tokens, 0)
+    for share in CONTEXT_SHARES:
+        yield Batch((tokens,), tokens, context_lens=(int(share * room),))
+    prompts = min(PROMPTS, limits.requests)
+    if prompts > 1:
+        yield Batch((tokens // prompts,) * prompts, tokens // prompts * prompts, context_lens=(0,) * prompts)
+    decodes = min(int(DECODE_SHARE * tokens), limits.requests - 1)
+    context = limits.context // PROMPTS
+    if decodes > 0:
+        prompt = tokens - decodes
+        yield Batch((*[1] * decodes, prompt), prompt, context_lens=(*[context] * decodes, 0))
+    if 1 < tokens <= limits.requests:
+        for share in (0.05, 0.25, 1.0):
+            yield Batch((1,) * tokens, 0, context_lens=(int(share * (limits.context - 1)),) * tokens)
