@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
-from dbo_runtime.config import RuntimeConfig, name_policy
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.declines import count_declined
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
@@ -22,7 +23,8 @@ from dbo_runtime.policies import get_policy
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.render import digest
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
+from dbo_runtime.setting_values import name_policy
 from dbo_runtime.validate import validate
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate, sequential, staggered
 from dbo_runtime.program import COMM, Op, Program, ProgramBuilder
 from dbo_runtime.ranks import Groups, RankPlan
-from dbo_runtime.schedule import Instruction, Issue, Schedule, lower
+from dbo_runtime.schedule import Instruction, Issue, Schedule
 
 Plans = tuple[RankPlan, ...]
 Mismatch = Callable[[RankPlan], Iterator[RankPlan]]

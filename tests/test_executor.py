@@ -12,9 +12,10 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import DeviceError, ProgramError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, ProgramBuilder
-from dbo_runtime.schedule import Instruction, lower
+from dbo_runtime.schedule import Instruction
 from tests.executors import Prepare
 from tests.latch import Latch
 from tests.programs import record_chain, record_three_lanes, record_toy

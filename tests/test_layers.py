@@ -14,9 +14,10 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Issue, lower
+from dbo_runtime.schedule import Issue
 from dbo_runtime.validate import validate
 
 LAYERS = 5

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Policy, alternate, sequential, staggered
 from dbo_runtime.render import digest, parse, render
-from dbo_runtime.schedule import Issue, lower
+from dbo_runtime.schedule import Issue
 from dbo_runtime.validate import validate
 from tests.programs import lower_toy, record_chain, record_three_lanes, record_toy
 

@@ -35,7 +35,8 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from dbo_runtime.adapter import get_adapter, record_program
+from dbo_runtime.adapter import record_program
+from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program

@@ -17,10 +17,10 @@ import pytest
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.graphs import Graphs
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from tests.devices import rigs
 
 STEPS = 50

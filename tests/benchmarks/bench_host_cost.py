@@ -27,9 +27,9 @@ from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, FreeDevice, best, do_nothing, record_decoder
 from tests.benchmarks.handovers import (
     FreeStreams,

@@ -22,7 +22,8 @@ if not {*rigs.STREAMS} & {*rigs.find_present()}:
 
 import torch
 
-from dbo_runtime.devices.torch_streams import POOL_STREAMS, StreamDevice, StreamLane
+from dbo_runtime.devices.stream_lane import StreamLane
+from dbo_runtime.devices.torch_streams import POOL_STREAMS, StreamDevice
 
 NUMBERS = torch.arange(64)
 

@@ -22,6 +22,7 @@ from dbo_runtime.devices import open_device
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Outputs, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
@@ -29,7 +30,7 @@ from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 from dbo_runtime.validate import validate
 from tests.latch import GRACE
 from tests.standin_cann.cann import Kernel, StandIn

@@ -20,7 +20,7 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionTransformer
 from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer
 
-from dbo_runtime.adapter import get_encoder_adapter
+from dbo_runtime.adapter_registry import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device

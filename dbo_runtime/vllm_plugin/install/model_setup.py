@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dbo_runtime.adapter import InputAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
-from dbo_runtime.config import RuntimeConfig, name_policy
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError
@@ -13,6 +13,7 @@ from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.declines import warn_declined
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from dbo_runtime.adapter import get_adapter
+from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.api.groups import get_groups

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.adapter import get_encoder_adapter
+from dbo_runtime.adapter_registry import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
