@@ -111,8 +111,8 @@ class RuntimeConfig:
         "each step",
         "Whether ops may run on a second compute lane, concurrently with other ops of their micro-batch: `auto` where "
         "costs predict a gain, on devices with streams; `on` wherever the model has such ops, in unsplit steps, too; "
-        "`off` nowhere. The lane is opened at start, unless this is then `off` (or, on a CPU, `auto`), and cannot be "
-        "opened later.",
+        "`off` nowhere. The lane is opened at start, unless this is then `off` (or, on a CPU, `auto`); without it, "
+        "`dbo_configure` refuses what would need it.",
     )
     side_cores: tuple[int, ...] = _setting(
         "DBO_SIDE_CORES",

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import record_program
-from dbo_runtime.batch import Batch, decide_data_parallel
+from dbo_runtime.batch import Batch, share_data_parallel
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
@@ -414,7 +414,7 @@ def overlap(make: Callable[[], Dispatcher], policy: tuple[str, int], micro_batch
     rank, count = dist.get_rank(), dist.get_world_size()
     tokens = (23, 64, 5)[:count]
     config = RuntimeConfig(mode="always", micro_batches=micro_batches, policy=policy)
-    sizes = decide_data_parallel(tokens, config)
+    sizes = share_data_parallel(tokens, micro_batches)
     assert not isinstance(sizes, Decline)
     own = [size[rank] for size in sizes]
     model = ReferenceModel(hidden=HIDDEN, experts=EXPERTS)

@@ -250,6 +250,29 @@ def test_steps_too_small_to_hide_anything_are_declined_unseen(runtime: MicroBatc
     assert runtime.decline_early(80) == Decline("DBO_MODE is off")
 
 
+def test_thresholds_are_those_of_the_settings_and_bind_auto_only(runtime: MicroBatchRuntime) -> None:
+    few, decode = Batch((40, 40), 80), Batch((1,) * 300, 0)
+    runtime.config = RuntimeConfig(min_tokens=81, min_prefill_tokens=1)
+    assert runtime.plan(few) == Decline("fewer tokens than DBO_MIN_TOKENS", "80 < 81")
+    assert runtime.plan(decode) == Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", "0 < 1")
+    assert runtime.check_balance(0.09) is not None
+    assert runtime.plan_data_parallel([1024, 80]) == Decline("fewer tokens than DBO_MIN_TOKENS", "80 < 81 on rank 1")
+    runtime.config = replace(runtime.config, mode="always")
+    assert len(plan(runtime, few).slices) == len(plan(runtime, decode).slices) == 2
+    assert runtime.check_balance(0.09) is None
+    assert isinstance(runtime.plan_data_parallel([1024, 80]), DataParallelSplit)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.0])
+def test_off_declines_everything_with_costs_and_without(alpha: float | None, runtime: MicroBatchRuntime) -> None:
+    if alpha is not None:
+        use_costs(runtime, alpha=alpha)
+    runtime.config = replace(runtime.config, mode="off")
+    assert runtime.plan(BATCH) == Decline("DBO_MODE is off")
+    assert runtime.plan_data_parallel([1024, 700]) == Decline("DBO_MODE is off")
+    assert runtime.decline_early(4096) == Decline("DBO_MODE is off")
+
+
 def test_data_parallel_ranks_plan_together_by_costs(runtime: MicroBatchRuntime) -> None:
     use_costs(runtime, alpha=0.0)
     shared = runtime.plan_data_parallel([1024, 700])

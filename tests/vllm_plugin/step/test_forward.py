@@ -25,7 +25,7 @@ from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
-from dbo_runtime.errors import ScheduleError, SplitError
+from dbo_runtime.errors import ConfigError, ScheduleError, SplitError
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import MAX_LOG_CHANGE, PERIOD_STEPS
@@ -603,9 +603,29 @@ def make_extension(forward: SplitForward | None) -> WorkerExtension:
     extension = WorkerExtension()
     model = SimpleNamespace(forward=lambda: None)
     if forward is not None:
-        ServedModel(forward).install(model)
+        rank = SimpleNamespace(platform=get_platform("cpu"), config=forward.runtime.config)
+        ServedModel(rank, forward).install(model)
     extension.model_runner = SimpleNamespace(get_model=lambda: model)
     return extension
+
+
+def test_a_second_compute_lane_that_was_not_opened_at_start_is_refused_later() -> None:
+    forward = make_forward(Model())
+    extension = make_extension(forward)
+    before = forward.runtime.config
+    with pytest.raises(ConfigError, match=r"^DBO_SIDE=on: the second compute lane was not opened at start"):
+        extension.dbo_configure({"DBO_SIDE": "on", "DBO_MODE": "off"})
+    assert forward.runtime.config == before
+    extension.dbo_configure({"DBO_SIDE": "auto", "DBO_MODE": "off"})  # on a CPU, `auto` opens none
+    assert forward.runtime.config.mode == "off"
+
+
+def test_a_second_compute_lane_can_be_left_and_used_again() -> None:
+    forward = make_forward_beside(Model(), Splitter(), side="on")
+    extension = make_extension(forward)
+    for side in ("off", "on"):
+        extension.dbo_configure({"DBO_SIDE": side})
+        assert forward.runtime.config.side == side
 
 
 def test_a_timeline_is_kept_of_the_one_step_it_was_asked_for() -> None:
