@@ -116,7 +116,7 @@ class MicroBatchRuntime:
         device: where they run.
         config: the settings; may be replaced between steps, on all ranks alike.
         log: for each new plan and the first decline of each reason, never for a step.
-        ranks: how many ranks run the same plans, and meet in their collectives.
+        ranks: how many ranks run the same plans, with collectives among them.
     """
 
     def __init__(

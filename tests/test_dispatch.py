@@ -300,7 +300,7 @@ def test_all_tokens_may_go_to_other_ranks_and_a_rank_may_get_none(
 
 @both
 @pytest.mark.parametrize("way_back", [[0, 1, 2], [2, 0, 1]], ids=str)
-def test_micro_batches_under_way_at_once_keep_apart(
+def test_micro_batches_under_way_at_once_do_not_mix(
     ranks: Ranks, make: Callable[[], Dispatcher], way_back: list[int]
 ) -> None:
     sizes = (8, 3, 5), (8, 3, 5), (2, 9, 0)
@@ -489,7 +489,7 @@ def test_only_a_dispatch_whose_sizes_are_known_can_be_captured(ranks: Ranks, mak
 
 def test_the_reference_program_is_the_reference_forward_and_needs_its_micro_batches_in_order() -> None:
     model = ReferenceModel(hidden=HIDDEN, experts=EXPERTS)
-    program = record_program(ReferenceAdapter(), model, ToyCollectives())  # which take nothing apart: one rank
+    program = record_program(ReferenceAdapter(), model, ToyCollectives())  # which decompose nothing: one rank
     prompt = draw_prompt(model, 12, seed=0)
     inputs = prompt.cut([7, 5])
     assert find_error(run_sequential([program] * 2, inputs), prompt.truth) < 1e-5

@@ -102,7 +102,7 @@ def test_a_fork_of_an_unknown_lane_is_refused() -> None:
         parse(f"{TABLE}\nfork  aux", [CHAIN])
 
 
-def test_digests_agree_for_programs_recorded_apart_and_differ_between_policies() -> None:
+def test_digests_agree_for_programs_recorded_separately_and_differ_between_policies() -> None:
     assert digest(lower_toy()) == digest(lower_toy())
     assert len({digest(lower_toy(policy=policy)) for policy in (sequential, *POLICIES.values())}) == 3
 

@@ -286,14 +286,14 @@ def test_data_parallel_ranks_plan_together_by_costs(runtime: MicroBatchRuntime) 
     assert isinstance(runtime.plan_data_parallel([1024, 700]), Decline)
 
 
-def open_beside(log: Log, **settings: Any) -> MicroBatchRuntime:
-    """Return a runtime of a program with an op on a lane beside."""
+def open_concurrent(log: Log, **settings: Any) -> MicroBatchRuntime:
+    """Return a runtime of a program with an op on the side lane."""
     p = ProgramBuilder(has_side=True)
     x = p.input("x")
-    beside = p.side("beside", lambda x: x + 1, x)
+    side = p.side("aside", lambda x: x + 1, x)
     x = p.compute("compute", lambda x: x * 2, x)
     x = p.comm("reduce", lambda x: x * 3, x, overwrites=(x,))
-    program = p.build(p.compute("last", lambda x, y: x + y, x, beside))
+    program = p.build(p.compute("last", lambda x, y: x + y, x, side))
     return MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(enabled=True, **settings), log)
 
 
@@ -306,28 +306,28 @@ def open_beside(log: Log, **settings: Any) -> MicroBatchRuntime:
         ({"side": "on", "mode": "off"}, False),
     ],
 )
-def test_without_costs_ops_are_beside_each_other_where_the_settings_say_so(
+def test_without_costs_ops_are_concurrent_where_the_settings_say_so(
     settings: dict[str, Any], forced: bool, log: Log
 ) -> None:
-    runtime = open_beside(log, **settings)
+    runtime = open_concurrent(log, **settings)
     assert runtime.forces_side is forced
     assert ("side" in plan(runtime, cuts=[512]).executor.schedule.lanes) is forced
     assert runtime.run(plan(runtime, cuts=[512]), [(1,), (2,)]) == [(8,), (15,)]
     runtime.close()
 
 
-def test_a_step_that_is_not_cut_runs_with_ops_beside_each_other(log: Log) -> None:
-    runtime = open_beside(log, side="on")
-    whole = plan(runtime, cuts=[])
-    assert whole.slices == (BatchSlice(0, 2, 0, 1024),)
-    assert runtime.run(whole, [(5,)]) == [(36,)]
+def test_a_step_that_is_not_cut_runs_with_concurrent_ops(log: Log) -> None:
+    runtime = open_concurrent(log, side="on")
+    concurrent = plan(runtime, cuts=[])
+    assert concurrent.slices == (BatchSlice(0, 2, 0, 1024),)
+    assert runtime.run(concurrent, [(5,)]) == [(36,)]
     assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 1, "micro_batches": 0, "declined": {}}
     runtime.config = replace(runtime.config, side="off")
     assert runtime.plan(BATCH, cuts=[]) == Decline("nowhere to cut", "no cuts were given")
     runtime.close()
 
 
-def test_a_program_without_such_ops_has_nothing_to_put_beside(log: Log) -> None:
+def test_a_program_without_side_ops_has_nothing_to_run_concurrently(log: Log) -> None:
     runtime = MicroBatchRuntime(record_toy(), CpuDevice(), RuntimeConfig(enabled=True, side="on"), log)
     assert not runtime.forces_side
     assert isinstance(runtime.plan(BATCH, cuts=[]), Decline)

@@ -1,4 +1,4 @@
-"""What a step costs the host where it is replayed, beside the same step issued op by op.
+"""What a step costs the host where it is replayed, compared with the same step issued op by op.
 
     make bench
 
@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def record_decoder(layers: int) -> Program:
-    """Return layers of four small ops, two of which are beside those of `compute`."""
+    """Return layers of four small ops, two of which are concurrent with those of `compute`."""
     p = ProgramBuilder()
     x = p.input("x")
     for index in range(layers):

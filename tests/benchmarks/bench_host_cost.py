@@ -36,9 +36,9 @@ from tests.benchmarks.handovers import (
     Way,
     find_leaves,
     make_baton,
+    make_coroutines,
     make_generators,
     make_operations,
-    make_strands,
     make_tasks,
     make_ubatches,
 )
@@ -89,7 +89,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
             "SGLang's `operations.py`, written anew: stages between yields": make_operations(leaves),
             "asyncio, a task each": make_tasks(leaves, loop),
             "a generator each": make_generators(leaves),
-            "a greenlet each, as `DBO_GENERIC=1` has": make_strands(leaves, greenlet),
+            "a greenlet each, as `DBO_GENERIC=1` has": make_coroutines(leaves, greenlet),
         }
 
     yield make

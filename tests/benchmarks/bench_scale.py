@@ -57,7 +57,7 @@ class Size(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """What a stage takes: seconds, and the peak of bytes, if that was watched."""
+    """What a stage takes: seconds, and the peak of bytes, if that was measured."""
 
     seconds: float
     peak: int | None
@@ -114,14 +114,14 @@ def make_stages(size: Size) -> Stages:
     }
 
 
-def measure(stage: Callable[[], object], is_watched: bool) -> Figure:
+def measure(stage: Callable[[], object], measures_memory: bool) -> Figure:
     """Run a stage several times, and once more with an eye on its memory."""
     seconds: list[float] = []
     while len(seconds) < RUNS and sum(seconds) < PATIENCE:
         start = time.thread_time()
         stage()
         seconds.append(time.thread_time() - start)
-    return Figure(min(seconds), find_peak(stage) if is_watched else None)
+    return Figure(min(seconds), find_peak(stage) if measures_memory else None)
 
 
 def find_peak(stage: Callable[[], object]) -> int:
@@ -148,10 +148,10 @@ def figures() -> Figures:
 
 def find_growth(figures: Figures, stage: str, axis: str, part: str) -> float | None:
     """Return by how much more an op costs at the largest size of an axis than at the moderate one."""
-    watched = [size for size in AXES[axis] if getattr(figures[size][stage], part) is not None]
-    if watched[-1] == MODERATE:
+    measured = [size for size in AXES[axis] if getattr(figures[size][stage], part) is not None]
+    if measured[-1] == MODERATE:
         return None
-    large, moderate = (getattr(figures[size][stage], part) / size.units for size in (watched[-1], MODERATE))
+    large, moderate = (getattr(figures[size][stage], part) / size.units for size in (measured[-1], MODERATE))
     return float(large / moderate)
 
 

@@ -237,9 +237,9 @@ def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
             "planned": count_host_reads(lambda: planned(pixels, grids)),
         }
     device.close()
-    weighed = get_encoder_adapter(type(plain).__name__)
-    assert weighed is not None
-    work = [weighed.estimate_flops(plain, grid) for grid in ([1, 4, 4], [1, 8, 8], [2, 8, 8])]
+    adapter = get_encoder_adapter(type(plain).__name__)
+    assert adapter is not None
+    work = [adapter.estimate_flops(plain, grid) for grid in ([1, 4, 4], [1, 8, 8], [2, 8, 8])]
     return {"work": work, "runs": runs, "differing": differing, "statistics": statistics, "reads": reads}
 
 
