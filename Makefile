@@ -27,7 +27,7 @@ setup-ascend: ## make .venv-ascend: torch_npu, vLLM and vllm-ascend without its 
 demo: setup ## generate with and without dual-batch overlap, compare and time them
 	$(BIN)/python examples/offline_dualbatch_overlap_npu.py
 
-demo-vl: setup ## the same with a model that sees: its vision encoder is split, too
+demo-vl: setup ## the same with a multimodal model: its vision encoder is split, too
 	$(BIN)/python examples/offline_dualbatch_overlap_npu.py --pictures
 
 demo-two-hosts: setup ## the same over a slow link between two hosts, which it makes of network namespaces (root)

@@ -8,9 +8,10 @@ from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.config import RuntimeConfig, read_environment
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError, DboError, DeviceError, ProgramError, ScheduleError, SplitError
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.counts import statistics
 from dbo_runtime.program import Op, Program, ProgramBuilder, Value
-from dbo_runtime.schedule import Instruction, Issue, Schedule, lower
+from dbo_runtime.schedule import Instruction, Issue, Schedule
 
 __all__ = [
     "Batch",

@@ -1,18 +1,15 @@
-"""The contracts of adapters, and how adapters are looked up and checked."""
+"""The contracts of adapters, and how one records a program."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program, ProgramBuilder, Value
 
-GROUP = "dbo_runtime.adapters"
-ENCODERS = "dbo_runtime.encoders"
 LANES = (COMPUTE, COMM, SIDE)
 
 X = "x"
@@ -208,65 +205,18 @@ def record_program(
     return program
 
 
-def get_adapter(architecture: str) -> ModelAdapter | None:
-    """Return the adapter registered for an architecture name, or None if there is none.
-
-    Adapters are entry points of the group `dbo_runtime.adapters`, named like the architecture, that load to a class.
-
-    Raises:
-        ProgramError: if the one registered cannot be loaded or is no adapter.
-    """
-    entry = _get_entry(GROUP, architecture)
-    return None if entry is None else cast(ModelAdapter, _load(entry, ModelAdapter))
-
-
-def get_encoder_adapter(name: str) -> EncoderAdapter | None:
-    """Return the adapter registered for encoders of a class of this name, or None if there is none.
-
-    As `get_adapter`, in the group `dbo_runtime.encoders`.
-    """
-    entry = _get_entry(ENCODERS, name)
-    return None if entry is None else cast(EncoderAdapter, _load(entry, EncoderAdapter))
-
-
-def list_encoders() -> set[str]:
-    """Return the class names of the encoders that have an adapter."""
-    return {entry.name for entry in entry_points(group=ENCODERS)}
-
-
-def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
-    """Return an instance of an adapter class after checking it against the contract.
-
-    Raises:
-        ProgramError: naming the method that is missing or takes other arguments, and where it is declared.
-    """
-    if not inspect.isclass(cls):
-        raise ProgramError(f"adapter {origin} must be a class, not {cls!r}.")
-    needed = _list_methods(contract)
-    offered = {name: method for name, method in _list_methods(InputAdapter).items() if hasattr(cls, name)}
-    for name, method in {**needed, **offered}.items():
-        declared = getattr(cls, name, None)
-        if not callable(declared):
-            raise ProgramError(f"adapter {origin} has no method {name}(). ({_locate(cls)})")
-        expected = list(inspect.signature(method).parameters)
-        actual = list(inspect.signature(declared).parameters)
-        if actual != expected:
-            raise ProgramError(
-                f"adapter {origin}: {name}({', '.join(actual)}) must take ({', '.join(expected)}). "
-                f"({_locate(declared)})"
-            )
-    try:
-        adapter = cls()
-    except Exception as error:
-        raise ProgramError(
-            f"adapter {origin} cannot be made by {cls.__name__}(): {error!r}. ({_locate(cls)})"
-        ) from error
-    return adapter
-
-
 def name_adapter(adapter: ModelAdapter | EncoderAdapter) -> str:
     """Return `module.Class` of an adapter."""
     return f"{type(adapter).__module__}.{type(adapter).__qualname__}"
+
+
+def locate_source(thing: Any) -> str:
+    """Return `file:line` of a class or function, for messages."""
+    code = inspect.unwrap(thing)
+    try:
+        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
+    except (TypeError, OSError):  # a built-in, or its source is missing
+        return f"{code!r}, no source"
 
 
 def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -> list[Value]:
@@ -276,7 +226,7 @@ def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -
         if name not in INPUTS:
             raise ProgramError(
                 f"record() of {name_adapter(adapter)} takes the input {name!r}; those of adapters are "
-                f"{', '.join(INPUTS)}. ({_locate(type(adapter))})"
+                f"{', '.join(INPUTS)}. ({locate_source(type(adapter))})"
             )
     return [p.input(name, **INPUTS[name]) for name in names]
 
@@ -299,31 +249,3 @@ def _check_ops(program: Program) -> None:
                 f"op {op.label!r} communicates, but no op of the program is in a layer; declare each layer's inside "
                 f"`with p.layer(index):`. ({op.declared_at})"
             )
-
-
-def _get_entry(group: str, name: str) -> EntryPoint | None:
-    entries = [entry for entry in entry_points(group=group) if entry.name == name]
-    if len({entry.value for entry in entries}) > 1:
-        names = ", ".join(sorted(entry.value for entry in entries))
-        raise ProgramError(f"{name} has several adapters ({names}); uninstall all but one.")
-    return entries[0] if entries else None
-
-
-def _list_methods(contract: type) -> dict[str, Callable[..., Any]]:
-    return {name: method for name, method in vars(contract).items() if inspect.isfunction(method) and name[0] != "_"}
-
-
-def _load(entry: EntryPoint, contract: type) -> Any:
-    try:
-        cls = entry.load()
-    except Exception as error:
-        raise ProgramError(f"adapter {entry.value} of {entry.name} cannot be imported: {error!r}") from error
-    return check_adapter(cls, entry.value, contract)
-
-
-def _locate(thing: Any) -> str:
-    code = inspect.unwrap(thing)
-    try:
-        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
-    except (TypeError, OSError):  # a built-in, or its source is missing
-        return f"{code!r}, no source"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 
@@ -18,8 +17,8 @@ from dbo_runtime.errors import SplitError
 # results are bit-identical, and attention over the head runs once. vllm-ascend #941 tolerates the same imbalance.
 BOUNDARY_TOLERANCE = 0.1
 
-# `auto` does not split a step whose smallest micro-batch would be below this share of an even one: it would pay the
-# fixed cost of every collective once more and hide next to nothing.
+# A smallest micro-batch below this share of an even one would pay the fixed cost of every collective once more and hide
+# next to nothing.
 MIN_SHARE = 0.1
 
 SHARE_ROUNDS = 60  # bisections of the work of the largest micro-batch: to the last bit of a float
@@ -80,51 +79,64 @@ class BatchSlice:
         return self.last_token - self.first_token
 
 
-def decline_early(tokens: int, config: RuntimeConfig) -> Decline | None:
-    """Return why a step of *tokens* tokens is not split, whatever else is in it; None if that depends on more."""
-    if config.mode == "off":
-        return Decline("DBO_MODE is off")
-    if config.mode == "auto" and tokens < config.min_tokens:
-        return Decline("fewer tokens than DBO_MIN_TOKENS", f"{tokens} < {config.min_tokens}")
-    return None
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What a step must have to be split where nothing is predicted. By default, whatever can be split is.
 
-
-def decide(batch: Batch, config: RuntimeConfig) -> tuple[BatchSlice, ...] | Decline:
-    """Decide whether to split, and where.
-
-    The thresholds are those of vllm-ascend #941: at least 256 tokens in the step and 64 of them prefill, by default.
-    `always` ignores them. There are fewer micro-batches than configured where the batch allows no more cuts.
+    Attributes:
+        tokens: the fewest tokens.
+        prefill_tokens: the fewest tokens of prefills.
+        share: the smallest micro-batch, as a share of an even one.
     """
-    early = decline_early(batch.tokens, config)
+
+    tokens: int = 1
+    prefill_tokens: int = 0
+    share: float = 0.0
+
+    def decline_early(self, tokens: int) -> Decline | None:
+        """Return why a step of *tokens* tokens is not split, whatever else is in it; None if that depends on more."""
+        if tokens < self.tokens:
+            return Decline("fewer tokens than DBO_MIN_TOKENS", f"{tokens} < {self.tokens}")
+        return None
+
+
+def decide(batch: Batch, parts: int, thresholds: Thresholds) -> tuple[BatchSlice, ...] | Decline:
+    """Decide whether to split into *parts* micro-batches, and where.
+
+    There are fewer micro-batches than asked for where the batch allows no more cuts.
+    """
+    early = thresholds.decline_early(batch.tokens)
     if early is not None:
         return early
-    if config.mode == "auto" and batch.prefill_tokens < config.min_prefill_tokens:
+    if batch.prefill_tokens < thresholds.prefill_tokens:
         return Decline(
             "fewer prefill tokens than DBO_MIN_PREFILL_TOKENS",
-            f"{batch.prefill_tokens} < {config.min_prefill_tokens}",
+            f"{batch.prefill_tokens} < {thresholds.prefill_tokens}",
         )
-    cuts = place_cuts(batch, share_evenly(batch, config.parts))
+    cuts = place_cuts(batch, share_evenly(batch, parts))
     if not cuts:
         return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")
     slices = slice_batch(batch, cuts)
     smallest = min(piece.size for piece in slices)
-    if config.mode == "auto" and smallest < MIN_SHARE * batch.tokens / len(slices):
+    if smallest < thresholds.share * batch.tokens / len(slices):
         return Decline("no balanced cut", f"the smallest micro-batch would have {smallest} of {batch.tokens} tokens")
     return slices
 
 
-def decide_data_parallel(tokens: Sequence[int], config: RuntimeConfig) -> tuple[tuple[int, ...], ...] | Decline:
+def decide_data_parallel(
+    tokens: Sequence[int], parts: int, thresholds: Thresholds
+) -> tuple[tuple[int, ...], ...] | Decline:
     """Decide for all data parallel ranks at once: the tokens of every rank in each micro-batch [micro-batches][ranks].
 
     A pure function of *tokens* of each rank [ranks], which is all that ranks know of each other, so that each knows the
     cuts of all. They communicate in every micro-batch, so either all of them split or none does, into equally many
-    parts, as even as possible. `auto` requires DBO_MIN_TOKENS on every rank; other ranks' prefills are not known.
+    parts, as even as possible. Every rank must have the fewest tokens; other ranks' prefills are not known.
     """
     fewest = min(tokens)
-    early = decline_early(fewest, config)
+    early = thresholds.decline_early(fewest)
     if early is not None:
-        return Decline(early.reason, f"{early.detail} on rank {tokens.index(fewest)}") if early.detail else early
-    return share_data_parallel(tokens, config.parts)
+        return Decline(early.reason, f"{early.detail} on rank {tokens.index(fewest)}")
+    return share_data_parallel(tokens, parts)
 
 
 def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:

@@ -1,6 +1,6 @@
 """The memory that a graph reads its inputs from: filled before each replay, padded up to a bucket. Used by `graphs`.
 
-Nothing here imports torch: tensors are met by their own methods only.
+Nothing here imports torch: only methods of tensors are called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings: each is declared once, as a field of RuntimeConfig, and parsed only here.
+"""The settings: each is declared once, as a field of RuntimeConfig, and read only here.
 
 `dbo doctor`, the tables of README.md and docs/settings.md (`make docs`) and `dbo_configure` take them from here.
 """
@@ -6,31 +6,18 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.setting_values import CORES, MARGIN, PARTS, PATH, POLICY, SWITCH, Values, allow_count, allow_names
 
 ENABLE = "VLLM_ASCEND_ENABLE_DBO"
 PREFIX = "DBO_"
 
 T = TypeVar("T")
 When = Literal["at start", "each step"]
-
-
-@dataclass(frozen=True, slots=True)
-class Values(Generic[T]):
-    """What a setting allows.
-
-    Attributes:
-        parse: makes the value of a text; raises ValueError for a text that is not allowed.
-        allowed: the same in words.
-    """
-
-    parse: Callable[[str], T]
-    allowed: str
 
 
 class Setting(NamedTuple):
@@ -51,75 +38,6 @@ class Setting(NamedTuple):
     meaning: str
 
 
-def _allow_names(*names: str) -> Values[str]:
-    """Allow these names and nothing else."""
-
-    def parse(text: str) -> str:
-        if text not in names:
-            raise ValueError(text)
-        return text
-
-    return Values(parse, f"{', '.join(names[:-1])} or {names[-1]}")
-
-
-def _allow_count(minimum: int) -> Values[int]:
-    """Allow whole numbers from *minimum*."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise ValueError(text)
-        return int(text)
-
-    return Values(parse, f"a whole number, at least {minimum}")
-
-
-def _parse_switch(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
-def _parse_cores(text: str) -> tuple[int, ...]:
-    if not text:
-        return ()
-    cube, vector = map(_allow_count(1).parse, text.split(":"))
-    return cube, vector
-
-
-def _parse_parts(text: str) -> int | None:
-    return None if text == "auto" else _allow_count(2).parse(text)
-
-
-def _parse_margin(text: str) -> float:
-    margin = float(text)
-    if not 0 <= margin < math.inf:
-        raise ValueError(text)
-    return margin
-
-
-def _parse_policy(text: str) -> tuple[str, int]:
-    """Split `staggered:LEAD` into its name and its lead; the other policies have lead 0."""
-    name, colon, lead = text.partition(":")
-    if name in ("sequential", "alternate", "optimal") and not colon:
-        return name, 0
-    if name == "staggered":
-        return name, _allow_count(0).parse(lead if colon else "1")
-    raise ValueError(text)
-
-
-_SWITCH = Values(_parse_switch, "0 or 1")
-_PATH = Values(str, "a path")
-_CORES = Values(_parse_cores, "CUBE:VECTOR, such as 8:16")
-_PARTS = Values(_parse_parts, f"auto, or {_allow_count(2).allowed}")
-_MARGIN = Values(_parse_margin, "a number, at least 0")
-_POLICY = Values(_parse_policy, "optimal, sequential, alternate, staggered or staggered:LEAD")
-
-
-def name_policy(name: str, lead: int) -> str:
-    """Return the text that a policy is set by, such as `staggered:1`."""
-    return f"{name}:{lead}" if name == "staggered" else name
-
-
 def _setting(variable: str, default: T, values: Values[T], read: When, meaning: str) -> T:
     return field(default=default, metadata={"variable": variable, "values": values, "read": read, "meaning": meaning})
 
@@ -128,11 +46,11 @@ def _setting(variable: str, default: T, values: Values[T], read: When, meaning: 
 class RuntimeConfig:
     """What a user can set. Each field declares its variable, values, default, when it is read, and its meaning."""
 
-    enabled: bool = _setting(ENABLE, False, _SWITCH, "at start", "Turn dual-batch overlap on.")
+    enabled: bool = _setting(ENABLE, False, SWITCH, "at start", "Turn dual-batch overlap on.")
     mode: str = _setting(
         "DBO_MODE",
         "auto",
-        _allow_names("auto", "always", "off"),
+        allow_names("auto", "always", "off"),
         "each step",
         "`auto` splits a step where there is communication to hide and splitting pays: by prediction where costs are "
         "known, by thresholds otherwise; `always` splits every step that can be split; `off` splits none.",
@@ -140,7 +58,7 @@ class RuntimeConfig:
     micro_batches: int | None = _setting(
         "DBO_MICRO_BATCHES",
         None,
-        _PARTS,
+        PARTS,
         "each step",
         "Into how many micro-batches a step is split; `auto` takes the number that is predicted best where costs are "
         "known, 2 otherwise.",
@@ -148,7 +66,7 @@ class RuntimeConfig:
     costs: str = _setting(
         "DBO_COSTS",
         "",
-        _PATH,
+        PATH,
         "at start",
         "The cost file to plan with, which calibration writes. If it does not fit this machine or model, the log says "
         "why, and it is not used.",
@@ -156,31 +74,31 @@ class RuntimeConfig:
     calibrate: bool = _setting(
         "DBO_CALIBRATE",
         False,
-        _SWITCH,
+        SWITCH,
         "at start",
         "Measure costs at start, with the model's own ops, and write them to DBO_COSTS if that is set.",
     )
     margin: float = _setting(
         "DBO_MARGIN",
         0.02,
-        _MARGIN,
+        MARGIN,
         "each step",
         "With costs, `auto` splits where more than this share of the step's time is predicted to be gained.",
     )
     min_tokens: int = _setting(
-        "DBO_MIN_TOKENS", 256, _allow_count(1), "each step", "Without costs, `auto` does not split smaller steps."
+        "DBO_MIN_TOKENS", 256, allow_count(1), "each step", "Without costs, `auto` does not split smaller steps."
     )
     min_prefill_tokens: int = _setting(
         "DBO_MIN_PREFILL_TOKENS",
         64,
-        _allow_count(0),
+        allow_count(0),
         "each step",
         "Without costs, `auto` does not split steps with fewer prefill tokens; 0 lets it split pure decode steps.",
     )
     policy: tuple[str, int] = _setting(
         "DBO_POLICY",
         ("optimal", 0),
-        _POLICY,
+        POLICY,
         "each step",
         "The issue order: how the ops of the micro-batches are interleaved. `optimal` searches for the best order "
         "where costs are known, and is `alternate` otherwise. LEAD is the number of overlap points by which the first "
@@ -189,17 +107,17 @@ class RuntimeConfig:
     side: str = _setting(
         "DBO_SIDE",
         "auto",
-        _allow_names("auto", "on", "off"),
+        allow_names("auto", "on", "off"),
         "each step",
         "Whether ops may run on a second compute lane, concurrently with other ops of their micro-batch: `auto` where "
         "costs predict a gain, on devices with streams; `on` wherever the model has such ops, in unsplit steps, too; "
-        "`off` nowhere. The lane is opened at start, unless this is then `off` (or, on a CPU, `auto`), and cannot be "
-        "opened later.",
+        "`off` nowhere. The lane is opened at start, unless this is then `off` (or, on a CPU, `auto`); without it, "
+        "`dbo_configure` refuses what would need it.",
     )
     side_cores: tuple[int, ...] = _setting(
         "DBO_SIDE_CORES",
         (),
-        _CORES,
+        CORES,
         "at start",
         "How many cores of an NPU the second compute lane may use. The limit applies to kernels written in Ascend C "
         "only, and the vendor warns that others may hang under it.",
@@ -207,7 +125,7 @@ class RuntimeConfig:
     dispatch: str = _setting(
         "DBO_DISPATCH",
         "all_gather",
-        _allow_names("all_gather", "all_to_all"),
+        allow_names("all_gather", "all_to_all"),
         "at start",
         "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
         "default does; `all_to_all` sends each token only to the ranks of its experts, after exchanging sizes.",
@@ -215,14 +133,14 @@ class RuntimeConfig:
     generic: bool = _setting(
         "DBO_GENERIC",
         False,
-        _SWITCH,
+        SWITCH,
         "at start",
         "Experimental: split models that have no adapter, too, by suspending their own forward at each all-reduce.",
     )
     compile: bool = _setting(
         "DBO_COMPILE",
         False,
-        _SWITCH,
+        SWITCH,
         "at start",
         "Where vLLM compiles, compile the ops of split steps, too, one by one; CPU only. Takes seconds per layer at "
         "start.",
@@ -230,18 +148,18 @@ class RuntimeConfig:
     trace: str = _setting(
         "DBO_TRACE",
         "",
-        _PATH,
+        PATH,
         "at start",
         "Write the first split steps into this folder, each as a trace of all ranks for ui.perfetto.dev; the log says "
         "what that cost. `dbo trace FOLDER` summarizes them.",
     )
     trace_steps: int = _setting(
-        "DBO_TRACE_STEPS", 32, _allow_count(1), "at start", "How many split steps DBO_TRACE writes."
+        "DBO_TRACE_STEPS", 32, allow_count(1), "at start", "How many split steps DBO_TRACE writes."
     )
     check: bool = _setting(
         "DBO_CHECK",
         False,
-        _SWITCH,
+        SWITCH,
         "each step",
         "Run every split step a second time unsplit and compare the results; compare all decisions across ranks. Slow. "
         "Platforms and models that are not proven are split only if this is set at start.",

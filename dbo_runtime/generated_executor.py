@@ -27,7 +27,7 @@ class GeneratedExecutor(Executor):
         self._function = self._compile_function(self.write_source())
 
     def write_source(self) -> Source:
-        """Return the source of the function. It is not kept: who asks for it again gets the same."""
+        """Return the source of the function, generated anew."""
         issuing = {name: _get_issuing(lane) for name, lane in self._lanes.items()}
         return write_source(self.schedule, issuing)
 

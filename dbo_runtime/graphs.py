@@ -2,7 +2,7 @@
 
 One call of the host then replaces the issue of all instructions. Serving does not use it: vLLM captures graphs itself.
 A caller plans with a `MicroBatchRuntime` and runs `graphs.run(plan.executor, inputs)` instead of `runtime.run`.
-Nothing here imports torch: tensors are met by their own methods only.
+Nothing here imports torch: only methods of tensors are called.
 """
 
 from __future__ import annotations

@@ -6,64 +6,20 @@ records, when a value may be freed) is derived from the reads and writes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dbo_runtime.errors import ProgramError
+from dbo_runtime.values import Input, Value, locate_caller
+
+__all__ = ["COMM", "COMPUTE", "COMPUTING", "SIDE", "Op", "Program", "ProgramBuilder", "Value"]
 
 COMPUTE = "compute"
 COMM = "comm"
 SIDE = "side"
 COMPUTING = (COMPUTE, SIDE)  # lanes on which nothing communicates
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A symbolic name for what an op will write: a tensor, or any other object."""
-
-    index: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"%{self.index}:{self.name}"
-
-    def _fail(self, *_: Any) -> Any:
-        raise ProgramError(
-            f"{self} is a value of a program, not a tensor: while a program is recorded nothing may compute with it. "
-            f"Move the computation into a function and declare it with p.compute(...). ({_caller()})"
-        )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _fail
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _fail
-    __and__ = __or__ = __xor__ = __invert__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _fail
-    __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __int__ = __float__ = __index__ = _fail
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy, pickle and friends probe for these; they must see a plain AttributeError
-            raise AttributeError(name)
-        return self._fail()
-
-
-@dataclass(frozen=True, slots=True)
-class Input(Value):
-    """A value that the caller passes in by its name, and how it is cut into micro-batches.
-
-    Attributes:
-        token_dim: the dimension along which its tokens are; None if it is not cut by tokens.
-        request_dim: the dimension along which its requests are; None if it is not cut by requests.
-    """
-
-    token_dim: int | None = field(default=0, compare=False)  # not part of the value's identity
-    request_dim: int | None = field(default=None, compare=False)
-
-    def cut(self, given: Any, tokens: slice, requests: slice) -> Any:
-        """Return the part of *given* for the micro-batch of these tokens and requests; all of it if it is not cut."""
-        if self.token_dim is not None:
-            return given[_index(self.token_dim, tokens)]
-        return given if self.request_dim is None else given[_index(self.request_dim, requests)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +156,11 @@ class ProgramBuilder:
             ProgramError: if there is an op already, or an input of that name.
         """
         if self._ops:
-            raise ProgramError(f"input {name!r} comes after the first op; declare all inputs first. ({_caller()})")
+            raise ProgramError(
+                f"input {name!r} comes after the first op; declare all inputs first. ({locate_caller()})"
+            )
         if any(name == value.name for value in self._inputs):
-            raise ProgramError(f"input {name!r} was declared already; rename one of them. ({_caller()})")
+            raise ProgramError(f"input {name!r} was declared already; rename one of them. ({locate_caller()})")
         value = Input(len(self._values), name, token_dim, request_dim)
         self._values.append(value)
         self._inputs.append(value)
@@ -211,14 +169,16 @@ class ProgramBuilder:
     def output(self, name: str, value: Value) -> None:
         """Declare a named result of the program; it follows those that `build` is given."""
         if name in self._outputs:
-            raise ProgramError(f"output {name!r} was declared already, as {self._outputs[name]}. ({_caller()})")
+            raise ProgramError(f"output {name!r} was declared already, as {self._outputs[name]}. ({locate_caller()})")
         self._outputs[name] = value
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
         """Declare the ops of layer *index* inside this context."""
         if self._layer is not None:
-            raise ProgramError(f"layer {index} opens inside layer {self._layer}; layers do not nest. ({_caller()})")
+            raise ProgramError(
+                f"layer {index} opens inside layer {self._layer}; layers do not nest. ({locate_caller()})"
+            )
         self._layer = index
         try:
             yield
@@ -262,7 +222,7 @@ class ProgramBuilder:
         Raises:
             ProgramError: with the `file:line` of the declaration.
         """
-        where = _caller()
+        where = locate_caller()
         writes = tuple(self._make_value(name) for _ in range(outputs))
         op = Op(
             name,
@@ -286,7 +246,7 @@ class ProgramBuilder:
 
     def build(self, *outputs: Value) -> Program:
         """Finish the program: return one with these outputs, followed by those that `output` named."""
-        where = _caller()
+        where = locate_caller()
         if not self._ops:
             raise ProgramError(f"the program has no ops; declare at least one with p.compute(...). ({where})")
         outputs = (*outputs, *self._outputs.values())
@@ -329,18 +289,3 @@ class ProgramBuilder:
                 f"{reader} reads {value} after op {writer.label!r} ({writer.declared_at}) overwrote it; "
                 f"read the result of {writer.label!r} instead. ({where})"
             )
-
-
-def _index(dim: int, piece: slice) -> Any:
-    """Return the index that takes *piece* along dimension *dim*; for dimension 0 one that a list takes, too."""
-    if dim == 0:
-        return piece
-    return (slice(None),) * dim + (piece,) if dim > 0 else (..., piece) + (slice(None),) * (-dim - 1)
-
-
-def _caller() -> str:
-    """Return `file:line` of the nearest frame outside this module: the adapter's line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename in (__file__, contextmanager.__code__.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

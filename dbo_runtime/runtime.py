@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, decide, decide_data_parallel, decline_early, slice_batch
-from dbo_runtime.config import RuntimeConfig, name_policy
+from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, decide, decide_data_parallel, slice_batch
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.declines import count_declined
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
@@ -22,7 +23,8 @@ from dbo_runtime.policies import get_policy
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.render import digest
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
+from dbo_runtime.setting_values import name_policy
 from dbo_runtime.validate import validate
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ NOTHING_TO_HIDE = {
     "one host": "all ranks are on one host, where communication takes the cores that compute",
 }
 """Transports whose communication is not worth overlapping, and why."""
+
+OFF = Decline("DBO_MODE is off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ class MicroBatchRuntime:
         device: where they run.
         config: the settings; may be replaced between steps, on all ranks alike.
         log: for each new plan and the first decline of each reason, never for a step.
-        ranks: how many ranks run the same plans, and meet in their collectives.
+        ranks: how many ranks run the same plans, with collectives among them.
     """
 
     def __init__(
@@ -145,8 +149,11 @@ class MicroBatchRuntime:
         return self.config.side == "on" and self.config.mode != "off" and SIDE in self.program.lanes
 
     @property
-    def _active_planner(self) -> Planner | None:
-        return None if self.config.mode == "off" else self._planner
+    def _thresholds(self) -> Thresholds:
+        """What `auto` asks of a step without costs: by default what vllm-ascend #941 did."""
+        if self.config.mode != "auto":
+            return Thresholds()
+        return Thresholds(self.config.min_tokens, self.config.min_prefill_tokens, MIN_SHARE)
 
     def check_transport(self, transport: str) -> Decline | None:
         """Decline every step if there is no communication to hide; `auto` only.
@@ -161,14 +168,15 @@ class MicroBatchRuntime:
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Decline a step of *tokens* tokens that is not split whatever its requests are, before they are read."""
-        planner = self._active_planner
-        if planner is None:
-            return decline_early(tokens, self.config)
-        return planner.decline_early(tokens) if self.config.mode == "auto" else None
+        if self.config.mode == "off":
+            return OFF
+        if self._planner is None:
+            return self._thresholds.decline_early(tokens)
+        return self._planner.decline_early(tokens) if self.config.mode == "auto" else None
 
     def check_balance(self, share: float) -> Decline | None:
         """Decline a cut whose smallest micro-batch has only *share* of an even one's work; `auto` only."""
-        if self.config.mode != "auto" or share >= MIN_SHARE:
+        if share >= self._thresholds.share:
             return None
         return Decline("no balanced cut", f"the smallest micro-batch would have {share:.0%} of an even one's work")
 
@@ -187,10 +195,12 @@ class MicroBatchRuntime:
         choice = None if shared is None else shared.choice
         if cuts is not None:
             slices: tuple[BatchSlice, ...] | Decline = slice_batch(batch, cuts, agreed=shared is not None)
-        elif (planner := self._active_planner) is None:
-            slices = decide(batch, self.config)
+        elif self.config.mode == "off":
+            return OFF
+        elif self._planner is None:
+            slices = decide(batch, self.config.parts, self._thresholds)
         else:
-            chosen = planner.choose(batch, self.config)
+            chosen = self._planner.choose(batch, self.config)
             if isinstance(chosen, Decline):
                 return chosen
             slices, choice = chosen.slices, chosen
@@ -203,11 +213,12 @@ class MicroBatchRuntime:
 
     def plan_data_parallel(self, tokens: Sequence[int]) -> DataParallelSplit | Decline:
         """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
-        planner = self._active_planner
-        if planner is None:
-            sizes = decide_data_parallel(tokens, self.config)
+        if self.config.mode == "off":
+            return OFF
+        if self._planner is None:
+            sizes = decide_data_parallel(tokens, self.config.parts, self._thresholds)
             return sizes if isinstance(sizes, Decline) else DataParallelSplit(sizes)
-        chosen = planner.choose_data_parallel(tokens, self.config)
+        chosen = self._planner.choose_data_parallel(tokens, self.config)
         return chosen if isinstance(chosen, Decline) else DataParallelSplit(chosen.sizes, chosen)
 
     def run(

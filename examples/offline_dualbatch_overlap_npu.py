@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="DIR",
         help="a checkpoint of a model that has an adapter (default: the tiny trained one next to this file)",
     )
-    parser.add_argument("--pictures", action="store_true", help="ask about pictures; the tiny model is one that sees")
+    parser.add_argument("--pictures", action="store_true", help="ask about pictures, with a tiny multimodal model")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="tensor parallel ranks (default: 2)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one prompt a line (default: tasks the tiny model has learnt)"
@@ -215,7 +215,7 @@ def report(arguments: argparse.Namespace, without: dict[str, Any], overlapped: d
     if arguments.device == "cpu" and arguments.mode is None:
         print(
             "All ranks are on one host, where there is next to no communication to hide. Splitting was forced to show\n"
-            "how it works (DBO_MODE=always) and cannot gain here; `auto` would have left every step whole.\n"
+            "how it works (DBO_MODE=always) and cannot gain here; `auto` would have left every step unsplit.\n"
             "`make demo-two-hosts` shows the gain where there is something to hide."
         )
     return 1 if different else 0

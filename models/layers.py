@@ -125,7 +125,7 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
 
     A dispatch that needs sizes blocks the host. Then the shared experts come before it, so that the device has work
     meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
-    depend on the tokens only, so they are concurrent to the gate and the experts, too.
+    depend on the tokens only, so they are concurrent with the gate and the experts, too.
     """
     routing = p.compute("gate", moe.gate, x)
     shared: list[Value] = []

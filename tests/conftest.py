@@ -26,7 +26,7 @@ from tests.executors import EXECUTORS, Prepare, make_prepare  # noqa: E402
 
 @pytest.fixture(params=rigs.find_present())
 def rig(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[Any]:
-    """Each device there is, with what tests need beside it."""
+    """Each device there is, with what tests need besides it."""
     yield from use_rig(request.param, record_property)
 
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Policy, alternate
 from dbo_runtime.program import Program
-from dbo_runtime.schedule import lower
 
 EXECUTORS: tuple[type[Executor], ...] = (Executor, GeneratedExecutor)
 

@@ -17,7 +17,7 @@ from dbo_runtime.schedule import Issue, Schedule, Slot
 START = -1
 
 
-def find_faults(schedule: Schedule) -> list[str]:
+def find_violations(schedule: Schedule) -> list[str]:
     """Return everything that is wrong with a schedule; nothing if it is safe."""
     mismatches = find_disorder(schedule)
     if mismatches:

@@ -7,9 +7,10 @@ from typing import Any
 
 from dbo_models.toy import ToyAdapter, ToyCollectives, ToyModel
 from dbo_runtime.adapter import record_program
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Policy, alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 
 
 def record_toy(layers: int = 2, collectives: Any = None) -> Program:

@@ -11,13 +11,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate, sequential, staggered
 from dbo_runtime.program import COMM, Op, Program, ProgramBuilder
 from dbo_runtime.ranks import Groups, RankPlan
-from dbo_runtime.schedule import Instruction, Issue, Schedule, lower
+from dbo_runtime.schedule import Instruction, Issue, Schedule
 
 Plans = tuple[RankPlan, ...]
-Mismatch = Callable[[RankPlan], Iterator[RankPlan]]
+Fault = Callable[[RankPlan], Iterator[RankPlan]]
 
 GROUPS: Groups = {"tp": [[0, 1], [2, 3]]}  # "experts" is not named: all ranks
 SIZES = ((7, 5, 6, 6), (5, 5, 6, 6))
@@ -51,7 +52,7 @@ def make_plans(layers: int = 2) -> Plans:
     return (RankPlan(lower(programs, alternate(programs)), SIZES),) * 4
 
 
-def plant(fault: Mismatch, rank: int, plans: Plans) -> Iterator[Plans]:
+def plant(fault: Fault, rank: int, plans: Plans) -> Iterator[Plans]:
     """Yield the plans with the fault on one rank, for each place that it can be in."""
     for plan in fault(plans[rank]):
         yield (*plans[:rank], plan, *plans[rank + 1 :])
@@ -179,7 +180,7 @@ def forget_micro_batch(plan: RankPlan) -> Iterator[RankPlan]:
     yield replace(plan, sizes=(*SIZES, SIZES[0]))
 
 
-FAULTS: dict[Mismatch, set[int]] = {  # with the rules that each breaks
+FAULTS: dict[Fault, set[int]] = {  # with the rules that each breaks
     remove_wait: {2, 4},
     remove_record: {3},
     remove_fork: {7},

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Order, sequential
 from dbo_runtime.program import COMM, Op, Program
 from dbo_runtime.ranks import Groups
-from dbo_runtime.schedule import Instruction, Schedule, lower
+from dbo_runtime.schedule import Instruction, Schedule
 from tests.strategies import Case, programs
 
 Layout = Mapping[str, Sequence[str]]  # for each lane with collectives, the communicators that they may use

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch
+from dbo_runtime.lowering import lower
 from dbo_runtime.program import COMM, COMPUTE, Op, Program, ProgramBuilder, Value
-from dbo_runtime.schedule import Issue, Schedule, lower
+from dbo_runtime.schedule import Issue, Schedule
 
 LANES = (COMPUTE, COMM, "aux")
 

@@ -7,16 +7,8 @@ from typing import Any
 import pytest
 
 from dbo_models.toy import ToyAdapter, ToyCollectives, ToyModel
-from dbo_runtime.adapter import (
-    Collectives,
-    EncoderAdapter,
-    StageAdapter,
-    check_adapter,
-    get_adapter,
-    get_encoder_adapter,
-    name_adapter,
-    record_program,
-)
+from dbo_runtime.adapter import Collectives, EncoderAdapter, StageAdapter, name_adapter, record_program
+from dbo_runtime.adapter_registry import check_adapter, get_adapter, get_encoder_adapter
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.executor import run_sequential

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from dbo_runtime.batch import (
     Batch,
     BatchSlice,
+    Thresholds,
     decide,
     decide_data_parallel,
     place_cuts,
@@ -17,32 +19,27 @@ from dbo_runtime.batch import (
     share_evenly,
     slice_batch,
 )
-from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 from tests.strategies import batches
 
-ALWAYS = RuntimeConfig(mode="always")
-AUTO = RuntimeConfig(mode="auto", min_tokens=256, min_prefill_tokens=64)
+ALWAYS = Thresholds()
+AUTO = Thresholds(tokens=256, prefill_tokens=64, share=0.1)
 
 
 def prefills(*query_lens: int, **fields: int) -> Batch:
     return Batch(query_lens, sum(query_lens), **fields)
 
 
-def sizes(batch: Batch, config: RuntimeConfig) -> list[int]:
-    slices = decide(batch, config)
+def sizes(batch: Batch, thresholds: Thresholds, parts: int = 2) -> list[int]:
+    slices = decide(batch, parts, thresholds)
     assert not isinstance(slices, Decline), slices
     return [piece.size for piece in slices]
 
 
-def test_off_declines_everything() -> None:
-    assert decide(prefills(4096), RuntimeConfig(mode="off")) == Decline("DBO_MODE is off")
-
-
 @pytest.mark.parametrize(("tokens", "splits"), [(255, False), (256, True), (257, True)])
 def test_auto_splits_from_so_many_tokens(tokens: int, splits: bool) -> None:
-    decision = decide(prefills(tokens), AUTO)
+    decision = decide(prefills(tokens), 2, AUTO)
     assert isinstance(decision, Decline) != splits
     if not splits:
         assert decision == Decline("fewer tokens than DBO_MIN_TOKENS", "255 < 256")
@@ -50,7 +47,7 @@ def test_auto_splits_from_so_many_tokens(tokens: int, splits: bool) -> None:
 
 @pytest.mark.parametrize(("prefill_tokens", "splits"), [(63, False), (64, True)])
 def test_auto_splits_from_so_many_prefill_tokens(prefill_tokens: int, splits: bool) -> None:
-    decision = decide(Batch((prefill_tokens, *[1] * 300), prefill_tokens), AUTO)
+    decision = decide(Batch((prefill_tokens, *[1] * 300), prefill_tokens), 2, AUTO)
     assert isinstance(decision, Decline) != splits
     if not splits:
         assert decision == Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", "63 < 64")
@@ -58,8 +55,8 @@ def test_auto_splits_from_so_many_prefill_tokens(prefill_tokens: int, splits: bo
 
 def test_auto_splits_pure_decode_if_no_prefill_is_asked_for() -> None:
     decode = Batch((1,) * 300, prefill_tokens=0)
-    assert isinstance(decide(decode, AUTO), Decline)
-    assert sizes(decode, RuntimeConfig(min_prefill_tokens=0)) == [150, 150]
+    assert isinstance(decide(decode, 2, AUTO), Decline)
+    assert sizes(decode, replace(AUTO, prefill_tokens=0)) == [150, 150]
 
 
 def test_always_ignores_the_thresholds() -> None:
@@ -68,7 +65,7 @@ def test_always_ignores_the_thresholds() -> None:
 
 def test_auto_declines_where_one_part_would_be_tiny_and_always_does_not() -> None:
     lopsided = prefills(1000, 20, cuttable=False)
-    decision = decide(lopsided, AUTO)
+    decision = decide(lopsided, 2, AUTO)
     assert decision == Decline("no balanced cut", "the smallest micro-batch would have 20 of 1020 tokens")
     assert sizes(lopsided, ALWAYS) == [1000, 20]
 
@@ -76,7 +73,7 @@ def test_auto_declines_where_one_part_would_be_tiny_and_always_does_not() -> Non
 @pytest.mark.parametrize("batch", [prefills(1), prefills(3), prefills(500, cuttable=False)])
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])
 def test_a_batch_with_nowhere_to_cut_is_declined(batch: Batch, micro_batches: int) -> None:
-    decision = decide(batch, RuntimeConfig(mode="always", micro_batches=micro_batches))
+    decision = decide(batch, micro_batches, ALWAYS)
     assert decision == Decline("nowhere to cut", f"1 requests, {batch.tokens} tokens")
 
 
@@ -89,7 +86,7 @@ def test_a_decline_reads_as_reason_and_figures() -> None:
     ("micro_batches", "expected"), [(2, [500, 500]), (3, [333, 334, 333]), (4, [250, 250, 250, 250])]
 )
 def test_one_long_prompt_is_cut_inside_evenly(micro_batches: int, expected: list[int]) -> None:
-    assert sizes(prefills(1000), RuntimeConfig(micro_batches=micro_batches)) == expected
+    assert sizes(prefills(1000), AUTO, micro_batches) == expected
 
 
 def test_the_nearest_request_boundary_is_taken_within_a_tenth_of_a_part() -> None:
@@ -127,8 +124,8 @@ def test_a_cut_inside_keeps_away_from_the_requests_ends(decode_len: int, cut: in
 
 
 def test_two_cuts_inside_one_request_keep_away_from_each_other() -> None:
-    assert sizes(prefills(6), RuntimeConfig(mode="always", micro_batches=3)) == [2, 2, 2]
-    assert sizes(prefills(5), RuntimeConfig(mode="always", micro_batches=3)) == [2, 3]
+    assert sizes(prefills(6), ALWAYS, 3) == [2, 2, 2]
+    assert sizes(prefills(5), ALWAYS, 3) == [2, 3]
 
 
 def test_a_cut_at_a_boundary_shares_out_the_requests() -> None:
@@ -167,9 +164,9 @@ def test_a_cut_that_leaves_a_piece_as_short_as_a_decode_is_refused(cuts: list[in
         slice_batch(prefills(10, 20, 30, decode_len=2), cuts)
 
 
-@given(batches(), st.integers(2, 4), st.sampled_from(["auto", "always"]))
-def test_slices_cover_the_batch_and_its_requests(batch: Batch, micro_batches: int, mode: str) -> None:
-    slices = decide(batch, RuntimeConfig(mode=mode, micro_batches=micro_batches, min_tokens=1, min_prefill_tokens=0))
+@given(batches(), st.integers(2, 4), st.sampled_from([0.0, 0.1]))
+def test_slices_cover_the_batch_and_its_requests(batch: Batch, micro_batches: int, share: float) -> None:
+    slices = decide(batch, micro_batches, Thresholds(share=share))
     assume(not isinstance(slices, Decline))
     assert 2 <= len(slices) <= micro_batches
     assert [n for piece in slices for n in range(batch.tokens)[piece.tokens]] == list(range(batch.tokens))
@@ -180,7 +177,7 @@ def test_slices_cover_the_batch_and_its_requests(batch: Batch, micro_batches: in
 
 @given(batches(), st.integers(2, 4))
 def test_no_piece_of_a_cut_request_is_a_decode(batch: Batch, micro_batches: int) -> None:
-    slices = decide(batch, RuntimeConfig(mode="always", micro_batches=micro_batches))
+    slices = decide(batch, micro_batches, ALWAYS)
     assume(not isinstance(slices, Decline))
     owner = [request for request, length in enumerate(batch.query_lens) for _ in range(length)]
     for piece in slices:
@@ -192,7 +189,7 @@ def test_no_piece_of_a_cut_request_is_a_decode(batch: Batch, micro_batches: int)
 @given(batches(), st.integers(2, 4))
 def test_always_splits_whatever_has_a_boundary_or_room_for_a_cut(batch: Batch, micro_batches: int) -> None:
     has_room = batch.cuttable and max(batch.query_lens) > 2 * batch.decode_len + 1
-    decision = decide(batch, RuntimeConfig(mode="always", micro_batches=micro_batches))
+    decision = decide(batch, micro_batches, ALWAYS)
     assert isinstance(decision, Decline) == (len(batch.query_lens) == 1 and not has_room)
 
 
@@ -207,12 +204,11 @@ def test_cuts_that_were_found_are_accepted_when_given(data: st.DataObject, batch
 @given(
     tokens=st.lists(st.integers(1, 5000), min_size=2, max_size=6),
     parts=st.integers(2, 4),
-    mode=st.sampled_from(["auto", "always"]),
+    fewest=st.sampled_from([1, 64]),
 )
-def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: int, mode: str) -> None:
-    config = RuntimeConfig(mode=mode, micro_batches=parts, min_tokens=64)
-    sizes = decide_data_parallel(tokens, config)
-    if min(tokens) < (max(parts, 64) if mode == "auto" else parts):
+def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: int, fewest: int) -> None:
+    sizes = decide_data_parallel(tokens, parts, Thresholds(fewest))
+    if min(tokens) < max(parts, fewest):
         assert isinstance(sizes, Decline)
         return
     assert not isinstance(sizes, Decline)
@@ -225,21 +221,16 @@ def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: in
 
 
 @pytest.mark.parametrize(
-    ("tokens", "config", "decline"),
+    ("tokens", "thresholds", "decline"),
     [
-        ([2000, 1], RuntimeConfig(mode="always"), Decline("nowhere to cut", "rank 1 has 1 tokens for 2 micro-batches")),
-        (
-            [2000, 255],
-            RuntimeConfig(),
-            Decline("fewer tokens than DBO_MIN_TOKENS", "255 < 256 on rank 1"),
-        ),
-        ([2000, 2000], RuntimeConfig(mode="off"), Decline("DBO_MODE is off")),
+        ([2000, 1], ALWAYS, Decline("nowhere to cut", "rank 1 has 1 tokens for 2 micro-batches")),
+        ([2000, 255], AUTO, Decline("fewer tokens than DBO_MIN_TOKENS", "255 < 256 on rank 1")),
     ],
 )
 def test_data_parallel_ranks_decline_with_one_reason(
-    tokens: list[int], config: RuntimeConfig, decline: Decline
+    tokens: list[int], thresholds: Thresholds, decline: Decline
 ) -> None:
-    assert decide_data_parallel(tokens, config) == decline
+    assert decide_data_parallel(tokens, 2, thresholds) == decline
 
 
 def test_an_agreed_cut_is_taken_wherever_it_falls() -> None:

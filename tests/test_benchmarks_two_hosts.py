@@ -178,7 +178,7 @@ def test_programs_end_where_another_cannot_be_started(tmp_path: Path) -> None:
     programs = Program(SLEEP, os.environ, pipe), Program((str(tmp_path / "none"),), os.environ)
     with pytest.raises(FileNotFoundError), start_together(*programs):
         pass
-    assert os.read(reader, 1) == b"", "nobody holds the pipe any more"
+    assert os.read(reader, 1) == b"", "a process still holds the pipe"
     os.close(reader)
 
 

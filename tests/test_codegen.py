@@ -13,10 +13,11 @@ from dbo_runtime.codegen import Issuing, write_source
 from dbo_runtime.devices import open_device
 from dbo_runtime.events import EventTable
 from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.render import digest
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 from tests.programs import record_chain
 
 STREAMS = {"compute": Issuing.SWITCHED, "comm": Issuing.SWITCHED}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import record_program
-from dbo_runtime.batch import Batch, decide_data_parallel
+from dbo_runtime.batch import Batch, share_data_parallel
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
@@ -41,11 +41,11 @@ from dbo_runtime.dispatch import (
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import DataParallelSplit, MicroBatchRuntime
-from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 from tests.reference_model import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 
@@ -300,7 +300,7 @@ def test_all_tokens_may_go_to_other_ranks_and_a_rank_may_get_none(
 
 @both
 @pytest.mark.parametrize("way_back", [[0, 1, 2], [2, 0, 1]], ids=str)
-def test_micro_batches_under_way_at_once_keep_apart(
+def test_micro_batches_under_way_at_once_do_not_mix(
     ranks: Ranks, make: Callable[[], Dispatcher], way_back: list[int]
 ) -> None:
     sizes = (8, 3, 5), (8, 3, 5), (2, 9, 0)
@@ -414,7 +414,7 @@ def overlap(make: Callable[[], Dispatcher], policy: tuple[str, int], micro_batch
     rank, count = dist.get_rank(), dist.get_world_size()
     tokens = (23, 64, 5)[:count]
     config = RuntimeConfig(mode="always", micro_batches=micro_batches, policy=policy)
-    sizes = decide_data_parallel(tokens, config)
+    sizes = share_data_parallel(tokens, micro_batches)
     assert not isinstance(sizes, Decline)
     own = [size[rank] for size in sizes]
     model = ReferenceModel(hidden=HIDDEN, experts=EXPERTS)
@@ -489,7 +489,7 @@ def test_only_a_dispatch_whose_sizes_are_known_can_be_captured(ranks: Ranks, mak
 
 def test_the_reference_program_is_the_reference_forward_and_needs_its_micro_batches_in_order() -> None:
     model = ReferenceModel(hidden=HIDDEN, experts=EXPERTS)
-    program = record_program(ReferenceAdapter(), model, ToyCollectives())  # which take nothing apart: one rank
+    program = record_program(ReferenceAdapter(), model, ToyCollectives())  # which decompose nothing: one rank
     prompt = draw_prompt(model, 12, seed=0)
     inputs = prompt.cut([7, 5])
     assert find_error(run_sequential([program] * 2, inputs), prompt.truth) < 1e-5

@@ -16,7 +16,7 @@ import pytest
 import dbo_runtime
 from dbo_runtime import __main__ as program
 from dbo_runtime import errors
-from dbo_runtime.adapter import GROUP
+from dbo_runtime.adapter_registry import GROUP
 from dbo_runtime.observe.counts import HELP, PREFIX
 from tools.write_docs import fill_tables, list_documents, make_models_table, make_settings_table
 

@@ -12,9 +12,10 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.errors import DeviceError, ProgramError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, ProgramBuilder
-from dbo_runtime.schedule import Instruction, lower
+from dbo_runtime.schedule import Instruction
 from tests.executors import Prepare
 from tests.latch import Latch
 from tests.programs import record_chain, record_three_lanes, record_toy
@@ -24,7 +25,7 @@ class Tensor:
     """Something that can be referred to weakly."""
 
 
-class Mismatch:
+class FailingOp:
     """An op's function that fails when it is given a certain value."""
 
     def __init__(self) -> None:
@@ -161,32 +162,32 @@ def test_the_event_table_has_one_event_for_each_layer_micro_batch_and_op(device:
 def test_an_ops_failure_keeps_its_type_and_says_where(
     prepare: Prepare, device: Device, declare: Callable[..., Any]
 ) -> None:
-    fault = Mismatch()
+    failing = FailingOp()
     p = ProgramBuilder()
     x = p.input("x")
     x = p.comm("fetch", lambda x: x, x)
     with p.layer(7):
-        x = declare(p, "norm", fault, x)
+        x = declare(p, "norm", failing, x)
         line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]  # CPython has frames
     x = p.comm("send", lambda x: x, x)
     executor = prepare(device, p.build(p.compute("last", lambda x: x, x)))
 
-    fault.trigger = 20
+    failing.trigger = 20
     with pytest.raises(FloatingPointError, match="not a number") as raised:
         executor.run([(10,), (20,)])
     (note,) = raised.value.__notes__
     lane = COMPUTE if declare is ProgramBuilder.compute else COMM
     assert note == f"while running op 'norm', layer 7, micro-batch 1, lane '{lane}', declared at {__file__}:{line}"
 
-    fault.trigger = None
+    failing.trigger = None
     assert executor.run([(10,), (20,)]) == [(11,), (21,)]
 
 
 def test_a_failure_outside_any_layer_says_so(prepare: Prepare, device: Device) -> None:
-    fault = Mismatch()
-    fault.trigger = 0
+    failing = FailingOp()
+    failing.trigger = 0
     with pytest.raises(FloatingPointError) as raised:
-        prepare(device, record_chain(fault, lambda x: x), micro_batches=1).run([(0,)])
+        prepare(device, record_chain(failing, lambda x: x), micro_batches=1).run([(0,)])
     assert "op 'send', outside any layer, micro-batch 0" in raised.value.__notes__[0]
 
 
@@ -340,7 +341,7 @@ def test_a_freed_value_is_gone_by_the_instruction_that_frees_it(prepare: Prepare
 
 def test_nothing_keeps_values_alive_after_a_run_or_a_failed_run(prepare: Prepare, device: Device) -> None:
     made: list[weakref.ref[Tensor]] = []
-    fault = Mismatch()
+    failing = FailingOp()
 
     def make(*_: Any) -> Tensor:
         tensor = Tensor()
@@ -354,14 +355,14 @@ def test_nothing_keeps_values_alive_after_a_run_or_a_failed_run(prepare: Prepare
             x = p.compute("work", make, x)
             x = p.comm("send", make, x)
             p.op("log", make, x, lane="aux")
-    number = p.comm("fail", fault, number)
+    number = p.comm("fail", failing, number)
     executor = prepare(device, p.build(x, number))
 
     executor.run([(make(), 10), (make(), 20)])
     assert len(made) == 2 * 9 + 2
     assert [tensor() for tensor in made if tensor() is not None] == []
 
-    fault.trigger = 20
+    failing.trigger = 20
     made.clear()
     with pytest.raises(FloatingPointError):
         executor.run([(make(), 10), (make(), 20)])

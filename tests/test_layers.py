@@ -14,9 +14,10 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Issue, lower
+from dbo_runtime.schedule import Issue
 from dbo_runtime.validate import validate
 
 LAYERS = 5
@@ -73,11 +74,11 @@ def run(program: Program, *given: int) -> dict[str, int]:
     return dict(zip(("hidden_states", *program.named), outputs, strict=True))
 
 
-UNSPLIT = run(record(make_decoder()), *GIVEN)
+FULL_MODEL = run(record(make_decoder()), *GIVEN)
 
 
 @pytest.mark.parametrize("bounds", [(1,), (3,), (LAYERS - 1,), (1, 3), (2, 3, 4), (1, 2, 3, 4)])
-def test_stages_one_after_the_other_give_what_the_whole_does(bounds: tuple[int, ...]) -> None:
+def test_stages_one_after_the_other_give_what_the_whole_model_does(bounds: tuple[int, ...]) -> None:
     edges = (0, *bounds, LAYERS)
     given: dict[str, int] = {"hidden_states": GIVEN[0]}
     for start, end in pairwise(edges):
@@ -87,21 +88,21 @@ def test_stages_one_after_the_other_give_what_the_whole_does(bounds: tuple[int, 
         assert program.named == (("residual",) if end < LAYERS else ())
         assert {op.layer for op in program.ops} - {None} == set(range(start, end))
         given = run(program, given["hidden_states"], GIVEN[1], *(given[name] for name in names[2:]))
-    assert given == UNSPLIT
+    assert given == FULL_MODEL
 
 
 def test_what_is_added_to_the_first_layers_is_added_by_their_number() -> None:
-    """A first stage has them all: vLLM sees to that."""
-    assert run(record(make_decoder(), features=2), *GIVEN) != UNSPLIT
+    """A first stage has them all: vLLM ensures that."""
+    assert run(record(make_decoder(), features=2), *GIVEN) != FULL_MODEL
     first = record(make_decoder(0, 3), features=2)
     assert [op.layer for op in first.ops if op.name == "add_features"] == [0, 1]
 
 
-def test_a_decoder_that_knows_nothing_of_stages_is_whole() -> None:
+def test_a_decoder_without_stages_is_the_whole_model() -> None:
     layers = [make_layer(number) for number in range(LAYERS)]
     plain = SimpleNamespace(layers=layers, norm=Norm(7))
     assert get_layers(plain) == dict(enumerate(layers))
-    assert run(record(plain), *GIVEN) == UNSPLIT
+    assert run(record(plain), *GIVEN) == FULL_MODEL
 
 
 def test_only_the_layers_that_are_here_have_to_be_known() -> None:
@@ -144,7 +145,7 @@ class LatentParts:
         return self.project_out(self.attend(self.make_queries(latent, positions), *keys))
 
 
-class TakesLatentApart(ToyCollectives):
+class DecomposesLatent(ToyCollectives):
     def decompose_attention(self, attention: Any) -> Any:
         return attention if isinstance(attention, LatentParts) else None
 
@@ -159,7 +160,7 @@ def make_latent_decoder(has_latent: bool) -> SimpleNamespace:
 def record_concurrent(decoder: Any, has_side: bool) -> Program:
     p = ProgramBuilder(has_side)
     x, positions = p.input("x"), p.input("positions", token_dim=-1)
-    return p.build(record_decoder(p, decoder, TakesLatentApart(), x, positions))
+    return p.build(record_decoder(p, decoder, DecomposesLatent(), x, positions))
 
 
 @pytest.mark.parametrize("has_latent", [True, False])

@@ -99,7 +99,7 @@ def test_decodes_are_a_step_too(costs: str, capsys: pytest.CaptureFixture[str]) 
     assert run_plan(capsys, "--costs", costs, "--decodes", "4", "--context", "512") == output
 
 
-def test_a_step_that_is_not_cut_says_what_is_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_is_not_cut_says_what_is_concurrent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "decodes.json"
     save_costs(set_layers(get_case("r1-decode-910c").table, (1, 3)), path)
     words = ("--costs", str(path), "--decodes", "8", "--context", "4096", "--margin", "0.001", "--micro-batches", "2")
@@ -108,7 +108,7 @@ def test_a_step_that_is_not_cut_says_what_is_beside(tmp_path: Path, capsys: pyte
     assert "decision:   1 micro-batch, keys concurrent: gains " in output
     assert "the first 3 of 4 layers of micro-batch 0" in output
     left = run_plan(capsys, *words, "--side", "off")
-    assert "beside" not in left.partition("step:")[2]
+    assert "concurrent" not in left.partition("step:")[2]
     assert "leave unsplit" in left
 
 

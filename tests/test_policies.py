@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Order, Policy, alternate, get_policy, sequential, staggered
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Issue, lower
+from dbo_runtime.schedule import Issue
 from dbo_runtime.validate import validate
 from tests.profiles import scale
 from tests.programs import record_toy

@@ -9,10 +9,11 @@ import pytest
 
 from dbo_runtime.devices.multi_rank_simulator import simulate_ranks
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
 from dbo_runtime.ranks import Groups, RankPlan, find_deadlock, get_groups, validate_ranks
-from dbo_runtime.schedule import Issue, Schedule, lower
+from dbo_runtime.schedule import Issue, Schedule
 from tests.programs import lower_toy
 from tests.rank_mutants import GROUPS, make_plans
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Policy, alternate, sequential, staggered
 from dbo_runtime.render import digest, parse, render
-from dbo_runtime.schedule import Issue, lower
+from dbo_runtime.schedule import Issue
 from dbo_runtime.validate import validate
 from tests.programs import lower_toy, record_chain, record_three_lanes, record_toy
 
@@ -101,7 +102,7 @@ def test_a_fork_of_an_unknown_lane_is_refused() -> None:
         parse(f"{TABLE}\nfork  aux", [CHAIN])
 
 
-def test_digests_agree_for_programs_recorded_apart_and_differ_between_policies() -> None:
+def test_digests_agree_for_programs_recorded_separately_and_differ_between_policies() -> None:
     assert digest(lower_toy()) == digest(lower_toy())
     assert len({digest(lower_toy(policy=policy)) for policy in (sequential, *POLICIES.values())}) == 3
 

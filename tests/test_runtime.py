@@ -250,6 +250,29 @@ def test_steps_too_small_to_hide_anything_are_declined_unseen(runtime: MicroBatc
     assert runtime.decline_early(80) == Decline("DBO_MODE is off")
 
 
+def test_thresholds_are_those_of_the_settings_and_bind_auto_only(runtime: MicroBatchRuntime) -> None:
+    few, decode = Batch((40, 40), 80), Batch((1,) * 300, 0)
+    runtime.config = RuntimeConfig(min_tokens=81, min_prefill_tokens=1)
+    assert runtime.plan(few) == Decline("fewer tokens than DBO_MIN_TOKENS", "80 < 81")
+    assert runtime.plan(decode) == Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", "0 < 1")
+    assert runtime.check_balance(0.09) is not None
+    assert runtime.plan_data_parallel([1024, 80]) == Decline("fewer tokens than DBO_MIN_TOKENS", "80 < 81 on rank 1")
+    runtime.config = replace(runtime.config, mode="always")
+    assert len(plan(runtime, few).slices) == len(plan(runtime, decode).slices) == 2
+    assert runtime.check_balance(0.09) is None
+    assert isinstance(runtime.plan_data_parallel([1024, 80]), DataParallelSplit)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.0])
+def test_off_declines_everything_with_costs_and_without(alpha: float | None, runtime: MicroBatchRuntime) -> None:
+    if alpha is not None:
+        use_costs(runtime, alpha=alpha)
+    runtime.config = replace(runtime.config, mode="off")
+    assert runtime.plan(BATCH) == Decline("DBO_MODE is off")
+    assert runtime.plan_data_parallel([1024, 700]) == Decline("DBO_MODE is off")
+    assert runtime.decline_early(4096) == Decline("DBO_MODE is off")
+
+
 def test_data_parallel_ranks_plan_together_by_costs(runtime: MicroBatchRuntime) -> None:
     use_costs(runtime, alpha=0.0)
     shared = runtime.plan_data_parallel([1024, 700])
@@ -263,14 +286,14 @@ def test_data_parallel_ranks_plan_together_by_costs(runtime: MicroBatchRuntime) 
     assert isinstance(runtime.plan_data_parallel([1024, 700]), Decline)
 
 
-def open_beside(log: Log, **settings: Any) -> MicroBatchRuntime:
-    """Return a runtime of a program with an op on a lane beside."""
+def open_concurrent(log: Log, **settings: Any) -> MicroBatchRuntime:
+    """Return a runtime of a program with an op on the side lane."""
     p = ProgramBuilder(has_side=True)
     x = p.input("x")
-    beside = p.side("beside", lambda x: x + 1, x)
+    side = p.side("aside", lambda x: x + 1, x)
     x = p.compute("compute", lambda x: x * 2, x)
     x = p.comm("reduce", lambda x: x * 3, x, overwrites=(x,))
-    program = p.build(p.compute("last", lambda x, y: x + y, x, beside))
+    program = p.build(p.compute("last", lambda x, y: x + y, x, side))
     return MicroBatchRuntime(program, CpuDevice(), RuntimeConfig(enabled=True, **settings), log)
 
 
@@ -283,28 +306,28 @@ def open_beside(log: Log, **settings: Any) -> MicroBatchRuntime:
         ({"side": "on", "mode": "off"}, False),
     ],
 )
-def test_without_costs_ops_are_beside_each_other_where_the_settings_say_so(
+def test_without_costs_ops_are_concurrent_where_the_settings_say_so(
     settings: dict[str, Any], forced: bool, log: Log
 ) -> None:
-    runtime = open_beside(log, **settings)
+    runtime = open_concurrent(log, **settings)
     assert runtime.forces_side is forced
     assert ("side" in plan(runtime, cuts=[512]).executor.schedule.lanes) is forced
     assert runtime.run(plan(runtime, cuts=[512]), [(1,), (2,)]) == [(8,), (15,)]
     runtime.close()
 
 
-def test_a_step_that_is_not_cut_runs_with_ops_beside_each_other(log: Log) -> None:
-    runtime = open_beside(log, side="on")
-    whole = plan(runtime, cuts=[])
-    assert whole.slices == (BatchSlice(0, 2, 0, 1024),)
-    assert runtime.run(whole, [(5,)]) == [(36,)]
+def test_a_step_that_is_not_cut_runs_with_concurrent_ops(log: Log) -> None:
+    runtime = open_concurrent(log, side="on")
+    concurrent = plan(runtime, cuts=[])
+    assert concurrent.slices == (BatchSlice(0, 2, 0, 1024),)
+    assert runtime.run(concurrent, [(5,)]) == [(36,)]
     assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 1, "micro_batches": 0, "declined": {}}
     runtime.config = replace(runtime.config, side="off")
     assert runtime.plan(BATCH, cuts=[]) == Decline("nowhere to cut", "no cuts were given")
     runtime.close()
 
 
-def test_a_program_without_such_ops_has_nothing_to_put_beside(log: Log) -> None:
+def test_a_program_without_side_ops_has_nothing_to_run_concurrently(log: Log) -> None:
     runtime = MicroBatchRuntime(record_toy(), CpuDevice(), RuntimeConfig(enabled=True, side="on"), log)
     assert not runtime.forces_side
     assert isinstance(runtime.plan(BATCH, cuts=[]), Decline)

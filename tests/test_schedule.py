@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lowering import lower
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Issue, Slot, lower
+from dbo_runtime.schedule import Issue, Slot
 from tests.programs import lower_toy, record_chain
 
 

@@ -57,7 +57,7 @@ def test_communication_is_hidden_by_any_lane_that_computes() -> None:
     assert Timeline(()).measure_hidden() == (0, 0)
 
 
-def test_the_share_beside_another_op_is_of_the_same_micro_batch_or_of_others() -> None:
+def test_the_concurrent_share_is_of_the_same_micro_batch_or_of_others() -> None:
     timeline = make_timeline(
         ("side", "L0.keys", 0, 0.0, 4.0),
         ("compute", "L0.queries", 0, 1.0, 3.0),
@@ -67,11 +67,11 @@ def test_the_share_beside_another_op_is_of_the_same_micro_batch_or_of_others() -
     assert timeline.measure_concurrent_share("keys", "queries") == 0.25
 
 
-def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
+def test_concurrent_seconds_are_those_in_which_any_other_lane_ran() -> None:
     timeline = make_timeline(
         ("compute", "a", 0, 10.0, 20.0),
         ("comm", "b", 1, 5.0, 12.0),
-        ("copy", "c", 1, 11.0, 14.0),  # partly beside b, too
+        ("copy", "c", 1, 11.0, 14.0),  # partly concurrent with b, too
         ("comm", "d", 1, 18.0, 18.5),
         ("compute", "e", 0, 20.0, 21.0),
         ("comm", "f", 1, 21.0, 22.0),  # touches e, no more
@@ -80,7 +80,7 @@ def test_seconds_beside_are_those_in_which_any_other_lane_ran() -> None:
     assert Timeline(()).measure_concurrent() == []
 
 
-def test_beside_a_side_lane_only_what_computes_counts() -> None:
+def test_for_a_side_lane_only_concurrent_computation_counts() -> None:
     timeline = make_timeline(
         ("side", "keys", 0, 0.0, 4.0), ("comm", "reduce", 1, 0.0, 3.0), ("compute", "queries", 0, 2.0, 3.0)
     )
@@ -99,7 +99,7 @@ spans_in_halves = st.lists(
 
 
 @given(spans_in_halves)
-def test_seconds_beside_and_idle_are_those_that_counting_moments_finds(spans: list[Span]) -> None:
+def test_concurrent_and_idle_seconds_are_those_that_counting_moments_finds(spans: list[Span]) -> None:
     """Spans begin and end at half seconds, so every half second is either within a span or outside it."""
     running = [{number for number, span in enumerate(spans) if span.start <= half / 2 < span.end} for half in range(60)]
     lanes = [{spans[number].lane for number in numbers} for numbers in running]
@@ -123,26 +123,26 @@ def test_a_lane_that_is_not_there_is_never_busy() -> None:
     assert OVERLAPPING.busy("aux") == OVERLAPPING.overlap("aux", "comm") == 0
 
 
-def test_an_op_runs_beside_another_only_where_that_is_another_micro_batchs() -> None:
+def test_ops_are_concurrent_only_where_they_are_of_different_micro_batches() -> None:
     timeline = make_timeline(
         ("comm", "L1.dispatch", 0, 0.0, 4.0),
-        ("compute", "L1.experts", 1, 1.0, 3.0),  # 2 s beside the first dispatch
+        ("compute", "L1.experts", 1, 1.0, 3.0),  # 2 s during the first dispatch
         ("comm", "L2.dispatch", 1, 4.0, 10.0),
         ("compute", "L2.experts", 1, 4.0, 8.0),  # the same micro-batch's
-        ("compute", "L2.experts", 0, 9.0, 11.0),  # 1 s beside the second
+        ("compute", "L2.experts", 0, 9.0, 11.0),  # 1 s during the second
     )
     assert timeline.measure_concurrent_share("dispatch", "experts") == 3 / 10
     assert timeline.measure_concurrent_share("experts", "dispatch") == 3 / 8
 
 
-def test_time_beside_several_micro_batches_counts_once() -> None:
+def test_time_concurrent_with_several_micro_batches_counts_once() -> None:
     timeline = make_timeline(
         ("comm", "dispatch", 0, 0.0, 4.0), ("compute", "experts", 1, 0.0, 2.0), ("compute", "experts", 2, 1.0, 3.0)
     )
     assert timeline.measure_concurrent_share("dispatch", "experts") == 3 / 4
 
 
-def test_an_op_that_never_ran_is_beside_nothing() -> None:
+def test_an_op_that_never_ran_is_concurrent_with_nothing() -> None:
     assert (
         OVERLAPPING.measure_concurrent_share("dispatch", "mlp")
         == OVERLAPPING.measure_concurrent_share("mlp", "dispatch")

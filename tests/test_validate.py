@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder, Value
 from dbo_runtime.render import parse
-from dbo_runtime.schedule import Issue, Schedule, Slot, lower
+from dbo_runtime.schedule import Issue, Schedule, Slot
 from dbo_runtime.validate import validate
 from tests.programs import lower_toy, record_chain, record_three_lanes
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dbo_runtime.__main__ import COMMANDS, SCRIPT
-from dbo_runtime.adapter import GROUP
+from dbo_runtime.adapter_registry import GROUP
 from dbo_runtime.config import Setting, list_settings
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,6 @@
-"""The discrete-event loop behind every prediction: hosts issue, lanes run in order, ranks meet in collectives.
+"""The discrete-event loop behind every prediction: hosts issue, lanes run in order, collectives synchronize ranks.
 
-No op is run and no time is measured. What ops and hosts take is a `Machine`; `virtual.simulate`,
+No op is run and no time is measured. How long ops and hosts take is a `Machine`; `virtual.simulate`,
 `multi_rank_simulator.simulate_ranks` and the planner's `predict_timeline` differ in nothing else.
 """
 

@@ -8,78 +8,18 @@ kernels.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
 
-from dbo_runtime.devices import DirectCalls, Graph, Lane, Note, Result, Task, Values, check_recorded
+from dbo_runtime.devices import Graph, Lane, Result
 from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
+from dbo_runtime.devices.stream_lane import StreamEvent, StreamLane
 from dbo_runtime.errors import DeviceError
 
 POOL_STREAMS = 32  # that CUDA (of one priority) and NPU each return in rotation (c10/cuda/CUDAStream.h, NPUStream.cpp)
-
-
-class StreamEvent:
-    """An event of the backend, and the run in which it was last recorded."""
-
-    __slots__ = ("native", "run")
-
-    def __init__(self, native: Any) -> None:
-        self.native = native
-        self.run = 0
-
-
-class StreamLane:
-    """A stream; that of the first lane is the one current when a run begins."""
-
-    def __init__(self, name: str, stream: Any, device: StreamDevice) -> None:
-        self.name = name
-        self.stream = stream
-        self._device = device
-
-    def launch(self, task: Task, values: Values) -> None:
-        """Issue the op's kernels onto the stream."""
-        self._device.switch(self)
-        task(values)
-
-    def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Launch the task between two timing events."""
-        issued = time.perf_counter()
-        start = self._device.read_clock(self)
-        self.launch(task, values)
-        note(issued, start, self._device.read_clock(self))
-
-    def record(self, event: StreamEvent) -> None:
-        """Record the event after everything issued onto the stream."""
-        event.native.record(self.stream)
-        event.run = self._device.run
-
-    def wait(self, event: StreamEvent) -> None:
-        """Let the stream wait for the event, without blocking the host."""
-        check_recorded(event.run, self._device.run, self.name)
-        self.stream.wait_event(event.native)
-
-    def get_direct_calls(self) -> DirectCalls:
-        """Return calls for the stream that the lane has in this run."""
-        stream, run, wait_event = self.stream, self._device.run, self.stream.wait_event
-
-        def record(event: StreamEvent) -> None:
-            event.native.record(stream)
-            event.run = run
-
-        def wait(event: StreamEvent) -> None:
-            wait_event(event.native)
-
-        return DirectCalls(partial(self._device.backend.set_stream, stream), record, wait)
-
-    def move(self, stream: Any) -> None:
-        """Continue on another stream, after everything on the present one."""
-        stream.wait_stream(self.stream)
-        self.stream = stream
 
 
 class StreamDevice:

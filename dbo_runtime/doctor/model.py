@@ -7,7 +7,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from dbo_runtime.adapter import GROUP, ModelAdapter, get_adapter, name_adapter
+from dbo_runtime.adapter import ModelAdapter, name_adapter
+from dbo_runtime.adapter_registry import GROUP, get_adapter
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.packages import get_version
 from dbo_runtime.errors import ConfigError, ProgramError

@@ -1,1 +1,1 @@
-"""Where vLLM is met, and nowhere else. vLLM finds `register.register` through its plugin entry point."""
+"""Everything that imports vLLM. vLLM finds `register.register` through its plugin entry point."""

@@ -36,12 +36,12 @@ class Seen(NamedTuple):
 def see(
     engine: Engine, rank: int, requests: Sequence[Any], tokens: int, arrive: Sequence[int], settings: dict[str, str]
 ) -> Seen:
-    """Answer requests, all at once or each after so many steps, and watch the encoder meanwhile."""
+    """Answer requests, all at once or each after so many steps, and record the encoder meanwhile."""
     engine.configure(**settings)
     before = engine.llm.collective_rpc(count_split)
-    engine.llm.collective_rpc(watch_encoder)
+    engine.llm.collective_rpc(record_encoder)
     answers = engine.generate(requests, tokens, arrive)
-    forwards = engine.llm.collective_rpc(end_watch)
+    forwards = engine.llm.collective_rpc(end_recording)
     after = engine.llm.collective_rpc(count_split)
     return Seen(answers, forwards, [new - old for new, old in zip(after, before, strict=True)])
 
@@ -58,14 +58,14 @@ def count_blocks(engine: Engine, rank: int) -> int:
     return int(blocks)
 
 
-def watch_encoder(worker: Any) -> None:
+def record_encoder(worker: Any) -> None:
     """Trace each forward of a worker's encoder from now on."""
     encoder, standin, stack = (
         worker.model_runner.get_model().visual,
         StandIn(ctypes.CDLL("libascendcl.so")),
         ExitStack(),
     )
-    worker.watched, traces = [], []
+    worker.recorded, traces = [], []
 
     def begin(*_: Any) -> None:
         torch.npu.synchronize()
@@ -76,17 +76,17 @@ def watch_encoder(worker: Any) -> None:
         stack.close()
         kernels = traces.pop()
         copies = sum(kernel.name == TO_HOST and kernel.stream == NO_STREAM for kernel in kernels)
-        worker.watched.append(Forward(copies, Counter(kernel.name for kernel in kernels), embeddings.float().cpu()))
+        worker.recorded.append(Forward(copies, Counter(kernel.name for kernel in kernels), embeddings.float().cpu()))
 
-    worker.watches = [encoder.register_forward_pre_hook(begin), encoder.register_forward_hook(end)]
+    worker.recorders = [encoder.register_forward_pre_hook(begin), encoder.register_forward_hook(end)]
 
 
-def end_watch(worker: Any) -> list[Forward]:
+def end_recording(worker: Any) -> list[Forward]:
     """End that, and return what was seen."""
-    for watch in worker.watches:
-        watch.remove()
-    watched: list[Forward] = worker.watched
-    return watched
+    for recorder in worker.recorders:
+        recorder.remove()
+    recorded: list[Forward] = worker.recorded
+    return recorded
 
 
 def _count_blocks(worker: Any) -> int:

@@ -24,7 +24,7 @@ def answer(
 ) -> tuple[list[Answer], list[dict[str, Any]]]:
     """Return this rank's answers to its prompts [ranks][prompts], and what was counted meanwhile on each worker.
 
-    With *cuts* every step is cut there that can be; an empty list: at the settings' own cuts; None: steps run whole.
+    With *cuts* every step is cut there that can be; an empty list: at the settings' own cuts; None: steps run unsplit.
     """
     engine.configure(DBO_MODE="off" if cuts is None else "always", **settings)
     engine.cut_by_settings()
@@ -46,7 +46,7 @@ def answer_as_they_come(
 
 
 def answer_in_chunks(engine: Engine, rank: int, prompts: Sequence[Prompts], chunk: int) -> list[Answer]:
-    """Return answers that vllm-ascend computes whole, in steps with at most *chunk* tokens of a request each."""
+    """Return answers that vllm-ascend computes unsplit, in steps with at most *chunk* tokens of a request each."""
     engine.configure(DBO_MODE="off")
     engine.cut_by_settings()
     settings = engine.llm.llm_engine.engine_core.engine_core.scheduler.scheduler_config

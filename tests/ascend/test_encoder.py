@@ -1,4 +1,4 @@
-"""Vision encoders inside vllm-ascend with the host plan, and split: its own answers, and no copy in each block.
+"""Vision encoders inside vllm-ascend with host sequence lengths, and split: its own answers, and no copy in each block.
 
 The stand-in computes each patch by itself, so equal means equal to the last bit.
 """
@@ -33,7 +33,7 @@ def make_requests() -> list[dict[str, Any]]:
     ]
 
 
-def watch(model: Path, workers: int, overlap: str, modes: tuple[str, ...]) -> tuple[int, list[Seen]]:
+def record(model: Path, workers: int, overlap: str, modes: tuple[str, ...]) -> tuple[int, list[Seen]]:
     """Return an encoder's blocks, and what an engine with overlap or without saw in each of these modes."""
     found = []
     settings = {"VLLM_ASCEND_ENABLE_DBO": overlap, **SETTINGS}
@@ -72,8 +72,8 @@ def test_no_block_copies_lengths_and_answers_are_vllm_ascends(family: str, worke
     """Before: a copy from the device, which the host waits for, in each block of each forward. After: none."""
     trained = family == QWEN25
     model = TINY if trained else make_vision_family(family, tmp_path)
-    blocks, (own,) = watch(model, workers, "0", ("off",))
-    _, (planned, split) = watch(model, workers, "1", ("off", "always"))
+    blocks, (own,) = record(model, workers, "0", ("off",))
+    _, (planned, split) = record(model, workers, "1", ("off", "always"))
     assert count_copies(own) == {blocks}
     assert count_copies(planned) == count_copies(split) == {0}
     assert (own.split, planned.split) == ([0] * workers, [0] * workers)

@@ -1,7 +1,7 @@
 """Split steps of vllm-ascend give what its own steps give.
 
 The stand-in computes each row by itself, so equal means equal to the last bit: a batch cut between requests gives what
-it gives whole, and a request cut inside gives what vllm-ascend gives when it prefills the request in two steps.
+it gives unsplit, and a request cut inside gives what vllm-ascend gives when it prefills the request in two steps.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ENGINES = ["one_npu", "two_npus", "two_stages", pytest.param("stages_of_two", ma
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_prefill_cut_at_any_request_boundary_is_equal_to_the_bit(engine: str, request: pytest.FixtureRequest) -> None:
     npus: Ranks = request.getfixturevalue(engine)
-    ((whole, _),) = npus.run(answer, [PROMPTS])
+    ((unsplit, _),) = npus.run(answer, [PROMPTS])
     for cuts in [[boundary] for boundary in BOUNDARIES] + [BOUNDARIES[:2], BOUNDARIES[1:], BOUNDARIES]:
         ((split, counts),) = npus.run(answer, [PROMPTS], 1, cuts)
         assert [count["split"] for count in counts] == [1] * len(counts), counts
-        assert find_difference(whole, split) == 0.0, f"cut at {cuts}"
+        assert find_difference(unsplit, split) == 0.0, f"cut at {cuts}"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -61,32 +61,32 @@ def test_steps_of_decodes_chunks_and_prefills_are_equal_to_the_bit(engine: str, 
     """Prompts arrive while others decode, and do not all fit into one step: each step is cut between requests."""
     npus: Ranks = request.getfixturevalue(engine)
     prompts, arrive = [make_prompts(30, 7, 500, 90, 11, 200)], (0, 0, 1, 2, 3, 5)
-    ((whole, _),) = npus.run(answer, prompts, 8, None, arrive)
+    ((unsplit, _),) = npus.run(answer, prompts, 8, None, arrive)
     npus.run(cut_at_boundaries)
     ((split, counts),) = npus.run(generate, prompts, 8, arrive)
     assert all(count["split"] >= 10 for count in counts), counts
-    assert find_difference(whole, split) == 0.0
+    assert find_difference(unsplit, split) == 0.0
 
 
-def test_where_settings_cut_answers_are_as_good_as_whole_ones(two_npus: Ranks) -> None:
-    """Against transformers in float32: split no further from it than whole, but for rounding."""
+def test_where_settings_cut_answers_are_as_good_as_unsplit_ones(two_npus: Ranks) -> None:
+    """Against transformers in float32: split no further from it than unsplit, but for rounding."""
     prompts = [tokenize(TINY, [task.prompt for task in held_out(3)])]
     wanted = answer_in_float(TINY, prompts[0], 8)
-    ((whole, _),) = two_npus.run(answer, prompts, 8)
+    ((unsplit, _),) = two_npus.run(answer, prompts, 8)
     ((split, counts),) = two_npus.run(answer, prompts, 8, [])
     assert all(count["split"] >= 8 for count in counts), counts
-    errors = [measure_error(wanted, found) for found in (whole, split)]
+    errors = [measure_error(wanted, found) for found in (unsplit, split)]
     assert errors[0] < 0.5, errors  # what bf16 makes of it
     assert errors[1] <= errors[0] + 0.01, errors
-    assert count_equal(whole, split) == len(whole)
+    assert count_equal(unsplit, split) == len(unsplit)
 
 
 def test_in_float32_steps_cut_between_requests_are_close() -> None:
     for npus in start(1, dtype="float32"):
-        ((whole, _),) = npus.run(answer, [PROMPTS], 3)
+        ((unsplit, _),) = npus.run(answer, [PROMPTS], 3)
         for boundary in BOUNDARIES:
             ((split, _),) = npus.run(answer, [PROMPTS], 3, [boundary])
-            assert find_difference(whole, split) <= 1e-4
+            assert find_difference(unsplit, split) <= 1e-4
 
 
 @pytest.mark.parametrize("engine", ["expert_npus", pytest.param("expert_stages", marks=pytest.mark.slow)])
@@ -97,32 +97,32 @@ def test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit(
     """vllm-ascend pads the shorter batch: it is cut between requests, in its padding, and into padding alone."""
     npus: Ranks = request.getfixturevalue(engine)
     prompts = [make_prompts(40, 30, 25, 5), make_prompts(40)]
-    wholes = npus.run(answer, prompts, 1)
+    unsplit_by_rank = npus.run(answer, prompts, 1)
     splits = npus.run(answer, prompts, 1, [[cut], [cut]])
-    for (whole, _), (split, counts) in zip(wholes, splits, strict=True):
+    for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
         assert [count["split"] for count in counts] == [1] * len(counts), counts
-        assert find_difference(whole, split) == 0.0
+        assert find_difference(unsplit, split) == 0.0
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
-def test_data_parallel_ranks_decode_prefill_and_idle_as_whole(dispatch: str) -> None:
-    """One rank has twice as many tokens to generate: the other runs dummy batches beside it in the end."""
+def test_data_parallel_ranks_decode_prefill_and_idle_as_unsplit(dispatch: str) -> None:
+    """One rank has twice as many tokens to generate: the other runs dummy batches with it in the end."""
     tasks = tokenize(TINY, [task.prompt for task in held_out(4)])
     prompts, arrive = [tasks[:10], tasks[10:14]], [(0, 0, 1, 2, 3, 3, 3, 4, 5, 5), (0, 2, 2, 5)]
     for npus in start(2, environment={"DBO_DISPATCH": dispatch}):
-        wholes = npus.run(answer_as_they_come, prompts, 8, None, arrive)
+        unsplit_by_rank = npus.run(answer_as_they_come, prompts, 8, None, arrive)
         splits = npus.run(answer_as_they_come, prompts, 8, [], arrive)
-        for (whole, _), (split, counts) in zip(wholes, splits, strict=True):
+        for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
             assert counts[0]["split"] >= 6, counts
             assert not set(counts[0]["declined"]) - {"nowhere to cut"}, counts
-            assert count_equal(whole, split) == len(whole)
+            assert count_equal(unsplit, split) == len(unsplit)
 
 
 def test_steps_that_vllm_ascend_would_send_by_all_to_all_are_split_too(expert_npus: Ranks) -> None:
-    """As on A3 above the size for MC2: ranks are not padded, and whole steps send tokens in vllm-ascend's own way."""
+    """As on A3 above the size for MC2: ranks are not padded, and unsplit steps send tokens in vllm-ascend's own way."""
     prompts = [make_prompts(40, 30, 25, 5), make_prompts(40, 20)]
-    wholes = expert_npus.run(answer_by_all_to_all, prompts, None)
+    unsplit_by_rank = expert_npus.run(answer_by_all_to_all, prompts, None)
     splits = expert_npus.run(answer_by_all_to_all, prompts, [[40], [40]])
-    for (whole, _), (split, counts) in zip(wholes, splits, strict=True):
+    for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
         assert counts[0]["split"] == 1, counts
-        assert find_difference(whole, split) <= 0.1  # results of two ranks' experts are added in another order
+        assert find_difference(unsplit, split) <= 0.1  # results of two ranks' experts are added in another order

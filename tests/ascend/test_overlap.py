@@ -1,4 +1,4 @@
-"""Computation of one micro-batch runs beside communication of the other: what ran when, by the stand-in's trace."""
+"""Computation of one micro-batch overlaps communication of the other: what ran when, by the stand-in's trace."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _end_trace(worker: Any) -> Instruction:
     return Instruction(lanes["compute"], lanes["comm"], list(worker.kernels))
 
 
-def test_collectives_of_one_micro_batch_run_beside_attention_or_experts_of_the_other(steps: list[Instruction]) -> None:
+def test_collectives_of_one_micro_batch_overlap_attention_or_experts_of_the_other(steps: list[Instruction]) -> None:
     """At least two such pairs a layer, on each rank."""
     for step in steps:
         pairs = find_pairs(step)

@@ -1,4 +1,4 @@
-"""Settings of vllm-ascend that users meet: each works, or steps run whole and the log names the feature."""
+"""Settings of vllm-ascend that users meet: each works, or steps run unsplit and the log names the feature."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ PROMPTS = [make_prompts(60, 40, 25)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offline_dualbatch_overlap_npu.py"
 
 
-def test_beside_graphs_of_decodes_prefills_are_split() -> None:
+def test_with_graphs_of_decodes_prefills_are_split() -> None:
     """Captured steps replay without the model's forward; all others run as they do without graphs."""
     fusions = ("fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add", "enable_npugraph_ex")  # need more operators
     compiler = {"ascend_compilation_config": dict.fromkeys(fusions, False), **OPTIONS["additional_config"]}
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
     for npus in start(1, enforce_eager=False, compilation_config=graphs, additional_config=compiler):
-        ((whole, _),) = npus.run(answer, PROMPTS, 6)
+        ((unsplit, _),) = npus.run(answer, PROMPTS, 6)
         ((split, counts),) = npus.run(answer, PROMPTS, 6, [60])
         assert counts == [{"split": 1, "declined": {}}], "a prefill; five decodes are replayed"
-        assert find_difference(whole, split) == 0.0
+        assert find_difference(unsplit, split) == 0.0
 
 
 def test_shared_experts_on_a_stream_of_their_own_stay_there() -> None:
     options = {"multistream_overlap_shared_expert": True, **OPTIONS["additional_config"]}
     for npus in start(1, additional_config=options):
-        ((whole, _),) = npus.run(answer, PROMPTS, 3)
+        ((unsplit, _),) = npus.run(answer, PROMPTS, 3)
         ((split, counts),) = npus.run(answer, PROMPTS, 3, [60])
         assert counts[0]["split"] >= 1
-        assert find_difference(whole, split) == 0.0
+        assert find_difference(unsplit, split) == 0.0
         (kept,) = npus.run(read_additional_config)
         assert kept.items() >= options.items()
         assert "dbo" not in json.dumps(kept).lower(), "vllm-ascend refuses options that it does not know"
@@ -140,8 +140,8 @@ def prefill_unchunked(engine: Engine, rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("fault", ["none", "version"])
-def test_the_example_runs_beside_vllm_ascend(fault: str, tmp_path: Path) -> None:
-    """The demo's own command line; with a vllm-ascend that is not known, whole, and the log says why."""
+def test_the_example_runs_with_vllm_ascend(fault: str, tmp_path: Path) -> None:
+    """The demo's own command line; with a vllm-ascend that is not known, unsplit, and the log says why."""
     options = {**OPTIONS, "kv_cache_memory_bytes": 1 << 26, "enforce_eager": True}
     for ours in ("dtype", "max_model_len", "attention_backend"):
         del options[ours]

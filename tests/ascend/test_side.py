@@ -1,4 +1,4 @@
-"""A second compute lane inside vllm-ascend: shared experts beside gate, dispatch and experts.
+"""A second compute lane inside vllm-ascend: shared experts concurrent with gate, dispatch and experts.
 
 The stand-in computes each row by itself, so equal means equal to the last bit; see test_equivalence.py.
 """
@@ -30,7 +30,7 @@ GRAPHS = {
 }
 IN_GRAPH = 1000000  # ids of streams from here on are lanes of graphs; see `Kernel`
 SHARED_EXPERTS, MOE_LAYERS = ("Matmul", "SwiGlu", "Matmul"), 2
-WHOLE_ATTENTION = (
+FUSED_ATTENTION = (
     "attention stays one op, with no concurrent ops  reason=the class of latent attention runs it as one op"
     " (AscendMultiHeadLatentAttention)"
 )
@@ -40,7 +40,7 @@ Found = tuple[list[Answer], dict[str, int]]
 
 
 @pytest.fixture(scope="module")
-def beside() -> Iterator[Ranks]:
+def side_ranks() -> Iterator[Ranks]:
     """Return two data parallel engines that share out the experts."""
     yield from start(2, environment=SIDE)
 
@@ -65,11 +65,11 @@ def answer(
     return found, {name: after[name] - before[name] for name in ("split", "concurrent")}
 
 
-def test_steps_that_are_not_cut_give_the_same_bits(beside: Ranks) -> None:
-    """Prefills, decodes, both in one step, and a rank without requests beside the other."""
-    wholes = beside.run(answer, {"DBO_MODE": "off"})
-    found = beside.run(answer, {"DBO_MODE": "auto"})
-    assert_equal(wholes, found)
+def test_steps_that_are_not_cut_give_the_same_bits(side_ranks: Ranks) -> None:
+    """Prefills, decodes, both in one step, and a rank without requests while the other has some."""
+    unsplit_by_rank = side_ranks.run(answer, {"DBO_MODE": "off"})
+    found = side_ranks.run(answer, {"DBO_MODE": "auto"})
+    assert_equal(unsplit_by_rank, found)
     counts = [counts for _, counts in found]
     assert counts[0] == counts[1]
     assert counts[0]["split"] == 0
@@ -77,43 +77,43 @@ def test_steps_that_are_not_cut_give_the_same_bits(beside: Ranks) -> None:
 
 
 @pytest.mark.parametrize("cut", [40, 70, 95])
-def test_split_steps_give_the_same_bits(beside: Ranks, cut: int) -> None:
+def test_split_steps_give_the_same_bits(side_ranks: Ranks, cut: int) -> None:
     """Cut between requests, in the padding of the shorter batch, and into padding alone."""
-    wholes = beside.run(answer, {"DBO_MODE": "off"}, AT_ONCE, (1, 1))
-    found = beside.run(answer, {"DBO_MODE": "always"}, AT_ONCE, (1, 1), [[cut], [cut]])
-    assert_equal(wholes, found)
+    unsplit_by_rank = side_ranks.run(answer, {"DBO_MODE": "off"}, AT_ONCE, (1, 1))
+    found = side_ranks.run(answer, {"DBO_MODE": "always"}, AT_ONCE, (1, 1), [[cut], [cut]])
+    assert_equal(unsplit_by_rank, found)
     assert [counts for _, counts in found] == [{"split": 1, "concurrent": 0}] * 2
 
 
-def test_steps_that_are_split_and_steps_that_cannot_be_choose_the_same_tokens(beside: Ranks) -> None:
-    """A single decode is not cut, and has shared experts beside; where settings cut inside, rounding is another."""
-    wholes = beside.run(answer, {"DBO_MODE": "off"})
-    found = beside.run(answer, {"DBO_MODE": "always"})
-    for (whole, _), (answers, _) in zip(wholes, found, strict=True):
-        assert [answer.tokens[0] for answer in answers] == [answer.tokens[0] for answer in whole]
+def test_steps_that_are_split_and_steps_that_cannot_be_choose_the_same_tokens(side_ranks: Ranks) -> None:
+    """A single decode is not cut, and has concurrent shared experts; where settings cut inside, rounding is another."""
+    unsplit_by_rank = side_ranks.run(answer, {"DBO_MODE": "off"})
+    found = side_ranks.run(answer, {"DBO_MODE": "always"})
+    for (unsplit, _), (answers, _) in zip(unsplit_by_rank, found, strict=True):
+        assert [answer.tokens[0] for answer in answers] == [answer.tokens[0] for answer in unsplit]
     counts = [counts for _, counts in found]
     assert counts[0] == counts[1]
     assert min(counts[0].values()) > 0
 
 
-def test_decodes_replayed_from_graphs_with_shared_experts_beside_give_the_same_bits(
-    beside: Ranks, capfd: pytest.CaptureFixture[str]
+def test_decodes_replayed_from_graphs_with_concurrent_shared_experts_give_the_same_bits(
+    side_ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Against eager steps that are neither cut nor ours, with as many tokens on both ranks and with more on one."""
     for replaying in start(2, environment=SIDE, **GRAPHS):
-        assert WHOLE_ATTENTION in capfd.readouterr().err
+        assert FUSED_ATTENTION in capfd.readouterr().err
         for arrive, tokens in ((AT_ONCE, (17, 17)), (ARRIVE, TOKENS)):
-            wholes = beside.run(answer, {"DBO_MODE": "off"}, arrive, tokens)
-            assert_equal(wholes, replaying.run(answer, {"DBO_MODE": "auto"}, arrive, tokens))
+            unsplit_by_rank = side_ranks.run(answer, {"DBO_MODE": "off"}, arrive, tokens)
+            assert_equal(unsplit_by_rank, replaying.run(answer, {"DBO_MODE": "auto"}, arrive, tokens))
         for replays in replaying.run(trace_replays):
             lanes = [lane for lane, kernels in replays.items() if kernels == list(SHARED_EXPERTS) * (MOE_LAYERS * 2)]
             assert len(lanes) == 1, replays
             assert lanes[0] % IN_GRAPH > 0, "not on the stream that the capture began on"
 
 
-def assert_equal(wholes: list[Found], found: list[Found]) -> None:
-    for (whole, _), (answers, _) in zip(wholes, found, strict=True):
-        assert find_difference(whole, answers) == 0.0
+def assert_equal(unsplit_by_rank: list[Found], found: list[Found]) -> None:
+    for (unsplit, _), (answers, _) in zip(unsplit_by_rank, found, strict=True):
+        assert find_difference(unsplit, answers) == 0.0
 
 
 def trace_replays(engine: Engine, rank: int) -> dict[int, list[str]]:

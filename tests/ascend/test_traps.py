@@ -29,12 +29,12 @@ def keep_rotary_tables() -> AbstractContextManager[Any]:
 
 
 def keep_positions() -> AbstractContextManager[Any]:
-    """Give each slice the whole buffer of positions."""
+    """Give each slice the full buffer of positions."""
     return change_fields(per_token=())
 
 
 def keep_lengths() -> AbstractContextManager[Any]:
-    """Give each slice the whole requests' lengths, as if nothing of them were in later slices."""
+    """Give each slice the full lengths of its requests, as if nothing of them were in later slices."""
 
     def complete(self: Any, part: Any) -> Any:
         done = original(self, part)
@@ -59,7 +59,7 @@ def keep_lengths() -> AbstractContextManager[Any]:
 
 
 def keep_context() -> AbstractContextManager[Any]:
-    """Leave what vllm-ascend adds to forward contexts as it is for the whole step."""
+    """Leave what vllm-ascend adds to forward contexts as it is for the unsplit step."""
     return patch(f"{PLATFORM}.complete_context", lambda *arguments: None)
 
 
@@ -103,9 +103,9 @@ def run_without(
     ],
     ids=[
         "tables of decodes are one buffer",
-        "positions are a whole buffer",
+        "positions are the full buffer",
         "contexts say tokens",
-        "lengths are whole",
+        "lengths are those of full requests",
     ],
 )
 def test_without_its_remedy_answers_go_wrong(one_npu: Ranks, remedy: Any, cuts: Any, prompts: Any) -> None:
@@ -158,7 +158,7 @@ def _fail_with_distrust(worker: Any) -> str:
     return "no error"
 
 
-def test_a_part_keeps_the_communication_of_the_whole_step(one_npu: Ranks) -> None:
+def test_a_micro_batch_keeps_the_communication_of_the_unsplit_step(one_npu: Ranks) -> None:
     """vllm-ascend chooses it by the number of tokens; for a part it might choose another, on one rank and not all."""
     (kinds,) = one_npu.run(record_communication)
     assert kinds == {"ALLGATHER"}
@@ -188,7 +188,7 @@ def record_communication(engine: Engine, rank: int) -> set[str]:
     return kinds
 
 
-def test_tokens_travel_past_the_objects_that_keep_state(expert_npus: Ranks) -> None:
+def test_tokens_are_dispatched_without_the_objects_that_keep_state(expert_npus: Ranks) -> None:
     """Prepare and finalize are one object for all layers; micro-batches in turn would take each other's sizes."""
     calls = expert_npus.run(count_preparations)
     assert calls == [(0, 1), (0, 1)], "(calls of prepare, split steps)"
@@ -213,7 +213,7 @@ def test_an_unknown_field_of_the_metadata_declines(one_npu: Ranks) -> None:
 
 
 def add_field(engine: Engine, rank: int) -> dict[str, int]:
-    """Run a step whose metadata has a field for each request that nobody has heard of; return the declines."""
+    """Run a step whose metadata has a field for each request that is not known; return the declines."""
     import torch
     from vllm_ascend.attention.utils import AscendCommonAttentionMetadata as Common
 
@@ -232,7 +232,7 @@ def add_field(engine: Engine, rank: int) -> dict[str, int]:
     return {why: n - before.get(why, 0) for why, n in after.items() if n > before.get(why, 0)}
 
 
-def test_no_model_that_has_an_adapter_reads_the_rotary_slices_of_the_whole_step() -> None:
+def test_no_model_that_has_an_adapter_reads_the_rotary_slices_of_the_unsplit_step() -> None:
     """GQA once took cos and sin from slices that were set before the model; in this release MiniMax and 310P do."""
     import vllm_ascend
 

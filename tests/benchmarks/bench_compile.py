@@ -35,7 +35,8 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from dbo_runtime.adapter import get_adapter, record_program
+from dbo_runtime.adapter import record_program
+from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.program import Program
@@ -243,13 +244,13 @@ def take_step(compiling: Served, eager: Served, title: str) -> tuple[list[str], 
         "eager engine": partial(eager.run_own, other),
         "program, eager engine": partial(eager.run_program, other, eager.program),
     }
-    whole = modes["compiled"]()
+    unsplit = modes["compiled"]()
     split = modes["ops compiled"]()
-    apart = float((split - whole).abs().max() / whole.abs().max())
+    error = float((split - unsplit).abs().max() / unsplit.abs().max())
     seconds = measure(modes)
     ratios = {name: find_ratio(seconds[name], seconds["compiled"]) for name in MODES}
     row = [title, str(len(seconds["compiled"])), f"{median(seconds['compiled']) * 1e3:.2f}"]
-    print(title, {name: round(ratio, 3) for name, ratio in ratios.items()}, f"{apart:.0e}", flush=True)
+    print(title, {name: round(ratio, 3) for name, ratio in ratios.items()}, f"{error:.0e}", flush=True)
     return [*row, *(f"{ratio:.3f}" for ratio in ratios.values())], [ratios["program"], ratios["ops compiled"]]
 
 

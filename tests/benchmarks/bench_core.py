@@ -15,9 +15,10 @@ from typing import Any
 from dbo_runtime.devices import Device, DirectCalls, Lane, Task, Values, open_device
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 from dbo_runtime.validate import validate
 
 LAYERS = 61

@@ -1,4 +1,4 @@
-"""What the host plan brings to a vision encoder on the CPU: the same forward with it and without, in one run.
+"""What host sequence lengths bring to a vision encoder on the CPU: the same forward with them and without, in one run.
 
     python -m pytest tests/benchmarks/bench_encoder.py -q -s
 

@@ -1,4 +1,4 @@
-"""What a step costs the host where it is replayed, beside the same step issued op by op.
+"""What a step costs the host where it is replayed, compared with the same step issued op by op.
 
     make bench
 
@@ -17,10 +17,10 @@ import pytest
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.graphs import Graphs
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from tests.devices import rigs
 
 STEPS = 50
@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def record_decoder(layers: int) -> Program:
-    """Return layers of four small ops, two of which are beside those of `compute`."""
+    """Return layers of four small ops, two of which are concurrent with those of `compute`."""
     p = ProgramBuilder()
     x = p.input("x")
     for index in range(layers):

@@ -27,18 +27,18 @@ from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, FreeDevice, best, do_nothing, record_decoder
 from tests.benchmarks.handovers import (
     FreeStreams,
     Way,
     find_leaves,
     make_baton,
+    make_coroutines,
     make_generators,
     make_operations,
-    make_strands,
     make_tasks,
     make_ubatches,
 )
@@ -89,7 +89,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
             "SGLang's `operations.py`, written anew: stages between yields": make_operations(leaves),
             "asyncio, a task each": make_tasks(leaves, loop),
             "a generator each": make_generators(leaves),
-            "a greenlet each, as `DBO_GENERIC=1` has": make_strands(leaves, greenlet),
+            "a greenlet each, as `DBO_GENERIC=1` has": make_coroutines(leaves, greenlet),
         }
 
     yield make

@@ -16,6 +16,7 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
@@ -25,7 +26,6 @@ from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.search import find_order
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
-from dbo_runtime.schedule import lower
 from tests.benchmarks.bench_core import LAYERS, best, record_decoder
 
 MAX_SEARCH_SECONDS = 10.0  # seconds

@@ -22,13 +22,13 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
+from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.whatif.scale import set_layers
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 from tests.benchmarks.bench_core import FreeDevice, do_nothing, do_nothing_twice
 from tests.benchmarks.page import Publish, find_command, make_table
@@ -57,7 +57,7 @@ class Size(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """What a stage takes: seconds, and the peak of bytes, if that was watched."""
+    """What a stage takes: seconds, and the peak of bytes, if that was measured."""
 
     seconds: float
     peak: int | None
@@ -114,14 +114,14 @@ def make_stages(size: Size) -> Stages:
     }
 
 
-def measure(stage: Callable[[], object], is_watched: bool) -> Figure:
+def measure(stage: Callable[[], object], measures_memory: bool) -> Figure:
     """Run a stage several times, and once more with an eye on its memory."""
     seconds: list[float] = []
     while len(seconds) < RUNS and sum(seconds) < PATIENCE:
         start = time.thread_time()
         stage()
         seconds.append(time.thread_time() - start)
-    return Figure(min(seconds), find_peak(stage) if is_watched else None)
+    return Figure(min(seconds), find_peak(stage) if measures_memory else None)
 
 
 def find_peak(stage: Callable[[], object]) -> int:
@@ -148,10 +148,10 @@ def figures() -> Figures:
 
 def find_growth(figures: Figures, stage: str, axis: str, part: str) -> float | None:
     """Return by how much more an op costs at the largest size of an axis than at the moderate one."""
-    watched = [size for size in AXES[axis] if getattr(figures[size][stage], part) is not None]
-    if watched[-1] == MODERATE:
+    measured = [size for size in AXES[axis] if getattr(figures[size][stage], part) is not None]
+    if measured[-1] == MODERATE:
         return None
-    large, moderate = (getattr(figures[size][stage], part) / size.units for size in (watched[-1], MODERATE))
+    large, moderate = (getattr(figures[size][stage], part) / size.units for size in (measured[-1], MODERATE))
     return float(large / moderate)
 
 

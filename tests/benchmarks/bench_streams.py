@@ -16,8 +16,8 @@ import pytest
 
 from dbo_runtime.events import EventTable
 from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate
-from dbo_runtime.schedule import lower
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, record_decoder
 from tests.devices import rigs
 

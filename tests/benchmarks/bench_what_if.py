@@ -1,9 +1,9 @@
-"""What the planner predicts for set-ups that others published, beside what they gained.
+"""What the planner predicts for set-ups that others published, compared with what they gained.
 
     python -m pytest tests/benchmarks/bench_what_if.py -q -s
 
 All predictions are *modelled*, from the published cases of `python -m dbo_runtime plan --list`; docs/planner.md says
-what is given in each and what is assumed. Only the first row is about one and the same run. The others put beside a
+what is given in each and what is assumed. Only the first row is about one and the same run. The others compare a
 gain the case that is nearest to it, so they tell whether predictions are in the right range, and no more.
 """
 
@@ -46,7 +46,7 @@ PUBLISHED = (
         "910B, DeepSeek-R1, TP 16; 0.90 to 1.01 requests/s",
         (1.01 / 0.90,) * 2,
         "r1-tp16-941",
-        "the same run; #941 cut between requests only and left dense layers whole",
+        "the same run; #941 cut between requests only and left dense layers unsplit",
     ),
     Published(
         f"[vllm-ascend #1589]({ASCEND}pull/1589)",
@@ -113,7 +113,7 @@ def make_row(published: Published, answer: WhatIf | None) -> list[str]:
     return [published.source, published.what, describe_gains(published), case, *figures, difference, published.remark]
 
 
-def test_predictions_beside_what_was_published(publish: Publish, answers: dict[str, WhatIf]) -> None:
+def test_predictions_compared_with_what_was_published(publish: Publish, answers: dict[str, WhatIf]) -> None:
     assert {published.case for published in PUBLISHED} - {None} == answers.keys()
     header = ["published", "set-up", "gain", "case", "in 2", "in 3", "at most", "best by published", "what differs"]
     rows = [make_row(each, None if each.case is None else answers[each.case]) for each in PUBLISHED]

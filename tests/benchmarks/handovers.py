@@ -94,19 +94,19 @@ def make_generators(leaves: Sequence[bool]) -> Way:
     return run_both
 
 
-def make_strands(leaves: Sequence[bool], greenlet: Any) -> Way:
-    """Two greenlets, resumed in turn, as DBO_GENERIC's strands are."""
+def make_coroutines(leaves: Sequence[bool], greenlet: Any) -> Way:
+    """Two greenlets, resumed in turn, as DBO_GENERIC's coroutines are."""
 
     def run(micro_batch: int, op: Op) -> None:
         for _ in forward(leaves, micro_batch, op):
             greenlet.getcurrent().parent.switch()
 
     def run_both(op: Op) -> None:
-        strands = [greenlet.greenlet(run) for _ in range(2)]
-        for micro_batch, coroutine in enumerate(strands):
+        coroutines = [greenlet.greenlet(run) for _ in range(2)]
+        for micro_batch, coroutine in enumerate(coroutines):
             coroutine.switch(micro_batch, op)
-        while not all(coroutine.dead for coroutine in strands):
-            for coroutine in strands:
+        while not all(coroutine.dead for coroutine in coroutines):
+            for coroutine in coroutines:
                 if not coroutine.dead:
                     coroutine.switch()
 
@@ -206,7 +206,7 @@ class FreeStreams:
         return getattr(self._current, "stream", None)
 
     def make_event(self) -> SimpleNamespace:
-        """Make an event that nobody records."""
+        """Make an event that is never recorded."""
         return SimpleNamespace(record=lambda stream: None)
 
     def make_device(self) -> StreamDevice:

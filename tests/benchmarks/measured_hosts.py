@@ -58,7 +58,7 @@ class Setting:
     def environment(self, node: int, **settings: str) -> dict[str, str]:
         """Return the variables of what runs on a host: its own core, temporary files here, and no settings but these.
 
-        How tokens are dispatched (DBO_DISPATCH) is left to whoever starts the bench.
+        How tokens are dispatched (DBO_DISPATCH) is set where the bench is started.
         """
         cores = sorted(os.sched_getaffinity(0))
         given = self.hosts[node].environment(cores[0] if node == 0 else cores[-1])

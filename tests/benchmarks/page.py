@@ -5,8 +5,8 @@ A benchmark takes the fixture `publish` and calls it once for a section; it prin
     def test_it(publish: Publish) -> None:
         publish("serving", find_command(__file__), make_table(["mode", "seconds"], [["unsplit", "2.13"]]))
 
-Of a machine only the kind is told: architecture, cores, accelerator. A section is replaced as a whole, in a file beside
-the page that then takes its place, so a benchmark that fails or is interrupted leaves the page as it was.
+Of a machine only the kind is told: architecture, cores, accelerator. A section is replaced as a whole, in a second
+file that then takes the page's place, so a benchmark that fails or is interrupted leaves the page as it was.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class StepFigures:
     Attributes:
         duration: of the forward, without embedding and sampling.
         communication: in which the lane `comm` was busy.
-        hidden: in which it was, beside `compute`.
+        hidden: in which it was, while `compute` ran.
         bound: that no issue order could beat with ops that take what they took; None where that is not known.
         micro_batches: into how many it was split.
     """

@@ -24,7 +24,7 @@ best split, compared with unsplit; it is taken only where that holds even if the
 with the quartiles of the ratios within a turn in parentheses. *own bound* is the least time that any issue order could
 take for ops that take what they took in that very step, *T* the forward's time; *bound* is that for ops that take as
 long as alone, so it also counts what ops that overlap cost each other. *hidden* is the share of communication that ran
-beside computation. *tokens* tells whether all modes gave the same ones.""".splitlines()
+during computation. *tokens* tells whether all modes gave the same ones.""".splitlines()
 
 
 def write_report(cells: Sequence[Cell], repeat: int, dispatch: str, family: str = DEFAULT_FAMILY) -> list[str]:

@@ -31,10 +31,10 @@ from dbo_runtime.errors import DeviceError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 from tests.benchmarks.bench_core import LAYERS, record_decoder
 from tests.devices import rigs

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from dbo_runtime.devices.npu import NpuDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 
 LAYERS = 3

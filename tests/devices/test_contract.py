@@ -211,7 +211,7 @@ def test_intervals_of_a_lane_follow_each_other_and_are_of_the_hosts_clock(rig: A
     assert rig.read(pad) == [0, 1, 2]
 
 
-def test_a_watch_takes_the_time_of_what_is_launched_before_it_is_stopped(rig: Any, lanes: list[Lane]) -> None:
+def test_a_timer_takes_the_time_of_what_is_launched_before_it_is_stopped(rig: Any, lanes: list[Lane]) -> None:
     timer = rig.device.start_timer()
     assert timer.read() is None
     pad = rig.make_pad()
@@ -227,7 +227,7 @@ def test_a_watch_takes_the_time_of_what_is_launched_before_it_is_stopped(rig: An
     assert rig.device.name == "virtual" or seconds <= time.perf_counter() - before + GRACE
 
 
-def test_a_watch_on_what_runs_behind_the_host_says_nothing_before_that_has_run(rig: Any, latch: Any) -> None:
+def test_a_timer_of_what_runs_behind_the_host_reads_nothing_before_that_has_run(rig: Any, latch: Any) -> None:
     if rig.device.name == "cpu":
         pytest.skip("the compute lane of the CPU is the host itself")
     timer = rig.device.start_timer()

@@ -15,8 +15,9 @@ from dbo_runtime.errors import DeviceError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Inputs, Outputs, run_sequential
 from dbo_runtime.graphs import Graphs
+from dbo_runtime.lowering import lower
 from dbo_runtime.program import Op, Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 from tests.devices import rigs
 from tests.executors import Prepare
 from tests.graph_logs import Log

@@ -21,9 +21,10 @@ from dbo_runtime.devices import open_device
 from dbo_runtime.errors import DboError, ScheduleError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 from dbo_runtime.validate import validate
 from tests.devices import rigs
 from tests.executors import EXECUTORS

@@ -9,9 +9,9 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import alternate
-from dbo_runtime.schedule import lower
 from tests.programs import record_three_lanes
 
 

@@ -22,7 +22,8 @@ if not {*rigs.STREAMS} & {*rigs.find_present()}:
 
 import torch
 
-from dbo_runtime.devices.torch_streams import POOL_STREAMS, StreamDevice, StreamLane
+from dbo_runtime.devices.stream_lane import StreamLane
+from dbo_runtime.devices.torch_streams import POOL_STREAMS, StreamDevice
 
 NUMBERS = torch.arange(64)
 
@@ -306,19 +307,19 @@ def test_reserved_memory_is_enough_for_split_steps(
     def run(tokens: int) -> None:
         executor.run([(torch.ones(tokens, device=device.name),) for _ in range(2)])
 
-    def run_whole(tokens: int) -> None:
+    def run_unsplit(tokens: int) -> None:
         run_sequential([program], [(torch.ones(2 * tokens, device=device.name),)])
 
     gc.collect()  # errors of earlier tests hold tensors in reference cycles
     device.backend.empty_cache()
     weights = device.backend.memory_allocated()
-    taken = device.reserve(lambda: (run_whole(largest), run(largest)))
+    taken = device.reserve(lambda: (run_unsplit(largest), run(largest)))
     peak = device.backend.memory_stats()["allocated_bytes.all.peak"]
     assert peak - weights >= taken
     before = device.backend.memory_reserved()
     for tokens in (largest, largest // 2, largest, largest // 3, largest):
         run(tokens)
-        run_whole(tokens)
+        run_unsplit(tokens)
         device.synchronize()
     grown = device.backend.memory_reserved() - before
     assert 0 < grown <= taken

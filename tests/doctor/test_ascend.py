@@ -29,7 +29,7 @@ torch.npu = Npu()
 def ascend(serving: Surroundings) -> Surroundings:
     """Return an environment with CANN and the vllm-ascend of vLLM's version; torch_npu is up to the test.
 
-    torch has the names that `dbo_runtime.devices.npu` imports beside torch itself.
+    torch has the names that `dbo_runtime.devices.npu` imports besides torch itself.
     """
     home = serving.home / "Ascend" / "cann"
     (home / "aarch64-linux").mkdir(parents=True)

@@ -95,7 +95,7 @@ def test_two_hosts_give_the_same_tokens_and_their_traces_show_lanes_that_overlap
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.usefixtures("nothing_left_behind")
-def test_two_hosts_with_half_of_the_experts_each_run_some_while_tokens_travel() -> None:
+def test_two_hosts_with_half_of_the_experts_each_compute_during_dispatch() -> None:
     words = ["--parallel", "data-expert", "--rate", "1gbit", "--repeat", "1", "--prefills", "2x150"]
     done = run_example("two_hosts.py", *words)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -28,16 +28,16 @@ def main():
 def measure(ops):
     """Walk through all moments at which something starts or ends, and count what runs in between."""
     moments = sorted({time for _, start, end in ops for time in (start, end)})
-    computing = hidden = beside = 0
+    computing = hidden = concurrent = 0
     for left, right in pairwise(moments):
         running = [lane for lane, start, end in ops if start <= left and right <= end]
         others = {lane for lane in running if lane != "compute"}
         computing += (right - left) * ("compute" in running)
-        beside += (right - left) * len(others)
+        concurrent += (right - left) * len(others)
         hidden += (right - left) * len(others) * ("compute" in running)
     total = moments[-1] - moments[0]
     serial = sum(end - start for lane, start, end in ops if lane != "compute")
-    return {"overlap": float(1 - Fraction(total - computing, serial)), "hidden": float(Fraction(hidden, beside))}
+    return {"overlap": float(1 - Fraction(total - computing, serial)), "hidden": float(Fraction(hidden, concurrent))}
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from dbo_runtime.devices import open_device
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.gaps import DRAIN, FILL, HOST, NOTHING_LEFT, START, UNKNOWN, WAIT, Gap, find_gaps, sum_causes
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.policies import alternate, staggered
 from dbo_runtime.program import Program
-from dbo_runtime.schedule import lower
 from tests.programs import record_three_lanes, record_toy
 
 A, B = ("attention", 0), ("attention", 1)
@@ -20,7 +20,7 @@ SECOND = Span("compute", *B, 4.0, 8.0, 0.0)
 
 
 def find_gaps_before(span: Span, *others: Span) -> list[tuple[float, float, str]]:
-    """Return (start, end, cause) of the gaps before a span of lane `comm`, beside two micro-batches on `compute`."""
+    """Return (start, end, cause) of the gaps before a span of lane `comm`, with two micro-batches on `compute`."""
     gaps = find_gaps(Timeline((FIRST, SECOND, *others, span)))
     return [(gap.start, gap.end, gap.cause) for gap in gaps if gap.before == (span.op, span.micro_batch)]
 
@@ -62,7 +62,7 @@ def test_of_one_micro_batch_alone_every_wait_is_part_of_its_way() -> None:
     assert [(gap.lane, gap.cause) for gap in gaps] == [("compute", NOTHING_LEFT), ("comm", DRAIN)]
 
 
-def test_what_nobody_noted_is_not_explained() -> None:
+def test_what_was_not_noted_is_not_explained() -> None:
     gaps = find_gaps(Timeline((Span("compute", *A, 0.0, 1.0), Span("compute", *B, 2.0, 3.0))))
     assert gaps == [Gap("compute", 1.0, 2.0, UNKNOWN, B)]
 

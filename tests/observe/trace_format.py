@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 NUMBERS = (int, float)
-REQUIRED = {  # phase -> what its events must have, beside `name` and `ph`
+REQUIRED = {  # phase -> what its events must have, besides `name` and `ph`
     "X": {"ts": NUMBERS, "dur": NUMBERS, "pid": int, "tid": int, "cat": str},  # complete events
     "i": {"ts": NUMBERS, "pid": int, "tid": int, "s": str},  # instant events
     "s": {"ts": NUMBERS, "pid": int, "tid": int, "id": (str, int), "cat": str},  # where a flow starts

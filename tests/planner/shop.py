@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lowering import lower
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
-from dbo_runtime.schedule import Instruction, Issue, lower
+from dbo_runtime.schedule import Instruction, Issue
 from tests.forward_pass import pass_forward
 
 LANES = {"A": COMPUTE, "C": COMM}

@@ -39,10 +39,10 @@ class Journal:
     def note(self, line: str) -> None:
         self.lines.append(line)
 
-    def watch(self, result: Any) -> Any:
+    def trace(self, result: Any) -> Any:
         """Return a result made of cells: those that are new to an op are given a number each."""
         if isinstance(result, tuple):
-            return tuple(map(self.watch, result))
+            return tuple(map(self.trace, result))
         if isinstance(result, Cell):
             return result
         cell = Cell(result)
@@ -60,7 +60,7 @@ class Journal:
                 if len(op.writes) > 1:
                     return op.fn(*cells)[1:]
                 raise FloatingPointError(op.label)
-            return self.watch(op.fn(*cells))
+            return self.trace(op.fn(*cells))
 
         return replace(op, fn=call)
 
@@ -136,7 +136,7 @@ def run(kind: type[Executor], case: Case, issuing: Mapping[str, Issuing], failin
     journal = Journal()
     device: Any = JournalDevice(journal, issuing)
     schedule = with_ops(case, lambda op: journal.record(op, failing)).lower()
-    inputs = [tuple(map(journal.watch, given)) for given in make_inputs(case)]
+    inputs = [tuple(map(journal.trace, given)) for given in make_inputs(case)]
     try:
         outputs = kind(schedule, device, EventTable(device)).run(inputs, lambda mb: journal.note(f"enter {mb}"))
     except Exception as error:  # noqa: BLE001 - whatever it is, both must raise it

@@ -14,7 +14,7 @@ from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.schedule import Instruction, Schedule, Slot
 from dbo_runtime.validate import validate
 from tests.allocator import find_stolen_blocks
-from tests.oracle import Graph, explain_free, find_faults, find_loose_lanes, find_owners, find_races
+from tests.oracle import Graph, explain_free, find_loose_lanes, find_owners, find_races, find_violations
 from tests.profiles import scale
 from tests.strategies import Case, cases, make_inputs
 
@@ -22,7 +22,7 @@ from tests.strategies import Case, cases, make_inputs
 @settings(max_examples=scale(700))
 @given(cases())
 def test_a_lowered_schedule_is_safe(case: Case) -> None:
-    assert not find_faults(case.lower())
+    assert not find_violations(case.lower())
 
 
 @settings(max_examples=scale(300))

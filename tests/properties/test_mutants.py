@@ -15,7 +15,7 @@ from dbo_runtime.schedule import Schedule
 from dbo_runtime.validate import validate
 from tests.allocator import find_stolen_blocks
 from tests.mutants import BREAKING, HARMLESS, Mutation
-from tests.oracle import find_faults
+from tests.oracle import find_violations
 from tests.profiles import scale
 from tests.strategies import Case, cases
 
@@ -40,7 +40,7 @@ def test_a_mutant_is_refused_exactly_if_it_is_unsafe(mutation: Mutation) -> None
     def check(case: Case, data: st.DataObject) -> None:
         mutant = mutation(case.lower(), data.draw)
         assume(mutant is not None)
-        mismatches = find_faults(mutant)
+        mismatches = find_violations(mutant)
         refusal = get_refusal(mutant)
         assert bool(refusal) == bool(mismatches), mismatches
         if refusal:
@@ -58,7 +58,7 @@ def test_a_mutant_is_refused_exactly_if_it_is_unsafe(mutation: Mutation) -> None
 def test_a_harmless_change_is_accepted(mutation: Mutation, case: Case, data: st.DataObject) -> None:
     mutant = mutation(case.lower(), data.draw)
     assume(mutant is not None)
-    assert not find_faults(mutant)
+    assert not find_violations(mutant)
     validate(mutant)
 
 

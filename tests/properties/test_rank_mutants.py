@@ -9,7 +9,7 @@ import pytest
 from dbo_runtime.devices.multi_rank_simulator import simulate_ranks
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.ranks import validate_ranks
-from tests.rank_mutants import FAULTS, GROUPS, Mismatch, make_plans, plant
+from tests.rank_mutants import FAULTS, GROUPS, Fault, make_plans, plant
 
 RANKS = range(4)
 HARMLESS_TO_THE_DRY_RUN = {2, 4, 5, 7, 8, 9, 11}  # rules against races, risks and wrong sizes: no rank waits for ever
@@ -23,7 +23,7 @@ def test_without_a_fault_the_plans_are_accepted_and_run() -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_on_one_rank_is_refused_with_rank_and_instruction(fault: Mismatch, rank: int) -> None:
+def test_a_fault_on_one_rank_is_refused_with_rank_and_instruction(fault: Fault, rank: int) -> None:
     broken = set()
     for plans in plant(fault, rank, make_plans()):
         with pytest.raises(ScheduleError) as raised:
@@ -43,7 +43,7 @@ def test_a_fault_on_one_rank_is_refused_with_rank_and_instruction(fault: Mismatc
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_dry_run_refuses_the_faults_that_hang(fault: Mismatch, rank: int) -> None:
+def test_the_dry_run_refuses_the_faults_that_hang(fault: Fault, rank: int) -> None:
     for plans in plant(fault, rank, make_plans()):
         if not FAULTS[fault] & HARMLESS_TO_THE_DRY_RUN:
             with pytest.raises(ScheduleError, match=rf"\brank {rank}\b"):

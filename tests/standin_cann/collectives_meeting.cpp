@@ -81,7 +81,7 @@ void Meeting::meet(const std::string& what) {
     announce();
     const auto deadline = Clock::now() + patience_;
     for (;;) {
-        // Read the news before looking round: what happens after the look changes it, and nobody sleeps on old news.
+        // Read the news before looking round: what happens after the look changes it, and no rank sleeps on old news.
         const uint32_t news = table_->news;
         const auto missing = absent(round);
         if (missing.empty()) {

@@ -39,7 +39,7 @@ class Meeting {
 public:
     static constexpr uint32_t kMostRanks = 16;
 
-    // What lies in shared memory. All zeros is a valid beginning, so nobody has to be first.
+    // What lies in shared memory. All zeros is a valid beginning, so no rank has to be first.
     struct Table {
         std::atomic<uint32_t> news;
         std::atomic<uint32_t> arrivals[kMostRanks];

@@ -1,6 +1,6 @@
 """A small decoder with latent attention and experts, in plain torch, whose ops can be slowed down one by one.
 
-`dbo_models.deepseek` takes it apart, so the program is the adapter's own. All experts are on this rank: dispatch and
+`dbo_models.deepseek` decomposes it, so the program is the adapter's own. All experts are on this rank: dispatch and
 combine copy, in the place of communication.
 """
 

@@ -1,4 +1,4 @@
-"""What ranks get to hear when they do not agree, or one does not come, and that nobody waits for ever."""
+"""What ranks are told when they do not agree, or one does not come, and that none waits forever."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def die_while_awaited(rank: Rank) -> None:
 def raise_while_awaited(rank: Rank) -> None:
     if rank.number == 1:
         raise ValueError("rank 1 has had enough")
-    rank.wait_for("what nobody tells")
+    rank.wait_for("what is never told")
 
 
 def add_up(rank: Rank) -> float:

@@ -124,7 +124,7 @@ def come_after_the_current_stream(rank: Rank) -> None:
 
 
 def use_two_communicators_in_turn(rank: Rank) -> None:
-    """The ranks call them in opposite order: whoever depends on the other communicator never ends."""
+    """The ranks call them in opposite order: what depends on the other communicator never ends."""
     groups = [make_ready_group(), make_ready_group()]
     streams = make_streams(2, *groups)
     tensors = [make_tensor(1.0), make_tensor(10.0)]
@@ -198,8 +198,8 @@ def trace_a_call(rank: Rank) -> None:
 def free_what_another_stream_waits_for(rank: Rank, record: bool) -> bool:
     """Whether memory is used again while the collective writes to it; on rank 1 it may have ended by then."""
     group = make_ready_group()
-    home, waiter = make_streams(2, group)
-    with torch.npu.stream(home):
+    owner, waiter = make_streams(2, group)
+    with torch.npu.stream(owner):
         tensor = make_tensor(1.0, LARGE)
         address = tensor.data_ptr()
         if rank.number == 1:
@@ -210,7 +210,7 @@ def free_what_another_stream_waits_for(rank: Rank, record: bool) -> bool:
         if record:
             tensor.record_stream(waiter)
     del tensor, work
-    with torch.npu.stream(home):
+    with torch.npu.stream(owner):
         used_again = torch.empty(LARGE, device=DEVICE).data_ptr() == address
     if rank.number == 0:
         rank.announce("checked")
@@ -251,7 +251,7 @@ def test_hccl_called_directly_runs_on_the_stream_that_it_is_given(pair: Ranks) -
 
 
 def test_a_wait_on_another_stream_keeps_no_memory_unless_that_stream_is_recorded(pair: Ranks) -> None:
-    """By default torch_npu keeps the tensors of a work only until somebody waits for it, whoever that is."""
+    """By default torch_npu keeps the tensors of a work only until something waits for it."""
     used_again, _ = pair.run(free_what_another_stream_waits_for, False)
     assert used_again
     used_again, _ = pair.run(free_what_another_stream_waits_for, True)

@@ -149,7 +149,7 @@ def pass_empty_tensors(rank: Rank) -> None:
 
 
 def meet_at_barrier(rank: Rank) -> None:
-    """Rank 0 is at the barrier, or past it if it holds nobody, before rank 1 is."""
+    """Rank 0 is at the barrier, or past it if it holds no rank, before rank 1 is."""
     if rank.number == 0:
         rank.announce("rank 0 comes")
         dist.barrier()
@@ -191,5 +191,5 @@ def test_three_ranks_get_the_same_bits_as_if_reduced_in_rank_order(trio: Ranks, 
     trio.run(job)
 
 
-def test_a_barrier_lets_nobody_past_before_all_have_come(pair: Ranks) -> None:
+def test_a_barrier_lets_no_rank_past_before_all_have_come(pair: Ranks) -> None:
     pair.run(meet_at_barrier)

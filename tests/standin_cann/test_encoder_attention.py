@@ -14,7 +14,7 @@ from dbo_runtime.vllm_plugin.encoder.host_lengths import make_attention_class
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention, NpuAttention, get_unpadded_kernel
 from tests.standin_cann.cann import StandIn
 
-WINDOWS, UNSPLIT = (16, 16, 8, 16, 8, 8), (40, 32)  # of two images
+WINDOWS, IMAGES = (16, 16, 8, 16, 8, 8), (40, 32)  # of two images
 FULL_BLOCKS = (1, 3)  # of BLOCKS; the others attend within windows
 BLOCKS = 5
 TOLERANCE = 3e-3
@@ -23,12 +23,12 @@ TOLERANCE = 3e-3
 def draw(heads: int, kv_heads: int, size: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(size)
     return [
-        torch.randn(sum(UNSPLIT), count, size, generator=generator).to(torch.float16)
+        torch.randn(sum(IMAGES), count, size, generator=generator).to(torch.float16)
         for count in (heads, kv_heads, kv_heads)
     ]
 
 
-@pytest.mark.parametrize("counts", [WINDOWS, UNSPLIT, (sum(UNSPLIT),)], ids=["windows", "images", "one"])
+@pytest.mark.parametrize("counts", [WINDOWS, IMAGES, (sum(IMAGES),)], ids=["windows", "images", "one"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("size", [32, 64, 72, 80, 120, 128])
 def test_it_is_what_the_cpu_computes(standin: StandIn, size: int, kv_heads: int, counts: Sequence[int]) -> None:
@@ -61,10 +61,10 @@ def test_with_nnal_its_kernel_is_taken(standin: StandIn, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("dbo_runtime.vllm_plugin.platforms.encoder_attention.get_unpadded_kernel", lambda: kernel)
     query, key, value = draw(4, 2, 80)
-    found = NpuAttention(4, 2, 80, 0.1).attend(query.npu(), key.npu(), value.npu(), UNSPLIT)
+    found = NpuAttention(4, 2, 80, 0.1).attend(query.npu(), key.npu(), value.npu(), IMAGES)
     assert torch.equal(found.cpu(), query)
-    assert given["query"].shape == (sum(UNSPLIT), 4, 128)
-    assert given["seq_len"].tolist() == list(UNSPLIT)
+    assert given["query"].shape == (sum(IMAGES), 4, 128)
+    assert given["seq_len"].tolist() == list(IMAGES)
     assert given["seq_len"].device.type == "cpu"
     assert (given["scale_value"], given["num_heads"], given["num_kv_heads"]) == (0.1, 4, 2)
 
@@ -104,19 +104,19 @@ class CopyingAttention:
 
 
 def run_encoder(cls: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Return what all blocks' attention adds up to; metadata is made once, and handed to each by its role."""
+    """Return what all blocks' attention adds up to; metadata is made once, for each attention kind."""
     blocks = [cls(4, 64) for _ in range(BLOCKS)]
     given = [tensor.npu()[None] for tensor in draw(4, 4, 64)]
 
     def forward() -> torch.Tensor:
-        roles = []
-        for counts in (WINDOWS, UNSPLIT):
+        kinds = []
+        for counts in (WINDOWS, IMAGES):
             cu_seqlens = np.array([0, *accumulate(counts)], dtype=np.int32)
             lengths = cls.maybe_compute_seq_lens("npu", cu_seqlens, "npu")
-            roles.append((cls.maybe_recompute_cu_seqlens("npu", cu_seqlens, 256, 1, "npu"), None, lengths))
+            kinds.append((cls.maybe_recompute_cu_seqlens("npu", cu_seqlens, 256, 1, "npu"), None, lengths))
         x = given[0]
         for number, block in enumerate(blocks):
-            x = x + block.forward_oot(x, *given[1:], *roles[number in FULL_BLOCKS])
+            x = x + block.forward_oot(x, *given[1:], *kinds[number in FULL_BLOCKS])
         torch.npu.synchronize()
         return x
 

@@ -211,7 +211,7 @@ def test_memory_statistics_and_the_device_agree(standin: StandIn) -> None:
     torch.npu.synchronize()
     torch.npu.empty_cache()
     before, reserved = torch.npu.memory_allocated(), torch.npu.memory_reserved()
-    others = standin.count_allocated() - reserved  # what torch_npu has taken beside its caching allocator
+    others = standin.count_allocated() - reserved  # what torch_npu has taken besides its caching allocator
     torch.npu.reset_peak_memory_stats()
     tensor = torch.empty(64 << 20, dtype=torch.uint8, device="npu")
     assert torch.npu.memory_allocated() - before >= 64 << 20

@@ -1,4 +1,4 @@
-"""A second compute lane on streams of the real torch_npu: what is beside what, how long it takes, and that waits wait.
+"""A second compute lane on streams of the real torch_npu: what runs when, how long it takes, and that waits wait.
 
 Ops take here what published figures say that they take, in proportion: kernels that do nothing are slowed down.
 """
@@ -22,6 +22,7 @@ from dbo_runtime.devices import open_device
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Outputs, run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
 from dbo_runtime.planner.costs.program_spec import describe_program
@@ -29,7 +30,7 @@ from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 from dbo_runtime.validate import validate
 from tests.latch import GRACE
 from tests.standin_cann.cann import Kernel, StandIn
@@ -182,23 +183,23 @@ def read_trace(kernels: Sequence[Kernel]) -> Timeline:
 
 
 def measure_concurrent(timeline: Timeline, op: str, other: str) -> dict[tuple[str, int], float]:
-    """Return for which seconds *op* ran beside *other* of its micro-batch and layer, by its label and micro-batch."""
+    """Return the seconds that *op* ran with *other* of its micro-batch and layer, by its label and micro-batch."""
     others = {(span.op, span.micro_batch): span for span in timeline.spans}
     found = {}
     for span in timeline.spans:
         layer, _, name = span.op.rpartition(".")
         if name == op:
-            beside = others[f"{layer}.{other}", span.micro_batch]
-            assert beside.lane != span.lane
-            found[span.op, span.micro_batch] = max(min(span.end, beside.end) - max(span.start, beside.start), 0.0)
+            together = others[f"{layer}.{other}", span.micro_batch]
+            assert together.lane != span.lane
+            found[span.op, span.micro_batch] = max(min(span.end, together.end) - max(span.start, together.start), 0.0)
     return found
 
 
-def find_beside(timeline: Timeline, least: float = 0.0) -> set[tuple[str, int]]:
-    """Return which keys ran for more than so much of their time beside queries of their micro-batch and layer."""
+def list_concurrent(timeline: Timeline, least: float = 0.0) -> set[tuple[str, int]]:
+    """Return which keys ran for more than *least* of their time with queries of their micro-batch and layer."""
     lengths = {(span.op, span.micro_batch): span.end - span.start for span in timeline.spans}
-    beside = measure_concurrent(timeline, "keys", "queries")
-    return {which for which, seconds in beside.items() if seconds > least * lengths[which]}
+    together = measure_concurrent(timeline, "keys", "queries")
+    return {which for which, seconds in together.items() if seconds > least * lengths[which]}
 
 
 def list_streams(timeline: Timeline, op: str) -> set[str]:
@@ -220,14 +221,14 @@ def choose(bench: Bench) -> tuple[SplitChoice, Timeline]:
     return choice, planner.draw_timeline(choice.order.schedule, measure_slices(BATCH, choice.slices))
 
 
-# Decodes read all weights for however few tokens, so halves take as long as the whole, and cutting does not pay; where
+# Decodes read all weights for however few tokens, so halves take as long as all of it, and cutting does not pay; where
 # halves take half as long, as in prefills, it does.
 @pytest.mark.parametrize(
     ("parts", "shrinks", "seconds"),
     [(UNSPLIT, False, PUBLISHED), (HALVES, True, PUBLISHED), (UNSPLIT, False, LONG_KEYS)],
     ids=["not cut", "in two", "not cut, long keys"],
 )
-def test_keys_are_beside_queries_where_the_planner_wants_it_and_the_step_takes_what_it_predicted(
+def test_keys_run_with_queries_where_the_planner_wants_it_and_the_step_takes_what_it_predicted(
     standin: StandIn,
     device: Any,
     parts: Sequence[slice],
@@ -242,24 +243,26 @@ def test_keys_are_beside_queries_where_the_planner_wants_it_and_the_step_takes_w
     for _ in range(ATTEMPTS):
         bench.slow_down()
         choice, planned = choose(bench)
-        wanted = find_beside(planned, least=0.5)  # a searched order may put some beside another micro-batch's ops
+        wanted = list_concurrent(planned, least=0.5)  # a searched order may put some with another micro-batch's ops
         assert len(wanted) == LAYERS if parts is UNSPLIT else len(wanted) > LAYERS
         predicted, measured = choice.prediction.split, math.inf
         for number in range(MOST_RUNS):
             step = bench.run(choice.order.schedule)
             assert_same(step.outputs, expected)
-            wanted -= find_beside(step.timeline)
+            wanted -= list_concurrent(step.timeline)
             measured = min(measured, step.seconds)
             fits = not wanted and abs(measured / predicted - 1) <= TOLERANCE
             if fits and number + 1 >= LEAST_RUNS:
                 record_property("ms predicted, and measured", f"{predicted * 1e3:.1f}, {measured * 1e3:.1f}")
                 return
         tried.append((predicted, measured, wanted))
-    pytest.fail(f"(predicted, measured, keys that were not beside queries): {tried}")
+    pytest.fail(f"(predicted, measured, keys that were not concurrent with queries): {tried}")
 
 
 @pytest.mark.parametrize("parts", [UNSPLIT, HALVES], ids=["not cut", "in two"])
-def test_shared_experts_are_beside_gate_and_dispatch(standin: StandIn, device: Any, parts: Sequence[slice]) -> None:
+def test_shared_experts_are_concurrent_with_gate_and_dispatch(
+    standin: StandIn, device: Any, parts: Sequence[slice]
+) -> None:
     bench = Bench(standin, device, parts, shrinks=False)
     programs = [bench.program] * len(parts)
     bench.slow_down()
@@ -269,7 +272,7 @@ def test_shared_experts_are_beside_gate_and_dispatch(standin: StandIn, device: A
 
 
 @pytest.mark.parametrize("parts", [UNSPLIT, HALVES], ids=["not cut", "in two"])
-def test_without_the_lane_nothing_of_a_micro_batch_computes_beside_itself(
+def test_without_the_lane_no_ops_of_a_micro_batch_compute_concurrently(
     standin: StandIn, device: Any, parts: Sequence[slice]
 ) -> None:
     bench = Bench(standin, device, parts, shrinks=False)

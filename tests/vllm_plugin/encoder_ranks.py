@@ -20,7 +20,7 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionTransformer
 from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer
 
-from dbo_runtime.adapter import get_encoder_adapter
+from dbo_runtime.adapter_registry import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
@@ -237,9 +237,9 @@ def compare(family: str, group: Any, seeds: Sequence[int]) -> dict[str, Any]:
             "planned": count_host_reads(lambda: planned(pixels, grids)),
         }
     device.close()
-    weighed = get_encoder_adapter(type(plain).__name__)
-    assert weighed is not None
-    work = [weighed.estimate_flops(plain, grid) for grid in ([1, 4, 4], [1, 8, 8], [2, 8, 8])]
+    adapter = get_encoder_adapter(type(plain).__name__)
+    assert adapter is not None
+    work = [adapter.estimate_flops(plain, grid) for grid in ([1, 4, 4], [1, 8, 8], [2, 8, 8])]
     return {"work": work, "runs": runs, "differing": differing, "statistics": statistics, "reads": reads}
 
 

@@ -52,7 +52,7 @@ LATENT = {  # MLA, in the sizes that vLLM's CPU kernel decodes
 
 
 class Family(NamedTuple):
-    """What a family is called by transformers, and what its config has beside `SIZES`."""
+    """What a family is called by transformers, and what its config has besides `SIZES`."""
 
     model_type: str
     config: dict[str, Any]

@@ -126,7 +126,7 @@ def serve_rank(
 
 
 def find_free_port() -> int:
-    """Return the first of some ports that nobody uses: vLLM takes the next ones for its other groups."""
+    """Return the first of some ports that are not in use: vLLM takes the next ones for its other groups."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

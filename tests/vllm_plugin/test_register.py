@@ -144,7 +144,7 @@ vllm.envs.validate_environ(hard_fail=True)
 print("vllm.v1.worker.worker_base" in sys.modules)
 """
     done = run_fresh("import vllm.plugins, vllm.envs\n" + code, **{ENABLE: "1"})
-    assert done.stdout.splitlines()[-1] == "False"  # nobody has even loaded what would be wrapped
+    assert done.stdout.splitlines()[-1] == "False"  # what would be wrapped is not even loaded
     lines = [line for line in done.stderr.splitlines() if "[dbo_runtime]" in line]
     assert len(lines) == 1
     assert lines[0].startswith("WARNING ")

@@ -1,4 +1,4 @@
-"""Tiny models that see, of random weights, and what they are asked."""
+"""Tiny multimodal models with random weights, and what they are asked."""
 
 from __future__ import annotations
 

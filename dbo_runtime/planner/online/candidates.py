@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 
+from dbo_runtime.lowering import lower
 from dbo_runtime.planner.online.named_order import COMPARED_PERIODS, NamedOrder, RepeatingSchedule
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import PeriodicOrder, PeriodSearch
 from dbo_runtime.planner.search.search import find_order
 from dbo_runtime.policies import Order, get_policy
 from dbo_runtime.program import SIDE, Program
-from dbo_runtime.schedule import lower
 
 MAX_LEAD_LAYERS = 3  # of the staggered orders that are tried
 MAX_SHORT_SEARCH_STATES = 3_000  # of a search with few layers: more improve no order by more than 0.3 %

@@ -17,7 +17,7 @@ def announce_variable() -> None:
 
 
 def pass_settings_on() -> None:
-    """Let Ray hand our settings to its workers: vLLM has it copy only variables with prefixes it knows."""
+    """Let Ray pass our settings to its workers: vLLM has it copy only variables with prefixes it knows."""
     prefixes = [part for part in os.environ.get(RAY_PREFIXES_VARIABLE, "").split(",") if part]
     if PREFIX not in prefixes:
         os.environ[RAY_PREFIXES_VARIABLE] = ",".join([*prefixes, PREFIX])

@@ -1,4 +1,4 @@
-"""Patch upstream bugs of vLLM 0.30.0's CPU build that expert, data and pipeline parallel meet.
+"""Patch upstream bugs of vLLM 0.30.0's CPU build that break expert, data and pipeline parallelism.
 
 None of this is part of overlap: the same bugs stop a model without this package. Each entry of `UPSTREAM_BUGS` has a
 symptom and a test for the bug, and is not patched in a vLLM that has fixed it.

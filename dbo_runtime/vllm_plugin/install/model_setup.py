@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dbo_runtime.adapter import InputAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
-from dbo_runtime.config import RuntimeConfig, name_policy
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError
@@ -13,6 +13,7 @@ from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.declines import warn_declined
 from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
@@ -27,7 +28,6 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, format_ranks, 
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, any_stage
-from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.unsupported import check_config
@@ -70,7 +70,7 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     if not any_stage(is_split):
         return
     collectives.connect()  # on all stages: making a communicator takes every rank of vLLM's world
-    served = ServedModel()
+    served = ServedModel(rank)
     if is_split:
         device = rank.platform.open_device(collectives.process_groups, config, rank.log)
         metrics = _open_metrics(rank)
@@ -96,15 +96,10 @@ def _record_model(
     decline = check_config(rank.vllm_config) or check_stage(adapter, rank.stage) or adapter.decline(model)
     if decline is not None:
         return decline
-    program = record_program(adapter, model, collectives, has_side_lane(rank.platform, rank.config))
+    program = record_program(adapter, model, collectives, rank.platform.opens_side_lane(rank.config))
     if isinstance(program, Decline):
         return program
     return rank.stage.check_program(program) or program
-
-
-def has_side_lane(platform: Platform, config: RuntimeConfig) -> bool:
-    """Return whether a model's ops may be on a second compute lane."""
-    return config.side == "on" or (config.side == "auto" and platform.has_side_lane)
 
 
 def check_stage(adapter: ModelAdapter, stage: Stage) -> Decline | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dbo_runtime.errors import ConfigError
+
 if TYPE_CHECKING:  # vLLM imports the worker extension, and with it this module, before its platform has patched vLLM
     from vllm.model_executor.models.interfaces_base import VllmModel
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:  # vLLM imports the worker extension, and with it this module,
     from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
     from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
     from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
+    from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
     from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
 _ATTRIBUTE = "_dbo_served_model"
@@ -22,12 +25,14 @@ class ServedModel:
     """What belongs to one loaded model. It is stored on the model instance; see `get_served_model`.
 
     Attributes:
+        rank: what it is served with, with the settings that were read at start.
         forward: splits steps, with its runtime, decider and telemetry; None if steps of this rank are not split.
         encoder: splits forwards of the vision encoder; None if there is none, or it is not split.
         costs: gives the runtime the costs that it plans by.
         compiler: compiles the program's ops before serving; None if they run eager.
     """
 
+    rank: RankContext
     forward: SplitForward | None = None
     encoder: SplitEncoder | None = None
     costs: CostSource | None = None
@@ -54,7 +59,17 @@ class ServedModel:
             self.encoder.start_serving()
 
     def configure(self, config: RuntimeConfig) -> None:
-        """Obey other settings from the next step on."""
+        """Obey other settings from the next step on.
+
+        Raises:
+            ConfigError: if they ask for the second compute lane, and it was not opened at start.
+        """
+        platform = self.rank.platform
+        if platform.opens_side_lane(config) and not platform.opens_side_lane(self.rank.config):
+            raise ConfigError(
+                f"DBO_SIDE={config.side}: the second compute lane was not opened at start, and cannot be opened later. "
+                f"Set DBO_SIDE={config.side} in the server's environment and start again."
+            )
         for split in (self.forward, self.encoder):
             if split is not None:
                 split.runtime.config = config

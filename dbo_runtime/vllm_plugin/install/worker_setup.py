@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from dbo_runtime.adapter import get_adapter
+from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.api.groups import get_groups
@@ -34,7 +34,7 @@ def set_up_worker(worker: WorkerBase, config: RuntimeConfig, quiet: bool) -> Non
 
 
 def _patch_cpu_build(parallel: ParallelConfig, platform: Platform, quiet: bool) -> None:
-    """Patch the upstream bugs that expert, data and pipeline parallel meet on CPU, with overlap or without."""
+    """Patch the upstream bugs that break expert, data and pipeline parallelism on CPU, split or not."""
     sizes = parallel.data_parallel_size, parallel.pipeline_parallel_size
     if not platform.needs_cpu_patches or not (parallel.enable_expert_parallel or max(sizes) > 1):
         return

@@ -37,7 +37,7 @@ class Platform:
         has_device: whether `dbo_runtime.devices` has a device of this name.
         is_proven: whether split steps of vLLM have been compared with unsplit ones on it.
         notice: what to log at start about this platform; empty if nothing.
-        has_side_lane: whether ops are put on a second compute lane where DBO_SIDE=auto.
+        has_side_lane: whether a second compute lane is opened where DBO_SIDE=auto.
         exchanges_sizes_separately: whether `all_to_all` exchanges sizes in an op of its own. With streams the host
             issues other ops meanwhile; on the CPU the lane itself waits, and the tokens leave earlier without.
         host_computes: whether the threads that issue ops compute them as well.
@@ -73,6 +73,10 @@ class Platform:
         if unproven is None or config.check:
             return None
         return Decline(unproven.reason, f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
+
+    def opens_side_lane(self, config: RuntimeConfig) -> bool:
+        """Return whether a second compute lane is opened for ops, when a server starts with these settings."""
+        return config.side == "on" or (config.side == "auto" and self.has_side_lane)
 
     def check_version(self) -> Decline | None:
         """Return why the installed version of a platform's plugin is not served split, or None."""

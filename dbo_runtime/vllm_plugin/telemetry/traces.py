@@ -10,11 +10,11 @@ from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.schedule import lower
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 
 if TYPE_CHECKING:

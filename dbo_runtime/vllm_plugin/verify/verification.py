@@ -16,7 +16,8 @@ from unittest.mock import patch
 import torch
 from vllm import forward_context
 
-from dbo_runtime.adapter import POSITIONS, InputAdapter, ModelAdapter, X, get_adapter, record_program
+from dbo_runtime.adapter import POSITIONS, InputAdapter, ModelAdapter, X, record_program
+from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import ENABLE
 from dbo_runtime.decline import Decline, DeclineError

@@ -13,7 +13,7 @@ from tests.ascend.operators.checks import Tensors, put
 
 
 def make_table(generator: torch.Generator, lengths: Sequence[int], block_size: int) -> torch.Tensor:
-    """Give each request blocks, in no order; block 0 is nobody's, and what fills up the table."""
+    """Give each request blocks, in no order; block 0 belongs to none, and fills up the table."""
     counts = [-(-length // block_size) for length in lengths]
     table = torch.zeros(len(lengths), max([1, *counts]) + 1, dtype=torch.int32)
     blocks = (1 + torch.randperm(sum(counts), generator=generator)).int()

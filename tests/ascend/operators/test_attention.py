@@ -118,8 +118,8 @@ def test_heads_share_keys_that_are_packed_or_in_a_cache(
     assert_near(sums[..., 0], expected_sums, HALF)
 
 
-def test_a_row_is_the_same_to_the_bit_beside_any_others(standin: StandIn) -> None:
-    """What makes a step that is split equal to a whole one."""
+def test_a_row_has_the_same_bits_whatever_the_other_rows_are(standin: StandIn) -> None:
+    """What makes a step that is split equal to an unsplit one."""
     generator = make_generator(3)
     tokens, lengths = 40, [23, 40]
     query, key, value = (draw(generator, tokens, 4, 16) for _ in range(3))

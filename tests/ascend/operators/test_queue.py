@@ -35,7 +35,7 @@ def test_an_operator_computes_when_its_stream_comes_to_it(gate: StreamGate, case
 
 
 def test_a_result_is_not_there_before_its_stream_goes_on(gate: StreamGate) -> None:
-    """Whoever does not wait reads what was there before."""
+    """A reader that does not wait reads what was there before."""
     stream, waiting, hasty = make_streams(3)
     *tensors, out = put(*DECODE.list_tensors(), torch.full((4, 2, 1, 16), ABSENT, dtype=HALF))
     torch.npu.synchronize()

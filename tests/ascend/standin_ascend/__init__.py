@@ -1,4 +1,4 @@
-"""What the Python of vllm-ascend needs beside the real torch_npu, for tests without an NPU.
+"""What the Python of vllm-ascend needs besides the real torch_npu, for tests without an NPU.
 
 vLLM loads it as a plugin in each of its processes. It does nothing unless STANDIN_ASCEND is set.
 """

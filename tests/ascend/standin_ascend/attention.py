@@ -16,7 +16,7 @@ import torch
 from standin_ascend.kernels import launch, refuse
 
 NO_MASK = 0  # sparse mode, where there is no mask
-BOTTOM_RIGHT = 3  # sparse mode: causal, with the last query beside the last key
+BOTTOM_RIGHT = 3  # sparse mode: causal, with the last query at the last key
 HARMLESS = "softmax_lse_flag", "inner_precise", "pre_tokens", "next_tokens"  # the last two are for other sparse modes
 
 

@@ -1,4 +1,4 @@
-"""Operators of models that see: rotary embedding of patches, and attention of dense decoders, whose cache has pages.
+"""Operators of multimodal models: rotary embedding of patches, and attention of dense decoders, whose cache has pages.
 
 See attention.py for how they are made.
 """

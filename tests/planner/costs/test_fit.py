@@ -145,7 +145,7 @@ def test_what_is_exactly_linear_is_reproduced(fixed: float, per_token: float, si
         assert errors["op"] < 1e-5
 
 
-def test_ops_are_fitted_apart() -> None:
+def test_ops_are_fitted_separately() -> None:
     samples = [*measure(LINE, PROMPTS), *(sample._replace(op="other") for sample in measure(REDUCE, PROMPTS))]
     costs, errors = fit_costs(samples, 14336)
     assert costs.keys() == errors.keys() == {"op", "other"}

@@ -124,14 +124,14 @@ def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch,
     density = Density(2.0, pair=0.5, context_pair=0.5)
     unsplit = density.estimate_seconds(measure_slices(batch, slice_batch(batch, ()))[0])
 
-    def weigh_before(offset: int) -> float:
+    def measure_before(offset: int) -> float:
         if offset == batch.tokens:
             return unsplit
         return density.estimate_seconds(measure_slices(batch, slice_batch(batch, (offset,)))[0])
 
     for part, target in enumerate(balance_targets(BatchSums(batch, density), parts), 1):
-        assert weigh_before(target) >= unsplit * part / parts - 1e-6
-        assert target == 1 or weigh_before(target - 1) < unsplit * part / parts + 1e-6
+        assert measure_before(target) >= unsplit * part / parts - 1e-6
+        assert target == 1 or measure_before(target - 1) < unsplit * part / parts + 1e-6
 
 
 def test_the_density_is_what_all_layers_add_up_to() -> None:

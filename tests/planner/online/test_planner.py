@@ -300,7 +300,7 @@ def test_a_batch_that_was_seen_is_decided_by_the_same_object_until_something_is_
         assert again == first
 
 
-def test_settings_are_remembered_apart() -> None:
+def test_settings_are_remembered_separately() -> None:
     planner = open_planner()
     assert len(split(planner, PROMPT, replace(ALWAYS, micro_batches=2)).slices) == 2
     assert len(split(planner, PROMPT, replace(ALWAYS, micro_batches=3)).slices) == 3

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
@@ -26,7 +27,6 @@ from dbo_runtime.planner.whatif.published_cases import get_case
 from dbo_runtime.planner.whatif.scale import set_layers
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import SIDE, Program, ProgramBuilder
-from dbo_runtime.schedule import lower
 from tests.planner.machines import make_table
 from tests.planner.shop import Shop, do_nothing, find_least_end, simulate_order
 from tests.profiles import scale

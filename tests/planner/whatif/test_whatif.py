@@ -434,8 +434,8 @@ def test_a_sweep_is_a_prediction_at_each_point() -> None:
 
 def test_a_sweep_of_tokens_resizes_the_step() -> None:
     cells = sweep(make_pair(), make_prompts(500, 500), IN_TWO, ("tokens",))
-    wholes = [cell.prediction.unsplit for cell in cells if cell.prediction]
-    assert wholes == pytest.approx([tokens * 4e-6 for tokens in GRIDS["tokens"]])
+    unsplit = [cell.prediction.unsplit for cell in cells if cell.prediction]
+    assert unsplit == pytest.approx([tokens * 4e-6 for tokens in GRIDS["tokens"]])
 
 
 def test_faster_networks_leave_less_to_hide() -> None:

@@ -21,7 +21,7 @@ constexpr int kInvalidArgument = 161002;  // CANN's ACLNN_ERR_PARAM_INVALID
 }  // namespace
 
 int plan(const char* name, Kernel kernel, uint64_t* workspace_size, aclOpExecutor** executor) {
-    // Whoever called may be in inference mode, and its tensors may be changed by one who is in it, too.
+    // The caller may be in inference mode, and its tensors may be changed by one that is in it, too.
     Kernel in_mode = [kernel = std::move(kernel)] {
         const c10::InferenceMode guard;
         kernel();

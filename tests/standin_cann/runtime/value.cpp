@@ -32,13 +32,13 @@ bool is_met(const uint64_t* word, uint64_t value, uint32_t condition) {
     }
 }
 
-// Poll, because nobody says when a word is written: a kernel may write it too. Throws after a while: a test that
+// Poll, because nothing says when a word is written: a kernel may write it too. Throws after a while: a test that
 // forgets to write shall fail, not hang.
 void wait_for_value(const uint64_t* word, uint64_t value, uint32_t condition) {
     auto end = std::chrono::steady_clock::now() + get_wait_limit();
     while (!is_met(word, value, condition) && !has_given_up()) {
         if (std::chrono::steady_clock::now() > end) {
-            throw std::runtime_error("nobody wrote the value within NPU_STANDIN_WAIT_SECONDS");
+            throw std::runtime_error("the value was not written within NPU_STANDIN_WAIT_SECONDS");
         }
         std::this_thread::sleep_for(POLL_INTERVAL);
     }

@@ -62,7 +62,7 @@ def test_an_op_gives_what_it_gives_eager(compiling: Engine, tokens: int) -> None
     for label, function in find_functions(compiling).items():
         x, residual = torch.randn(2, tokens, hidden)
         if label.endswith("attention"):
-            continue  # means nothing without requests; whole steps are compared below
+            continue  # means nothing without requests; steps are compared below
         given = (x,) if label.endswith("mlp") or label == "L0.attn_norm" else (x, residual)
         assert function.fits(given) is (tokens > 1)
         with set_forward_context(None, compiling.runner.vllm_config, num_tokens=tokens, skip_compiled=True):
@@ -88,10 +88,10 @@ def test_what_does_not_fit_runs_eager(compiling: Engine) -> None:
     assert not norm.fits((x, x[:4]))
 
 
-def test_split_steps_equal_whole_ones(compiling: Engine) -> None:
+def test_split_steps_equal_unsplit_ones(compiling: Engine) -> None:
     prompts, split = [make_prompt(length, length) for length in (33, 2, 64, 401, 7)], compiling.count_split()
     arrive = (0, 0, 1, 2, 2)
-    compiling.configure(**CHECKED)  # each split step is compared with the compiled whole one
+    compiling.configure(**CHECKED)  # each split step is compared with the compiled unsplit one
     ours = compiling.generate(prompts, tokens=4, arrive=arrive)
     assert compiling.count_split() > split
     compiling.configure(DBO_MODE="off")
@@ -151,7 +151,7 @@ def test_only_what_vllm_compiles_is_compiled(changes: dict[str, Any], reason: st
     assert found is None if reason is None else reason in str(found)
 
 
-def test_ops_beside_each_other_are_not_compiled() -> None:
+def test_concurrent_ops_are_not_compiled() -> None:
     p = ProgramBuilder(has_side=True)
     x = p.input("x")
     program = p.build(p.side("attn_norm", lambda x: x, x))

@@ -21,7 +21,7 @@ from dbo_runtime.vllm_plugin.alternatives import generic
 from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapter
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results
 from tests.vllm_plugin.end_to_end.test_equivalence import run_cut
-from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_says_what_whole_does
+from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_answers_as_unsplit
 from tests.vllm_plugin.engine import Engine
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import find_backend, make_family
@@ -95,15 +95,15 @@ def test_micro_batches_in_turns_come_to_what_the_forward_does(adapter: GenericAd
     program = record(adapter, model)
     inputs = [(torch.randn(tokens, 4), torch.arange(tokens)) for tokens in (3, 5)]
     wanted = [model.forward(None, positions, None, x) for x, positions in inputs]
-    for (result,), whole in zip(run_sequential([program] * 2, inputs), wanted, strict=True):
-        assert torch.allclose(result, whole)
+    for (result,), unsplit in zip(run_sequential([program] * 2, inputs), wanted, strict=True):
+        assert torch.allclose(result, unsplit)
     values: list[dict[Any, Any]] = [dict(zip(program.inputs, given, strict=True)) for given in inputs]
     for op in program.ops:  # op by op in turns, so that both are always on their way
         for own in values:
             result = op.fn(*(own[value] for value in op.reads))
             own.update(zip(op.writes, result if len(op.writes) > 1 else (result,), strict=True))
-    for own, whole in zip(values, wanted, strict=True):
-        assert torch.allclose(own[program.outputs[0]], whole)
+    for own, unsplit in zip(values, wanted, strict=True):
+        assert torch.allclose(own[program.outputs[0]], unsplit)
 
 
 class StageModel(Model):
@@ -131,10 +131,10 @@ def test_a_stage_of_a_pipeline_takes_and_hands_on_by_name(adapter: GenericAdapte
     assert {op.layer for op in program.ops} - {None} == set(stage.layers)
     x, positions, embedded = torch.randn(5, 4), torch.arange(5), torch.randn(5, 4)
     handed = None if stage.is_first else IntermediateTensors({"hidden_states": x, "embedded": embedded})
-    whole = model.forward(None, positions, handed, x if stage.is_first else None)
+    unsplit = model.forward(None, positions, handed, x if stage.is_first else None)
     inputs = [(x[part], positions[part], *(() if stage.is_first else (embedded[part],))) for part in PARTS]
     split = stage.join(program, run_sequential([program] * 2, inputs))
-    found, wanted = name_results(split), name_results(whole)
+    found, wanted = name_results(split), name_results(unsplit)
     assert found.keys() == wanted.keys()
     assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
 
@@ -171,7 +171,9 @@ def test_a_forward_that_sums_another_number_of_times_is_refused(
         run_sequential([program], [(torch.randn(2, 4), torch.arange(2))])
 
 
-def test_a_forward_that_never_sums_or_communicates_otherwise_runs_whole(adapter: GenericAdapter, group: Group) -> None:
+def test_a_forward_that_never_sums_or_communicates_otherwise_runs_unsplit(
+    adapter: GenericAdapter, group: Group
+) -> None:
     assert "sums nothing over ranks" in str(record(adapter, Model(group, sums=0)))
     model = Model(group)
     sum_only = model.forward
@@ -179,7 +181,7 @@ def test_a_forward_that_never_sums_or_communicates_otherwise_runs_whole(adapter:
     assert "a forward with other collectives (all_gather)" in str(record(adapter, model))
 
 
-def test_a_forward_that_fails_on_trial_runs_whole(adapter: GenericAdapter, group: Group) -> None:
+def test_a_forward_that_fails_with_a_few_tokens_runs_unsplit(adapter: GenericAdapter, group: Group) -> None:
     model = Model(group)
     model.forward = lambda *given: 1 / 0  # type: ignore[method-assign]
     assert "fails with a few tokens (2 tokens: ZeroDivisionError" in str(record(adapter, model))
@@ -213,8 +215,8 @@ def granite(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Itera
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_model_without_an_adapter_says_split_what_it_says_whole(granite: Engine) -> None:
-    assert_split_says_what_whole_does(granite)
+def test_a_model_without_an_adapter_answers_split_as_unsplit(granite: Engine) -> None:
+    assert_split_answers_as_unsplit(granite)
     granite.llm.collective_rpc("dbo_request_timeline")
     run_cut(granite, PREFILL_CUTS[0], PROMPTS)
     for found in granite.llm.collective_rpc("dbo_timeline"):  # recorded like any other

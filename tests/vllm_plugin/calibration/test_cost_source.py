@@ -147,7 +147,7 @@ def test_the_settings_ask_for_a_calibration_that_is_written(
     forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "costs.json"
-    path.write_text("an old file, which nobody reads")
+    path.write_text("an old file, which is not read")
     monkeypatch.setattr(cost_source, "measure", lambda *_: found)
     get_costs(forward).prepare(RuntimeConfig(calibrate=True, costs=str(path)))
     assert forward.runtime.planner is not None
@@ -402,18 +402,21 @@ def make_steps(sizes: tuple[int, ...], spread: tuple[float, ...] = (1.0,)) -> li
     planner = Planner(PROGRAM, replace(TABLE, host=HostCost(handover=HANDOVER)))
     steps = []
     for tokens in sizes:
-        whole, half = BatchFeatures(tokens), BatchFeatures(tokens // 2)
-        seconds = {"unsplit": planner.predict_unsplit(whole), "alternate": planner.predict_split([half] * 2, ALTERNATE)}
+        unsplit, half = BatchFeatures(tokens), BatchFeatures(tokens // 2)
+        seconds = {
+            "unsplit": planner.predict_unsplit(unsplit),
+            "alternate": planner.predict_split([half] * 2, ALTERNATE),
+        }
         for factor in spread:
             steps.append(StepSample("sequential", (half, half), 1.0, HANDOVERS * HANDOVER * factor))
-            for way, loads in (("unsplit", (whole,)), ("alternate", (half, half))):
-                taken = seconds[way] + FIXED[way] + PER_TOKEN[way] * tokens
-                steps.append(StepSample(way, loads, taken * factor, 0.0))
+            for mode, loads in (("unsplit", (unsplit,)), ("alternate", (half, half))):
+                taken = seconds[mode] + FIXED[mode] + PER_TOKEN[mode] * tokens
+                steps.append(StepSample(mode, loads, taken * factor, 0.0))
     return steps
 
 
 @pytest.mark.parametrize("spread", [(1.0,), (0.9, 1.0, 1.2)])
-def test_what_steps_take_beside_their_ops_is_found_again(spread: tuple[float, ...]) -> None:
+def test_what_steps_take_besides_their_ops_is_found_again(spread: tuple[float, ...]) -> None:
     table, errors = fit_steps(TABLE, PROGRAM, make_steps((64, 512, 4096), spread))
     host = table.host
     assert host.handover == pytest.approx(HANDOVER)
@@ -424,17 +427,17 @@ def test_what_steps_take_beside_their_ops_is_found_again(spread: tuple[float, ..
     worst = 0.0 if len(spread) == 1 else 1 / 9  # of 0.9, 1.0 and 1.2 times: 1/9, 0 and 1/6 of what was measured
     assert errors == pytest.approx({"unsplit": worst, "split": worst}, abs=1e-9)
     assert replace(table, host=TABLE.host, split_error=0.0) == TABLE
-    assert table.split_error == pytest.approx(0.0, abs=1e-9)  # each turn's whole and split step are off alike
+    assert table.split_error == pytest.approx(0.0, abs=1e-9)  # each round's unsplit and split step are off alike
 
 
 def test_what_split_steps_take_longer_than_predicted_is_told_by_the_time_that_they_take() -> None:
-    def run(way: str, seconds: float) -> StepSample:
-        return StepSample(way, (BatchFeatures(8),), seconds, 0.0)
+    def run(mode: str, seconds: float) -> StepSample:
+        return StepSample(mode, (BatchFeatures(8),), seconds, 0.0)
 
     def measure(*steps: tuple[float, float]) -> float:
-        """Return the error where steps take so long whole, and so many times as long split; half is predicted."""
-        whole = [(run("unsplit", seconds), 1.0) for seconds, _ in steps]
-        return compute_split_error(whole, [(run("alternate", seconds * ratio), 0.5) for seconds, ratio in steps])
+        """Return the error where steps take so long unsplit, and so many times as long split; half is predicted."""
+        unsplit = [(run("unsplit", seconds), 1.0) for seconds, _ in steps]
+        return compute_split_error(unsplit, [(run("alternate", seconds * ratio), 0.5) for seconds, ratio in steps])
 
     assert measure() == 0.0
     assert measure((1.0, 0.6)) == pytest.approx(0.2)

@@ -96,12 +96,12 @@ def test_shapes_tell_fixed_costs_from_those_of_tokens_and_of_pairs() -> None:
 
 @given(shapes)
 def test_parts_of_a_shape_are_its_tokens_and_pairs(shape: Shape) -> None:
-    whole = shape.measure_features()
+    unsplit = shape.measure_features()
     for cut in shape.cuts:
         parts = shape.measure_parts(cut)
         assert all(part.tokens > 0 for part in parts)
-        assert sum(part.tokens for part in parts) == whole.tokens == shape.total
-        assert sum(map(count_pairs, parts)) == count_pairs(whole)
+        assert sum(part.tokens for part in parts) == unsplit.tokens == shape.total
+        assert sum(map(count_pairs, parts)) == count_pairs(unsplit)
 
 
 def test_a_shape_is_cut_in_the_middle_and_near_its_end() -> None:
@@ -148,8 +148,8 @@ def test_a_round_is_expected_to_take_what_the_first_did_and_more_with_more_token
 
 def test_of_ranks_the_mean_computation_and_the_shortest_communication_count() -> None:
     load = BatchFeatures(4, 10)
-    compute = [Sample("mlp", "compute", load, seconds, beside) for seconds, beside in ((3.0, 1.0), (5.0, 0.0))]
-    comm = [Sample("reduce", "comm", load, seconds, beside) for seconds, beside in ((3.0, 1.0), (2.0, 0.5))]
+    compute = [Sample("mlp", "compute", load, seconds, concurrent) for seconds, concurrent in ((3.0, 1.0), (5.0, 0.0))]
+    comm = [Sample("reduce", "comm", load, seconds, concurrent) for seconds, concurrent in ((3.0, 1.0), (2.0, 0.5))]
     assert merge_ranks(compute) == Sample("mlp", "compute", load, 4.0, 0.5)
     assert merge_ranks(comm) == comm[1]
 

@@ -126,7 +126,7 @@ def test_every_field_of_a_slice_is_that_of_its_tokens(cuts: tuple[int, ...]) -> 
     assert [as_dict(part) for part in parts] == [expect(*edge) for edge in pairwise(edges)]
 
 
-def test_slicing_leaves_the_whole_as_it_was() -> None:
+def test_slicing_leaves_the_original_as_it_was() -> None:
     common = make_common()
     before = copy.deepcopy(as_dict(common))
     for part in slice_common(common, cut(6, 11)):
@@ -502,7 +502,7 @@ def test_a_context_without_a_mask_gives_contexts_without() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_metadata_is_built_once_for_each_slice_with_the_arguments_of_the_whole() -> None:
+def test_metadata_is_built_once_for_each_slice_with_the_arguments_of_the_original() -> None:
     common = make_common()
     parts = split(make_context(build(make_group(), common, fast_build=True)), 6, 11)
     for part, expected in zip(parts, slice_common(common, cut(6, 11)), strict=True):

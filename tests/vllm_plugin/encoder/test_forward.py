@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.adapter import get_encoder_adapter
+from dbo_runtime.adapter_registry import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
@@ -56,7 +56,7 @@ def count_operations(family: str, ranks: int) -> list[float]:
     [(2, 12), pytest.param(1, 200, marks=pytest.mark.slow), pytest.param(2, 200, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planned_cut_or_whole_embeddings_are_vllms_own(
+def test_planned_split_or_unsplit_embeddings_are_vllms_own(
     tmp_path: Path, family: str, ranks: int, batches: int, engines: Engines
 ) -> None:
     found = compare_on_ranks(engines, ranks, tmp_path, family, batches)
@@ -68,7 +68,7 @@ def test_planned_cut_or_whole_embeddings_are_vllms_own(
         assert rank["statistics"]["split"] > 2 * batches
         assert set(rank["statistics"]["declined"]) <= {"one image cannot be cut", "images cannot be shared out"}
         assert rank["work"] == count_operations(family, ranks)
-        # vLLM's own reads lengths in each of the four blocks. What is left reads, once a role, what the host has.
+        # vLLM's own reads lengths in each of the four blocks. What is left reads what the host has, once a kind.
         assert rank["reads"]["plain"]["tolist"] == 4
         assert "tolist" not in rank["reads"]["planned"]
         assert sum(rank["reads"]["planned"].values()) == (4 if family == "qwen2.5" else 0)
@@ -86,11 +86,11 @@ class Doubling(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.whole: list[Any] = []
+        self.unsplit: list[Any] = []
         self.statements: list[str] = []
 
     def forward(self, x: torch.Tensor, grid_thw: Any, *, encoder_metadata: Any = None) -> torch.Tensor:
-        self.whole.append(grid_thw)
+        self.unsplit.append(grid_thw)
         return x * 2
 
 
@@ -138,14 +138,14 @@ def make_patches(grids: Sequence[Sequence[int]] = GRIDS) -> torch.Tensor:
     ("parts", "shares"),
     [(2, [GRIDS[:2], GRIDS[2:]]), (3, [GRIDS[:1], GRIDS[1:2], GRIDS[2:]])],
 )
-def test_images_are_shared_out_by_work_and_stay_whole(parts: int, shares: list[Any]) -> None:
+def test_images_are_shared_out_by_work_and_not_cut_inside(parts: int, shares: list[Any]) -> None:
     adapter = DoublingAdapter()
     encoder = make_split(adapter, RuntimeConfig(enabled=True, mode="always", micro_batches=parts))
     for given in (GRIDS, torch.tensor(GRIDS)):
         adapter.split.clear()
         assert torch.equal(encoder(make_patches(), given), make_patches() * 2)
         assert adapter.split == shares
-    assert encoder.whole == []
+    assert encoder.unsplit == []
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_what_cannot_be_cut_is_handed_to_vllm_as_it_came(
     encoder.forward.runtime.decline = declined.append
     x = torch.ones(patches, 1)
     assert torch.equal(encoder(x, grids, **given), x * 2)
-    assert (encoder.whole, adapter.split) == ([grids], [])
+    assert (encoder.unsplit, adapter.split) == ([grids], [])
     assert list(map(str, declined)) == [reason]
 
 
@@ -195,12 +195,12 @@ def test_a_wrong_program_is_found_out_by_a_check() -> None:
     with pytest.raises(SplitError, match=r"split and unsplit embeddings of images differ by .* cuts at \[20\]"):
         encoder(make_patches(), GRIDS)
     encoder(make_patches(GRIDS[:1]), GRIDS[:1])
-    split, whole = encoder.statements  # which all ranks compare
+    split, unsplit = encoder.statements  # which all ranks compare
     assert split.endswith(", cuts at [20]")
-    assert whole == "one image cannot be cut"
+    assert unsplit == "one image cannot be cut"
 
 
-def test_a_thumbnail_beside_a_page_is_not_worth_it() -> None:
+def test_a_thumbnail_and_a_page_are_not_worth_splitting() -> None:
     grids = [[1, 40, 40], [1, 2, 2]]
     encoder = make_split(DoublingAdapter(), RuntimeConfig(enabled=True, mode="auto"))
     encoder(make_patches(grids), grids)
@@ -253,7 +253,7 @@ def test_a_feature_of_vllm_ascend_that_splitting_does_not_support_speaks_against
     assert isinstance(record_encoder(model, make_config(), platform, collectives), EncoderProgram)
 
 
-def test_an_encoder_of_a_class_that_nobody_registered_runs_whole() -> None:
+def test_an_encoder_of_a_class_that_is_not_registered_runs_unsplit() -> None:
     collectives: Any = ToyCollectives()
     found = record_encoder(torch.nn.ModuleList([Doubling()]), make_config(), CPU, collectives)
     assert found == Decline("no adapter is registered for the encoder")
@@ -310,7 +310,7 @@ ENDS = np.array([0, 4, 8, 12], dtype=np.int32)
 
 
 @pytest.mark.parametrize("shape", [(1, 12, 8), (2, 6, 2, 4), (1, 12, 2, 4)])
-def test_attention_that_was_not_planned_is_left_to_whoever_had_it(shape: tuple[int, ...]) -> None:
+def test_attention_that_was_not_planned_is_left_to_vllm(shape: tuple[int, ...]) -> None:
     attention, query = make_attention(), torch.ones(shape)
     lengths = None if shape == (1, 12, 2, 4) else make_lengths(ENDS)
     assert attention.forward_cpu(query, query, query, None, None, lengths) is query

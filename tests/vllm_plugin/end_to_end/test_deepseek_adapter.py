@@ -12,11 +12,12 @@ import pytest
 
 import dbo_models.deepseek
 from dbo_models.deepseek import DeepseekAdapter
-from dbo_runtime.adapter import GROUP, check_adapter, get_adapter
+from dbo_runtime.adapter_registry import GROUP, check_adapter, get_adapter
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
 from dbo_runtime.render import parse, render
-from dbo_runtime.schedule import Schedule, lower
+from dbo_runtime.schedule import Schedule
 from dbo_runtime.validate import validate
 from tests.vllm_plugin.engine import Engine
 
@@ -91,7 +92,7 @@ def make_model(dtype: str = "torch.bfloat16", layers: Any = (), **config: Any) -
     ],
     ids=["plain attention", "sparse", "scaled", "fp16", "unknown MLP"],
 )
-def test_it_declines_what_it_cannot_take_apart(model: SimpleNamespace, reason: str) -> None:
+def test_it_declines_what_it_cannot_decompose(model: SimpleNamespace, reason: str) -> None:
     assert reason in str(DeepseekAdapter().decline(model))
 
 
@@ -150,7 +151,7 @@ def test_the_program_takes_tokens_and_positions_and_gives_hidden_states(program:
     assert all(program.inputs[1] in op.reads for op in program.ops if op.name == "attention")
 
 
-def test_every_reduce_of_one_micro_batch_stands_beside_computation_of_the_other(schedule: Schedule) -> None:
+def test_every_reduce_of_one_micro_batch_overlaps_computation_of_the_other(schedule: Schedule) -> None:
     """Between a reduce and the op that waits for it, the other micro-batch computes: that is what overlaps."""
     steps = schedule.instructions
     for number, step in enumerate(steps):

@@ -23,7 +23,7 @@ from tests.vllm_plugin.end_to_end.test_equivalence import (
     PROMPTS,
     assert_close,
     run_cut,
-    run_whole,
+    run_unsplit,
 )
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import Engines
@@ -37,20 +37,20 @@ EDGES = [list(accumulate(own))[:-1] for own in LENGTHS]
 TURNS = 20
 ARRIVALS = ((0, 0, 2, 2, 3), (0, 1, 1, 2, 4, 4))
 
-# What does not depend on how tokens travel is tried with one way.
+# What does not depend on how tokens are dispatched is tested with one way.
 one_dispatch = pytest.mark.parametrize("data_parallel", ["all_gather"], indirect=True)
 
 
 @pytest.mark.parametrize("cuts", [(edge,) for edge in BOUNDARIES] + [(17,), (263,), (100, 300), (96, 160, 320)])
 def test_tensor_and_expert_parallel_prefill_is_close(expert_ranks: Engine, cuts: tuple[int, ...]) -> None:
-    assert_close(run_whole(expert_ranks, PROMPTS), run_cut(expert_ranks, cuts, PROMPTS))
+    assert_close(run_unsplit(expert_ranks, PROMPTS), run_cut(expert_ranks, cuts, PROMPTS))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
 def test_tensor_and_expert_parallel_decode_and_mixed_steps_are_close(
     expert_ranks: Engine, cuts: tuple[int, ...]
 ) -> None:
-    assert_close(run_whole(expert_ranks, PROMPTS, 6, MIXED), run_cut(expert_ranks, cuts, PROMPTS, 6, MIXED))
+    assert_close(run_unsplit(expert_ranks, PROMPTS, 6, MIXED), run_cut(expert_ranks, cuts, PROMPTS, 6, MIXED))
 
 
 def generate(
@@ -83,9 +83,9 @@ def count_since(before: dict[str, int], after: dict[str, int]) -> dict[str, int]
 
 
 def assert_split_is_close(ranks: Ranks, cuts: Any, tokens: int = 1, arrive: Any = (), batches: Any = BATCHES) -> None:
-    whole = ranks.run(generate, "off", None, tokens, arrive, batches)
+    unsplit = ranks.run(generate, "off", None, tokens, arrive, batches)
     split = ranks.run(generate, "always", cuts, tokens, arrive, batches)
-    for (expected, _, _), (answers, _, _) in zip(whole, split, strict=True):
+    for (expected, _, _), (answers, _, _) in zip(unsplit, split, strict=True):
         assert_close(expected, answers)
     counts = {count for _, count, _ in split}
     assert len(counts) == 1
@@ -124,11 +124,11 @@ def test_data_parallel_decode_and_mixed_steps_are_close(data_parallel: Ranks, cu
 @pytest.mark.parametrize("policy", ["sequential", "staggered:1", "staggered:2"])
 def test_data_parallel_prefill_is_close_with_every_policy(data_parallel: Ranks, policy: str) -> None:
     data_parallel.run(configure, {"DBO_POLICY": policy})
-    whole = data_parallel.run(generate, "off", None, 2, ())
+    unsplit = data_parallel.run(generate, "off", None, 2, ())
     data_parallel.run(configure, {"DBO_POLICY": policy, "DBO_MICRO_BATCHES": "3"})
     split = data_parallel.run(generate_as_configured, 2)
     data_parallel.run(configure, {})
-    for (expected, _, _), answers in zip(whole, split, strict=True):
+    for (expected, _, _), answers in zip(unsplit, split, strict=True):
         assert_close(expected, answers)
 
 
@@ -153,34 +153,34 @@ def test_the_check_of_every_step_passes(data_parallel: Ranks) -> None:
 
 
 @one_dispatch
-def test_an_idle_rank_keeps_everyone_whole_with_the_same_reason(data_parallel: Ranks) -> None:
+def test_an_idle_rank_keeps_all_ranks_unsplit_with_the_same_reason(data_parallel: Ranks) -> None:
     batches = [BATCHES[0], []]
-    whole = data_parallel.run(generate, "off", None, 4, (), batches)
+    unsplit = data_parallel.run(generate, "off", None, 4, (), batches)
     (answers, split, reasons), (_, idle_split, idle_reasons) = data_parallel.run(
         generate, "always", None, 4, (), batches
     )
-    assert_close(whole[0][0], answers)
+    assert_close(unsplit[0][0], answers)
     assert split == idle_split == 0
     assert reasons == idle_reasons == ["nowhere to cut"]
 
 
 def test_very_unequal_ranks_split_what_both_can(data_parallel: Ranks) -> None:
-    """2,000 tokens beside 1 stay whole; beside 40 they are split, with sizes that differ by 50 times."""
+    """2,000 tokens with 1 on the other rank stay unsplit; with 40 they are split, in sizes that differ by 50 times."""
     long = [make_prompt(1000, 1), make_prompt(1000, 2)]
-    whole = data_parallel.run(generate, "always", None, 1, (), [long, [make_prompt(1, 3)]])
-    assert [(split, reasons) for _, split, reasons in whole] == [(0, ["nowhere to cut"])] * 2
+    unsplit = data_parallel.run(generate, "always", None, 1, (), [long, [make_prompt(1, 3)]])
+    assert [(split, reasons) for _, split, reasons in unsplit] == [(0, ["nowhere to cut"])] * 2
     assert_split_is_close(data_parallel, None, 1, (), [long, [make_prompt(40, 3)]])
 
 
 def test_a_dummy_batch_takes_the_same_path(data_parallel: Ranks) -> None:
     """vLLM's dummy batches have one token on CPU; with more, an idle rank takes part in what the others split."""
-    alone = data_parallel.run(step_beside_a_dummy, "off")
-    together = data_parallel.run(step_beside_a_dummy, "always")
+    alone = data_parallel.run(step_while_other_rank_idles, "off")
+    together = data_parallel.run(step_while_other_rank_idles, "always")
     assert [split for _, split in together] == [1, 1]
     assert find_difference(alone[1][0], together[1][0]) <= CLOSE
 
 
-def step_beside_a_dummy(engine: Engine, rank: int, mode: str) -> tuple[list[Answer], int]:
+def step_while_other_rank_idles(engine: Engine, rank: int, mode: str) -> tuple[list[Answer], int]:
     engine.configure(DBO_MODE=mode)
     before = engine.count_split()
     answers: list[Answer] = []
@@ -194,17 +194,17 @@ def step_beside_a_dummy(engine: Engine, rank: int, mode: str) -> tuple[list[Answ
 
 @one_dispatch
 def test_one_ranks_own_reason_stops_all_of_them(data_parallel: Ranks) -> None:
-    """With prefix caching a rank may see a hazard in its own blocks. Ranks then vote; nobody waits for ever."""
-    found = data_parallel.run(generate_with_a_hazard, 1)
+    """With prefix caching a rank may have a reason in its own blocks. Ranks then vote, and none waits forever."""
+    found = data_parallel.run(generate_with_a_private_reason, 1)
     for _, split, declined in found:
         assert split > 0
-        assert declined == {"a hazard that only rank 1 sees": 2}
-    whole = data_parallel.run(generate, "off", None, 6, ())
-    for (expected, _, _), (answers, _, _) in zip(whole, found, strict=True):
+        assert declined == {"a reason that only rank 1 knows": 2}
+    unsplit = data_parallel.run(generate, "off", None, 6, ())
+    for (expected, _, _), (answers, _, _) in zip(unsplit, found, strict=True):
         assert_close(expected, answers)
 
 
-def generate_with_a_hazard(engine: Engine, rank: int, blind: int) -> tuple[list[Answer], int, dict[str, int]]:
+def generate_with_a_private_reason(engine: Engine, rank: int, blind: int) -> tuple[list[Answer], int, dict[str, int]]:
     """Let rank *blind* refuse its second and fourth step."""
     forward = engine.runner.get_model().forward
     splitter, agreement = forward.decider._splitter, forward.decider._agreement
@@ -212,7 +212,7 @@ def generate_with_a_hazard(engine: Engine, rank: int, blind: int) -> tuple[list[
 
     def split(context: Any, slices: Any, sizes: Any = ()) -> Any:
         if next(calls) in (1, 3) and rank == blind:
-            return Decline("a hazard that only rank 1 sees")
+            return Decline("a reason that only rank 1 knows")
         return type(splitter).split(splitter, context, slices, sizes)
 
     splitter.split, agreement._votes = split, True
@@ -246,9 +246,9 @@ COUNTS = ((500, 400), (64, 2000), (3, 5), (1, 8))  # tokens of both ranks
 
 
 @one_dispatch
-def test_data_parallel_ranks_that_calibrated_decide_alike_and_answer_as_whole(data_parallel: Ranks) -> None:
+def test_data_parallel_ranks_that_calibrated_decide_alike_and_answer_as_unsplit(data_parallel: Ranks) -> None:
     """On one host, too, costs may say that it pays; DBO_CHECK compares in each step what ranks are about to do."""
-    whole = data_parallel.run(generate, "off", None, 4, ARRIVALS)
+    unsplit = data_parallel.run(generate, "off", None, 4, ARRIVALS)
     try:
         digests = data_parallel.run(calibrate_on_rank)
         decisions = data_parallel.run(decide_on_rank)
@@ -260,7 +260,7 @@ def test_data_parallel_ranks_that_calibrated_decide_alike_and_answer_as_whole(da
     assert [sum(map(sum, sizes)) for sizes, _ in decisions[0]] == [900, 2064, 8]
     for found in (always, auto):
         assert found[0][1] == found[1][1], "ranks decided differently"
-        for (expected, _, _), (answers, _) in zip(whole, found, strict=True):
+        for (expected, _, _), (answers, _) in zip(unsplit, found, strict=True):
             assert_close(expected, answers)
         assert found[0][1]["factors"] != (1.0, 1.0), "nothing was learnt"
     assert always[0][1]["split"] > 0
@@ -310,14 +310,14 @@ def test_requests_that_arrive_at_random_never_hang_and_decide_alike(data_paralle
     """500 steps on either rank; what a rank does is a function of numbers that all hold, so all do the same."""
     split = data_parallel.run(serve_at_random, timeout=400)
     data_parallel.run(configure, {"DBO_MODE": "off"})
-    whole = data_parallel.run(serve_at_random, timeout=400)
+    unsplit = data_parallel.run(serve_at_random, timeout=400)
     data_parallel.run(configure, {})
     assert split[0][1] == split[1][1], "ranks decided differently"
     counts = split[0][1]
     assert counts["split"] > 100
     assert counts["declined"]["nowhere to cut"] > 50, "no rank was ever idle"
     assert counts["split"] + sum(counts["declined"].values()) >= STEPS
-    for (answers, _), (expected, _) in zip(split, whole, strict=True):
+    for (answers, _), (expected, _) in zip(split, unsplit, strict=True):
         assert answers.keys() == expected.keys()
         assert len(answers) > 50
         for name in answers:
@@ -340,7 +340,7 @@ def serve_at_random(engine: Engine, rank: int) -> tuple[dict[str, Answer], dict[
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
-    "experts in shards, whole steps compiled": (2, {}, {"enable_expert_parallel": False, "enforce_eager": False}),
+    "experts in shards, unsplit steps compiled": (2, {}, {"enable_expert_parallel": False, "enforce_eager": False}),
     "three ranks, uneven experts": (3, {"DBO_DISPATCH": "all_to_all"}, {}),
 }
 

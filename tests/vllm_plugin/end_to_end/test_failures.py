@@ -1,4 +1,4 @@
-"""What goes wrong in a split step is named, and serving goes on; what runs whole is counted and told of once."""
+"""What goes wrong in a split step is named, and serving goes on; what runs unsplit is counted, and logged once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [make_prompt(64, 1), make_prompt(64, 2)]
 
 
 class BrokenKernelError(RuntimeError):
-    """An error that nobody but this test raises."""
+    """An error that only this test raises."""
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def assert_serves_on(engine: Engine, threads: set[threading.Thread]) -> None:
     """Generate split and unsplit again, on the same threads, and compare."""
     engine.abort_all()
     engine.configure(DBO_MODE="off")
-    whole = engine.generate(PROMPTS)
+    unsplit = engine.generate(PROMPTS)
     engine.configure()
     before = engine.count_split()
-    assert engine.generate(PROMPTS) == whole
+    assert engine.generate(PROMPTS) == unsplit
     assert engine.count_split() == before + 1
     assert find_threads() == threads
     assert all(thread.is_alive() for thread in threads)
@@ -125,7 +125,7 @@ def test_the_check_finds_an_op_that_errs_in_one_micro_batch(
     one_rank.configure(DBO_CHECK="1")
     with pytest.raises(SplitError) as raised:
         one_rank.generate(PROMPTS)
-    assert calls == [64, 64, 128]  # both micro-batches, then the whole
+    assert calls == [64, 64, 128]  # both micro-batches, then unsplit
     figure = r"[0-9.e+-]+"
     assert re.match(
         rf"split and unsplit hidden states differ by {figure} of the largest value \(allowed {figure}; 64 of 128 "
@@ -169,7 +169,7 @@ def test_the_check_passes_where_nothing_is_wrong_and_results_are_close(one_rank:
     before = one_rank.count_split()
     checked = one_rank.generate(PROMPTS, 4)
     assert [answer.tokens for answer in checked] == [answer.tokens for answer in expected]
-    assert find_difference(expected, checked) <= 1e-4  # the cache is the whole step's, which rounds in another shape
+    assert find_difference(expected, checked) <= 1e-4  # the cache is the unsplit step's, which rounds in another shape
     assert one_rank.count_split() == before + 4
 
 

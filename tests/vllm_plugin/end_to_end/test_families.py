@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dbo_runtime.adapter import GROUP
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_whole
+from dbo_runtime.adapter_registry import GROUP
+from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_unsplit
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
@@ -33,26 +33,26 @@ def family(
         yield engine
 
 
-def assert_split_says_what_whole_does(engine: Engine) -> None:
+def assert_split_answers_as_unsplit(engine: Engine) -> None:
     """Compare prefills, and steps that mix prefill and decode, at several cuts."""
-    whole = run_whole(engine, PROMPTS)
+    unsplit = run_unsplit(engine, PROMPTS)
     for cuts in PREFILL_CUTS:
-        assert_close(whole, run_cut(engine, cuts, PROMPTS))
-    mixed = run_whole(engine, PROMPTS, 6, MIXED)
+        assert_close(unsplit, run_cut(engine, cuts, PROMPTS))
+    mixed = run_unsplit(engine, PROMPTS, 6, MIXED)
     for cuts in MIXED_CUTS:
         assert_close(mixed, run_cut(engine, cuts, PROMPTS, 6, MIXED))
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_split_steps_say_what_whole_ones_do(family: Engine) -> None:
+def test_split_steps_answer_as_unsplit_ones(family: Engine) -> None:
     """One test a family, so that one engine serves all of it."""
-    assert_split_says_what_whole_does(family)
+    assert_split_answers_as_unsplit(family)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_tokens_of_qwen3_moe_travel_to_experts_on_other_ranks(tmp_path: Path, engines: Engines) -> None:
+def test_tokens_of_qwen3_moe_are_dispatched_to_experts_on_other_ranks(tmp_path: Path, engines: Engines) -> None:
     name = "Qwen3MoeForCausalLM"
     options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
     with engines.start_ranks(2, make_family(name, tmp_path), **options) as ranks:

@@ -13,7 +13,7 @@ from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
 from tests.vllm_plugin.costs import calibrate_few, forget_costs, get_costs
-from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
+from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_unsplit
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 
@@ -37,21 +37,21 @@ def stages(traces: Path, engines: Engines) -> Engine:
 
 @pytest.mark.parametrize("cuts", [(BOUNDARIES[0],), (BOUNDARIES[2],), (17,), (263,), (100, 300), (132, 264, 396)])
 def test_prefill_is_close_at_boundaries_and_inside_requests(stages: Engine, cuts: tuple[int, ...]) -> None:
-    assert_close(run_whole(stages, PROMPTS), run_cut(stages, cuts, PROMPTS))
+    assert_close(run_unsplit(stages, PROMPTS), run_cut(stages, cuts, PROMPTS))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
 def test_decode_and_mixed_steps_are_close(stages: Engine, cuts: tuple[int, ...]) -> None:
-    assert_close(run_whole(stages, PROMPTS, 6, MIXED), run_cut(stages, cuts, PROMPTS, 6, MIXED))
+    assert_close(run_unsplit(stages, PROMPTS, 6, MIXED), run_cut(stages, cuts, PROMPTS, 6, MIXED))
 
 
 def test_a_long_prompt_is_cut_by_the_settings(stages: Engine) -> None:
     prompt = [make_prompt(701, 3)]
-    whole = run_whole(stages, prompt)
+    unsplit = run_unsplit(stages, prompt)
     stages.configure(DBO_MICRO_BATCHES="3")
     before = [rank["micro_batches"] for rank in stages.statistics()]
     try:
-        assert_close(whole, stages.generate(prompt))
+        assert_close(unsplit, stages.generate(prompt))
     finally:
         stages.configure()
     assert [rank["micro_batches"] for rank in stages.statistics()] == [count + 3 for count in before]
@@ -87,13 +87,13 @@ def configure_stage(worker: Any, stage: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("alone", range(STAGES))
-def test_a_stage_may_split_what_the_other_leaves_whole(stages: Engine, alone: int) -> None:
-    """What they hand over is whole either way, so they need not agree."""
-    whole = run_whole(stages, PROMPTS, 4, MIXED)
+def test_a_stage_may_split_what_the_other_leaves_unsplit(stages: Engine, alone: int) -> None:
+    """What they pass on is undivided either way, so they need not agree."""
+    unsplit = run_unsplit(stages, PROMPTS, 4, MIXED)
     before = stages.statistics()
     stages.llm.collective_rpc(configure_stage, args=(1 - alone, "off"))
     try:
-        assert_close(whole, stages.generate(PROMPTS, 4, MIXED))
+        assert_close(unsplit, stages.generate(PROMPTS, 4, MIXED))
     finally:
         stages.configure()
     grown = [now["split"] - then["split"] for then, now in zip(before, stages.statistics(), strict=True)]
@@ -130,7 +130,7 @@ def load_on_stage(worker: Any, path: str) -> str:
 
 
 def test_each_stage_has_costs_of_its_own_and_answers_as_before(stages: Engine, tmp_path: Path) -> None:
-    whole = run_whole(stages, PROMPTS, 4, MIXED)
+    unsplit = run_unsplit(stages, PROMPTS, 4, MIXED)
     path = tmp_path / "costs.json"
     try:
         reports = stages.llm.collective_rpc(calibrate_few, args=(str(path),))
@@ -140,7 +140,7 @@ def test_each_stage_has_costs_of_its_own_and_answers_as_before(stages: Engine, t
         assert [table.provenance.parallel["stage"] for table in tables] == list(range(STAGES))
         assert ["final_norm" in table.ops for table in tables] == [False, True]
         assert stages.llm.collective_rpc(load_on_stage, args=(str(path),)) == digests
-        assert_close(whole, stages.generate(PROMPTS, 4, MIXED))
+        assert_close(unsplit, stages.generate(PROMPTS, 4, MIXED))
         stages.generate(PROMPTS)
         assert all(step["expected"] is not None for step in stages.llm.collective_rpc("dbo_last_step"))
     finally:

@@ -25,7 +25,7 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module", params=[QWEN25, QWEN3])
-def seeing(
+def multimodal(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
 ) -> Iterator[Engine]:
     model = make_vision_family(request.param, tmp_path_factory.mktemp(request.param))
@@ -49,21 +49,21 @@ def ask(engine: Engine, requests: list[dict[str, Any]], **settings: Any) -> list
         engine.configure(DBO_MODE="always")
 
 
-def test_split_steps_and_encoders_say_what_whole_ones_do(seeing: Engine) -> None:
+def test_split_steps_and_encoders_answer_as_unsplit_ones(multimodal: Engine) -> None:
     """One test a family, so that one engine serves all of it."""
     requests = make_requests(KINDS)
-    before = seeing.count_split(), count_encoder(seeing)
-    whole = ask(seeing, requests, DBO_MODE="off")
-    assert (seeing.count_split(), count_encoder(seeing)) == before
+    before = multimodal.count_split(), count_encoder(multimodal)
+    unsplit = ask(multimodal, requests, DBO_MODE="off")
+    assert (multimodal.count_split(), count_encoder(multimodal)) == before
     for parts in ("2", "3"):
-        steps, forwards = seeing.count_split(), count_encoder(seeing)
-        assert_close(whole, ask(seeing, requests, DBO_MODE="always", DBO_MICRO_BATCHES=parts))
-        assert seeing.count_split() > steps
-        assert count_encoder(seeing) > forwards
+        steps, forwards = multimodal.count_split(), count_encoder(multimodal)
+        assert_close(unsplit, ask(multimodal, requests, DBO_MODE="always", DBO_MICRO_BATCHES=parts))
+        assert multimodal.count_split() > steps
+        assert count_encoder(multimodal) > forwards
     for cut in (1, 2, 3):
-        seeing.llm.collective_rpc("dbo_cut_images_at", args=([cut],))
-        seeing.cut_at(20 * cut)
-        assert_close(whole, ask(seeing, requests, DBO_MODE="always"))
-    seeing.llm.collective_rpc("dbo_cut_images_at", args=(None,))
-    seeing.cut_by_settings()
-    assert_close(whole, ask(seeing, requests, DBO_MODE="always", DBO_CHECK="1"))
+        multimodal.llm.collective_rpc("dbo_cut_images_at", args=([cut],))
+        multimodal.cut_at(20 * cut)
+        assert_close(unsplit, ask(multimodal, requests, DBO_MODE="always"))
+    multimodal.llm.collective_rpc("dbo_cut_images_at", args=(None,))
+    multimodal.cut_by_settings()
+    assert_close(unsplit, ask(multimodal, requests, DBO_MODE="always", DBO_CHECK="1"))

@@ -1,4 +1,4 @@
-"""`vllm serve`, as a user starts it: with overlap it answers as without, and what cannot be split is served whole."""
+"""`vllm serve`, as a user starts it: with overlap it answers as without, and what cannot be split is served unsplit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_vllm_plugins_without_us_serves_as_if_we_were_not_installed(tmp_path: Pa
         assert "[dbo_runtime]" not in server.log.read_text()
 
 
-def test_a_model_without_an_adapter_is_served_whole_and_the_log_says_so(tmp_path: Path) -> None:
+def test_a_model_without_an_adapter_is_served_unsplit_and_the_log_says_so(tmp_path: Path) -> None:
     model = make_family("GraniteForCausalLM", tmp_path / "granite")
     script = (
         "from vllm import LLM, SamplingParams\n"

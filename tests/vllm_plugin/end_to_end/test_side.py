@@ -1,4 +1,4 @@
-"""A second compute lane, end to end: latent attention's keys beside its queries, in split steps and in others.
+"""A second compute lane, end to end: latent attention's keys concurrent with its queries, in split steps and in others.
 
 On a CPU that lane is the thread of the first: what is proven here is what is declared, and how steps come to it.
 Streams run at the same time in tests/standin_cann/test_side_lane.py and tests/ascend/test_side.py.
@@ -13,14 +13,14 @@ import pytest
 
 from dbo_runtime.observe.timeline import Timeline
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
+from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_unsplit
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.ranks import Ranks
 
 SIDE = {"DBO_SIDE": "on"}
-WAYS = [{"DBO_MODE": "auto", "DBO_SIDE": "on"}, {"DBO_SIDE": "on"}, {"DBO_SIDE": "off"}]  # the first does not cut
+SETTINGS = [{"DBO_MODE": "auto", "DBO_SIDE": "on"}, {"DBO_SIDE": "on"}, {"DBO_SIDE": "off"}]  # the first does not cut
 BATCH_SIZES = (1, 7, 32, 64)
 GENERATED = 2000
 
@@ -28,78 +28,78 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="session", params=[1, 2], ids=["one rank", "two ranks"])
-def beside(request: pytest.FixtureRequest, engines: Engines) -> Engine:
-    """Return an engine whose latent attention is decomposed."""
+def side_engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
+    """Return an engine with a side lane, whose latent attention is decomposed."""
     cores = "nobind" if request.param == 1 else share_cores()
     return engines.get(request.param, cores, settings=SIDE, max_model_len=2048)
 
 
 @pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
-def experts_beside(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Ranks]:
+def experts_with_side(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Ranks]:
     """Return two data parallel ranks that share out the experts, with either way to reach them."""
     with engines.start_ranks(2, settings={"DBO_DISPATCH": request.param, **SIDE}, max_num_batched_tokens=2048) as ranks:
         yield ranks
 
 
 @pytest.mark.parametrize("cuts", [(BOUNDARIES[0],), (17,), (100, 300), (132, 264, 396)])
-def test_prefill_is_close_at_boundaries_and_inside_requests(beside: Engine, cuts: tuple[int, ...]) -> None:
-    whole = run_whole(beside, PROMPTS)
-    beside.configure(**SIDE)
-    assert_close(whole, run_cut(beside, cuts, PROMPTS))
+def test_prefill_is_close_at_boundaries_and_inside_requests(side_engine: Engine, cuts: tuple[int, ...]) -> None:
+    unsplit = run_unsplit(side_engine, PROMPTS)
+    side_engine.configure(**SIDE)
+    assert_close(unsplit, run_cut(side_engine, cuts, PROMPTS))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
-def test_decode_and_mixed_steps_are_close(beside: Engine, cuts: tuple[int, ...]) -> None:
-    whole = run_whole(beside, PROMPTS, 6, MIXED)
-    beside.configure(**SIDE)
-    assert_close(whole, run_cut(beside, cuts, PROMPTS, 6, MIXED))
+def test_decode_and_mixed_steps_are_close(side_engine: Engine, cuts: tuple[int, ...]) -> None:
+    unsplit = run_unsplit(side_engine, PROMPTS, 6, MIXED)
+    side_engine.configure(**SIDE)
+    assert_close(unsplit, run_cut(side_engine, cuts, PROMPTS, 6, MIXED))
 
 
-def test_a_step_that_is_not_cut_has_keys_beside_queries_and_gives_the_same_bits(beside: Engine) -> None:
-    whole = generate(beside, PROMPTS, 6, {"DBO_MODE": "off"})
-    before = beside.statistics()
-    found = generate(beside, PROMPTS, 6, {"DBO_MODE": "auto", **SIDE})
-    for then, now in zip(before, beside.statistics(), strict=True):
+def test_a_step_that_is_not_cut_has_keys_concurrent_with_queries_and_gives_the_same_bits(side_engine: Engine) -> None:
+    unsplit = generate(side_engine, PROMPTS, 6, {"DBO_MODE": "off"})
+    before = side_engine.statistics()
+    found = generate(side_engine, PROMPTS, 6, {"DBO_MODE": "auto", **SIDE})
+    for then, now in zip(before, side_engine.statistics(), strict=True):
         assert now["split"] == then["split"]
         assert now["concurrent"] - then["concurrent"] == 6
         assert sum(now["declined"].values()) - sum(then["declined"].values()) == 6  # with the reasons not to cut
-    assert find_difference(whole, found) == 0.0
+    assert find_difference(unsplit, found) == 0.0
 
 
-def test_keys_are_on_the_lane_beside_in_every_layer(beside: Engine) -> None:
-    beside.llm.collective_rpc("dbo_request_timeline")
-    generate(beside, PROMPTS, 1, {"DBO_MODE": "auto", **SIDE})
-    for found in beside.llm.collective_rpc("dbo_timeline"):
+def test_keys_are_on_the_side_lane_in_every_layer(side_engine: Engine) -> None:
+    side_engine.llm.collective_rpc("dbo_request_timeline")
+    generate(side_engine, PROMPTS, 1, {"DBO_MODE": "auto", **SIDE})
+    for found in side_engine.llm.collective_rpc("dbo_timeline"):
         spans = Timeline.from_dict(found).spans
         assert [span.op for span in spans if span.lane == "side"] == [f"L{layer}.keys" for layer in range(3)]
         assert {span.micro_batch for span in spans} == {0}
 
 
-def test_the_check_of_every_step_passes_cut_and_not(beside: Engine) -> None:
+def test_the_check_of_every_step_passes_cut_and_not(side_engine: Engine) -> None:
     for mode in ("always", "auto"):
-        generate(beside, PROMPTS, 4, {"DBO_MODE": mode, "DBO_CHECK": "1", **SIDE})
+        generate(side_engine, PROMPTS, 4, {"DBO_MODE": mode, "DBO_CHECK": "1", **SIDE})
 
 
-def test_calibration_measures_the_parts_of_attention(beside: Engine) -> None:
+def test_calibration_measures_the_parts_of_attention(side_engine: Engine) -> None:
     try:
-        for report, _ in beside.llm.collective_rpc(calibrate_few):
+        for report, _ in side_engine.llm.collective_rpc(calibrate_few):
             assert {"slots", "latent", "keys", "queries", "attention", "attn_out"} <= report["op_errors"].keys()
-            assert "side" not in report["contention"]  # on a CPU nothing that computes runs beside anything else
-        generate(beside, PROMPTS, 3, {"DBO_MODE": "auto", "DBO_SIDE": "auto"})
-        generate(beside, PROMPTS, 3, {"DBO_MODE": "always", "DBO_SIDE": "auto", "DBO_CHECK": "1"})
+            assert "side" not in report["contention"]  # on a CPU computing ops do not run concurrently
+        generate(side_engine, PROMPTS, 3, {"DBO_MODE": "auto", "DBO_SIDE": "auto"})
+        generate(side_engine, PROMPTS, 3, {"DBO_MODE": "always", "DBO_SIDE": "auto", "DBO_CHECK": "1"})
     finally:
-        beside.llm.collective_rpc(forget_costs)
+        side_engine.llm.collective_rpc(forget_costs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", BATCH_SIZES)
-def test_two_thousand_decoded_tokens_are_the_same_on_every_lane(beside: Engine, size: int) -> None:
+def test_two_thousand_decoded_tokens_are_the_same_on_every_lane(side_engine: Engine, size: int) -> None:
     """Log-probabilities of a few prompts would not show a race that strikes once in a thousand steps."""
     prompts = [make_prompt(5 + seed % 40, seed) for seed in range(size)]
     tokens = -(-GENERATED // size)
-    whole = decode(beside, prompts, tokens, {"DBO_MODE": "off"})
-    for way in WAYS if size > 1 else WAYS[:1]:  # one request is never cut when it decodes
-        assert decode(beside, prompts, tokens, {"DBO_MODE": "always", **way}) == whole
+    unsplit = decode(side_engine, prompts, tokens, {"DBO_MODE": "off"})
+    for settings in SETTINGS if size > 1 else SETTINGS[:1]:  # one request is never cut when it decodes
+        assert decode(side_engine, prompts, tokens, {"DBO_MODE": "always", **settings}) == unsplit
 
 
 def generate(engine: Engine, prompts: Any, tokens: int, settings: dict[str, str]) -> list[Answer]:
@@ -124,18 +124,18 @@ def decode(engine: Engine, prompts: list[list[int]], tokens: int, settings: dict
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_shared_experts_beside_what_else_a_layer_does_are_close(experts_beside: Ranks) -> None:
-    whole = experts_beside.run(answer, {"DBO_MODE": "off"})
-    for way in WAYS:
-        found = experts_beside.run(answer, {"DBO_MODE": "always", "DBO_MIN_TOKENS": "1", **way})
-        for expected, answers in zip(whole, found, strict=True):
+def test_shared_experts_concurrent_with_the_rest_of_a_layer_are_close(experts_with_side: Ranks) -> None:
+    unsplit = experts_with_side.run(answer, {"DBO_MODE": "off"})
+    for settings in SETTINGS:
+        found = experts_with_side.run(answer, {"DBO_MODE": "always", "DBO_MIN_TOKENS": "1", **settings})
+        for expected, answers in zip(unsplit, found, strict=True):
             assert_close(expected, answers)
 
 
-def test_ranks_that_do_not_split_have_shared_experts_beside_all_together(experts_beside: Ranks) -> None:
-    before = experts_beside.run(count)
-    experts_beside.run(answer, {"DBO_MODE": "auto", **SIDE})
-    after = experts_beside.run(count)
+def test_ranks_that_do_not_split_have_concurrent_shared_experts_all_together(experts_with_side: Ranks) -> None:
+    before = experts_with_side.run(count)
+    experts_with_side.run(answer, {"DBO_MODE": "auto", **SIDE})
+    after = experts_with_side.run(count)
     grown = {now["concurrent"] - then["concurrent"] for then, now in zip(before, after, strict=True)}
     assert len(grown) == 1
     assert grown.pop() > 0

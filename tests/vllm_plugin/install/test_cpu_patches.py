@@ -75,7 +75,7 @@ assert refuses(communicator.reduce_scatterv, x, dim=0, sizes=[4]), "vLLM has red
 
 assert refuses(Runner.sync_and_gather_intermediate_tensors, stage, 2, None, False), "vLLM makes buffers: remove this"
 
-# Mended, once.
+# Patched, once.
 assert apply_patches() == [bug.symptom for bug in UPSTREAM_BUGS]
 assert [bug.is_present() for bug in UPSTREAM_BUGS] == [False] * len(UPSTREAM_BUGS)
 assert apply_patches() == []
@@ -96,7 +96,7 @@ assert "along dimension 0 only" in refuses(communicator.all_gatherv, x, dim=1)
 
 @pytest.mark.vllm
 def test_each_bug_is_there_and_is_gone_once_patched() -> None:
-    """In a process of its own: mending changes vLLM's classes for good."""
+    """In a process of its own: patches change vLLM's classes for good."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -14,7 +14,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.install import model_setup
-from dbo_runtime.vllm_plugin.install.model_setup import _compare_settings, has_side_lane
+from dbo_runtime.vllm_plugin.install.model_setup import _compare_settings
 from dbo_runtime.vllm_plugin.parallel import rank_context
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL
@@ -34,7 +34,7 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
     ],
 )
 def test_the_cpu_has_a_second_compute_lane_only_for_those_who_ask(platform: str, side: str, found: bool) -> None:
-    assert has_side_lane(get_platform(platform), RuntimeConfig(enabled=True, side=side)) is found
+    assert get_platform(platform).opens_side_lane(RuntimeConfig(enabled=True, side=side)) is found
 
 
 class Pair:

@@ -12,10 +12,10 @@ from dbo_models.deepseek import DeepseekAdapter
 from dbo_runtime.adapter import record_program
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
 from dbo_runtime.ranks import RankPlan, validate_ranks
-from dbo_runtime.schedule import lower
 from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts

@@ -92,7 +92,7 @@ def name(result: Any) -> dict[str, torch.Tensor]:
 
 @STAGES
 @pytest.mark.parametrize("check", [False, True])
-def test_a_stage_gives_split_what_it_gives_whole(stage: Stage, check: bool) -> None:
+def test_a_stage_gives_split_what_it_gives_unsplit(stage: Stage, check: bool) -> None:
     """Its ops overwrite what they are given, which the check must give to the unsplit run as it was."""
     model = Model(stage)
     wanted = name(model.forward(IDS, POSITIONS, make_handed(stage)))
@@ -150,17 +150,17 @@ NUMBERS = torch.zeros(8, 2)
             Decline("intermediate tensors of other tokens", "{'hidden_states': 8, 'residual': 4}, 8 tokens"),
         ),
     ],
-    ids=["whole", "first", "nothing", "too little", "too much", "scattered"],
+    ids=["no stage", "first", "nothing", "too little", "too much", "scattered"],
 )
-def test_a_step_that_is_given_what_its_program_does_not_take_runs_whole(
+def test_a_step_that_is_given_what_its_program_does_not_take_runs_unsplit(
     stage: Stage, handed: dict[str, torch.Tensor] | None, decline: Decline
 ) -> None:
     given = None if handed is None else IntermediateTensors(handed)
     assert stage.check_inputs(given, tokens=8) == decline
     forward, seen = make_forward(Model(LAST)), []
     forward._stage = stage
-    forward._forward = lambda *arguments: seen.append(arguments) or "whole"
-    assert run(forward, intermediate_tensors=given) == "whole"
+    forward._forward = lambda *arguments: seen.append(arguments) or "unsplit"
+    assert run(forward, intermediate_tensors=given) == "unsplit"
     assert seen == [(IDS, POSITIONS, given, None)]
     assert forward.runtime.statistics.declined == {decline.reason: 1}
 
@@ -240,7 +240,7 @@ class Empty:
         return IntermediateTensors({name: torch.zeros(batch_size, 4, dtype=dtype, device=device) for name in HANDED})
 
 
-def test_the_stage_is_found_with_its_layers_and_what_it_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stage_is_found_with_its_layers_and_the_tensors_that_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, layers in enumerate((range(2), range(2, 5), range(5, 7))):  # as vLLM shares out seven
         group = SimpleNamespace(world_size=3, rank_in_group=rank)
         monkeypatch.setattr(parallel_state, "get_pp_group", lambda group=group: group)
@@ -249,7 +249,7 @@ def test_the_stage_is_found_with_its_layers_and_what_it_hands_over(monkeypatch: 
         assert (stage.name, stage.describe()) == (f"pp{rank}", {"pipeline": 3, "stage": rank})
 
 
-def test_without_a_pipeline_the_model_is_whole_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_pipeline_the_stage_is_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
     assert get_stage(object(), None) is WHOLE_MODEL
     assert (WHOLE_MODEL.name, WHOLE_MODEL.describe(), WHOLE_MODEL.is_first, WHOLE_MODEL.is_last) == (

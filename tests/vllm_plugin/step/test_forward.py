@@ -25,7 +25,7 @@ from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
-from dbo_runtime.errors import ScheduleError, SplitError
+from dbo_runtime.errors import ConfigError, ScheduleError, SplitError
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import MAX_LOG_CHANGE, PERIOD_STEPS
@@ -52,7 +52,7 @@ class Model:
 
     def __init__(self) -> None:
         self.seen: list[ForwardContext] = []
-        self.whole: list[tuple[Any, ...]] = []
+        self.unsplit: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
         self.slip = 0.0
         self.in_place = False
@@ -68,7 +68,7 @@ class Model:
         return x.add_(added) if self.in_place else x + added
 
     def forward(self, ids: Any, positions: Any, intermediate: Any = None, embeds: Any = None, **kwargs: Any) -> Any:
-        self.whole.append((ids, positions, intermediate, embeds, kwargs))
+        self.unsplit.append((ids, positions, intermediate, embeds, kwargs))
         x = self.embed_input_ids(ids) if embeds is None else embeds
         return x + positions.reshape(-1, x.shape[0]).sum(0)[:, None] + self.slip
 
@@ -136,7 +136,7 @@ def run(forward: SplitForward, **kwargs: Any) -> torch.Tensor:
 
 
 EXPECTED = Model().forward(IDS, POSITIONS)
-HANDED = IntermediateTensors({"hidden_states": torch.zeros(8, 2)})  # to a model that is whole
+HANDED = IntermediateTensors({"hidden_states": torch.zeros(8, 2)})  # to a model that is no stage
 
 
 def test_a_step_runs_in_micro_batches_each_in_its_own_context() -> None:
@@ -145,7 +145,7 @@ def test_a_step_runs_in_micro_batches_each_in_its_own_context() -> None:
     assert torch.equal(run(forward), EXPECTED)
     assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
     assert [id(context) for context in model.seen] == [id(context) for context in splitter.contexts]
-    assert model.whole == []
+    assert model.unsplit == []
 
 
 def test_the_steps_own_context_is_current_again_afterwards() -> None:
@@ -170,7 +170,7 @@ def test_embeddings_that_are_given_are_taken() -> None:
     assert torch.equal(run(make_forward(Model()), input_ids=None, inputs_embeds=embeds), expected)
 
 
-def test_the_check_gives_the_whole_step_the_embeddings_as_they_came() -> None:
+def test_the_check_gives_the_unsplit_step_the_embeddings_as_they_came() -> None:
     """Ops may overwrite their inputs; the runner's own buffer must not be what they overwrite."""
     embeds = torch.arange(16.0).reshape(8, 2)
     expected = Model().forward(None, POSITIONS, embeds=embeds)
@@ -196,21 +196,21 @@ def test_cuts_can_be_chosen_from_outside() -> None:
     ("splitter", "kwargs", "reason"),
     [
         (Splitter(Decline("padded batch", "8 of 9")), {}, "padded batch"),
-        (Splitter(contexts=Decline("a hazard")), {}, "a hazard"),
+        (Splitter(contexts=Decline("a reason")), {}, "a reason"),
         (Splitter(Batch((1,), 0)), {}, "nowhere to cut"),
         (Splitter(), {"intermediate_tensors": HANDED}, "unknown intermediate tensors"),
         (Splitter(), {"spec_step_idx": 1}, "unknown arguments of forward()"),
     ],
     ids=["batch", "contexts", "cuts", "pipeline", "arguments"],
 )
-def test_a_declined_step_runs_whole_with_the_arguments_as_they_are(
+def test_a_declined_step_runs_unsplit_with_the_arguments_as_they_are(
     splitter: Splitter, kwargs: dict[str, Any], reason: str
 ) -> None:
     model = Model()
     forward = make_forward(model, splitter)
     assert torch.equal(run(forward, **kwargs), EXPECTED)
     intermediate = kwargs.pop("intermediate_tensors", None)
-    assert model.whole == [(IDS, POSITIONS, intermediate, None, kwargs)]
+    assert model.unsplit == [(IDS, POSITIONS, intermediate, None, kwargs)]
     assert model.seen == []
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
@@ -220,7 +220,7 @@ def test_a_declined_step_runs_whole_with_the_arguments_as_they_are(
     }
 
 
-def test_without_a_forward_context_a_step_runs_whole() -> None:
+def test_without_a_forward_context_a_step_runs_unsplit() -> None:
     forward = make_forward(Model())
     assert not is_forward_context_available()
     assert torch.equal(forward(IDS, POSITIONS), EXPECTED)
@@ -281,12 +281,12 @@ def test_with_costs_auto_may_split_where_other_processes_of_the_host_carry_token
     )
 
 
-def make_forward_beside(model: Model, splitter: Any, host_sync: bool = False, **settings: Any) -> SplitForward:
-    """Return a forward whose program has an op on a lane beside."""
+def make_concurrent_forward(model: Model, splitter: Any, host_sync: bool = False, **settings: Any) -> SplitForward:
+    """Return a forward whose program has an op on the side lane."""
     forward = make_forward(model, splitter)
     p = ProgramBuilder(has_side=True)
     x, positions = p.input("x"), p.input("positions", token_dim=-1)
-    p.side("beside", lambda positions: positions + 1, positions)
+    p.side("aside", lambda positions: positions + 1, positions)
     program = p.build(p.compute("compute", model.compute, x, positions, host_sync=host_sync))
     config = replace(forward.runtime.config, **settings)
     runtime = MicroBatchRuntime(program, forward.runtime.device, config, Lines())
@@ -295,7 +295,7 @@ def make_forward_beside(model: Model, splitter: Any, host_sync: bool = False, **
     return forward
 
 
-def run_beside(forward: SplitForward, context: ForwardContext, **kwargs: Any) -> torch.Tensor:
+def run_served(forward: SplitForward, context: ForwardContext, **kwargs: Any) -> torch.Tensor:
     with override_forward_context(context):
         hidden: torch.Tensor = forward(**{"input_ids": IDS, "positions": POSITIONS, **kwargs})
     return hidden
@@ -313,13 +313,13 @@ def make_served_context(**changes: Any) -> ForwardContext:
         (Splitter(Batch((1,), 0)), "always", "nowhere to cut"),
     ],
 )
-def test_a_step_that_is_not_split_may_have_ops_beside_each_other_and_says_both(
+def test_a_step_that_is_not_split_may_have_concurrent_ops_and_counts_both(
     splitter: Splitter, mode: str, reason: str
 ) -> None:
     model = Model()
-    forward = make_forward_beside(model, splitter, side="on", mode=mode)
-    assert torch.equal(run_beside(forward, make_served_context()), EXPECTED)
-    assert model.whole == []
+    forward = make_concurrent_forward(model, splitter, side="on", mode=mode)
+    assert torch.equal(run_served(forward, make_served_context()), EXPECTED)
+    assert model.unsplit == []
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
         "concurrent": 1,
@@ -346,23 +346,23 @@ def test_some_steps_run_as_vllm_would_run_them(
 ) -> None:
     model = Model()
     splitter = Splitter(Decline("nothing to cut"))
-    forward = make_forward_beside(model, splitter, **{"side": "on", "mode": "always", **settings})
-    assert torch.equal(run_beside(forward, context, **kwargs), EXPECTED)
-    assert len(model.whole) == 1
+    forward = make_concurrent_forward(model, splitter, **{"side": "on", "mode": "always", **settings})
+    assert torch.equal(run_served(forward, context, **kwargs), EXPECTED)
+    assert len(model.unsplit) == 1
     assert forward.runtime.statistics.concurrent == 0
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])
-def test_before_vllm_serves_its_graphs_of_whole_steps_get_ops_beside_each_other(mode: CUDAGraphMode) -> None:
+def test_before_vllm_serves_its_graphs_of_unsplit_steps_get_concurrent_ops(mode: CUDAGraphMode) -> None:
     model = Model()
-    forward = make_forward_beside(model, Splitter(), side="on")
+    forward = make_concurrent_forward(model, Splitter(), side="on")
     forward.decider.phase = Phase.STARTING
-    assert torch.equal(run_beside(forward, make_served_context(cudagraph_runtime_mode=mode)), EXPECTED)
-    assert (forward.runtime.statistics.concurrent, model.whole) == (1, [])
-    run_beside(forward, make_context())  # profiling, without attention
+    assert torch.equal(run_served(forward, make_served_context(cudagraph_runtime_mode=mode)), EXPECTED)
+    assert (forward.runtime.statistics.concurrent, model.unsplit) == (1, [])
+    run_served(forward, make_context())  # profiling, without attention
     assert forward.runtime.statistics.declined == {"starting up": 1}
     forward.runtime.config = replace(forward.runtime.config, side="off")
-    run_beside(forward, make_served_context(cudagraph_runtime_mode=mode))
+    run_served(forward, make_served_context(cudagraph_runtime_mode=mode))
     assert forward.runtime.statistics.declined == {"starting up": 2}
 
 
@@ -374,37 +374,37 @@ def test_before_vllm_serves_its_graphs_of_whole_steps_get_ops_beside_each_other(
 def test_graphs_stay_those_of_vllm_where_they_cannot_hold_ours(settings: dict[str, Any], communication: str) -> None:
     """A capture in which results are read, or in which the host waits, fails and takes vLLM's start with it."""
     model = Model()
-    forward = make_forward_beside(model, Splitter(), side="on", **settings)
+    forward = make_concurrent_forward(model, Splitter(), side="on", **settings)
     forward.decider.phase = Phase.STARTING
     context = make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL)
     context.moe_comm_type = SimpleNamespace(name=communication)  # type: ignore[attr-defined]  # vllm-ascend's
-    assert torch.equal(run_beside(forward, context), EXPECTED)
-    assert (forward.runtime.statistics.concurrent, len(model.whole)) == (0, 1)
+    assert torch.equal(run_served(forward, context), EXPECTED)
+    assert (forward.runtime.statistics.concurrent, len(model.unsplit)) == (0, 1)
 
 
 def test_what_goes_into_a_graph_is_not_recorded() -> None:
-    """It takes no time yet: whoever asked is told of the first step that is served."""
-    forward = make_forward_beside(Model(), Splitter(), side="on", mode="auto")
+    """It takes no time yet: a timeline that was requested is of the first step that is served."""
+    forward = make_concurrent_forward(Model(), Splitter(), side="on", mode="auto")
     forward.recording.request()
     forward.decider.phase = Phase.STARTING
-    run_beside(forward, make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL))
+    run_served(forward, make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL))
     assert forward.recording.timeline is None
     forward.decider.phase = Phase.SERVING
-    run_beside(forward, make_served_context())
+    run_served(forward, make_served_context())
     assert forward.recording.timeline is not None
 
 
-def test_costs_may_put_ops_beside_each_other_where_there_is_no_communication() -> None:
+def test_costs_may_make_ops_concurrent_where_there_is_no_communication() -> None:
     """Several lanes that compute gain something on a single device, too."""
     model = Model()
-    forward = make_forward_beside(model, Splitter(), side="auto", mode="auto")
-    ops: dict[str, OpCost] = {"beside": ComputeCost(1e-3), "compute": ComputeCost(1e-3)}
+    forward = make_concurrent_forward(model, Splitter(), side="auto", mode="auto")
+    ops: dict[str, OpCost] = {"aside": ComputeCost(1e-3), "compute": ComputeCost(1e-3)}
     table = make_table(forward.runtime.program, ops)
     forward.runtime.planner = Planner(forward.runtime.program, table)
-    run_beside(forward, make_served_context())
+    run_served(forward, make_served_context())
     assert forward.runtime.statistics.declined == {"no communication to hide": 1}
     forward.runtime.planner = Planner(forward.runtime.program, replace(table, contention={"side": 1.1}))
-    assert torch.equal(run_beside(forward, make_served_context()), EXPECTED)
+    assert torch.equal(run_served(forward, make_served_context()), EXPECTED)
     assert forward.runtime.statistics.concurrent == 1
 
 
@@ -451,7 +451,7 @@ def test_ranks_compare_what_they_are_about_to_do_when_checked(other_rank: OtherR
     assert other_rank.compared[1:] == ["padded batch (8 of 9)"]
 
 
-@pytest.mark.parametrize("splitter", [Splitter(), Splitter(Decline("a hazard"))], ids=["splits", "declines"])
+@pytest.mark.parametrize("splitter", [Splitter(), Splitter(Decline("a reason"))], ids=["splits", "declines"])
 def test_ranks_that_decide_differently_stop_before_anything_runs(other_rank: OtherRank, splitter: Splitter) -> None:
     other_rank.decision = "schedule 0123456789abcdef, cuts [6]"
     model = Model()
@@ -459,7 +459,7 @@ def test_ranks_that_decide_differently_stop_before_anything_runs(other_rank: Oth
         ScheduleError, match=r"differently .*please report.*rank 1: schedule 0123456789abcdef, cuts \[6\]"
     ):
         run(make_forward(model, splitter, make_group(), check=True))
-    assert model.seen == model.whole == []
+    assert model.seen == model.unsplit == []
 
 
 def test_ranks_compare_a_plan_once_and_nothing_more_unless_asked_to(other_rank: OtherRank) -> None:
@@ -478,7 +478,7 @@ def test_a_new_plan_that_differs_stops_without_being_asked(other_rank: OtherRank
     model = Model()
     with pytest.raises(ScheduleError, match=r"differently .*rank 0: schedule .*rank 1: another"):
         run(make_forward(model, group=make_group()))
-    assert model.seen == model.whole == []
+    assert model.seen == model.unsplit == []
 
 
 @pytest.mark.parametrize("slip", [0.1, float("nan"), float("inf")])
@@ -532,7 +532,7 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
     choice = planner.choose(BATCH, forward.runtime.config)
     forward.decider.choose_cuts = lambda batch: [2, 6]
     forward.decider._splitter.contexts = None
-    run(forward)  # split as nobody predicted
+    run(forward)  # split without a prediction
     forward.decider.choose_cuts = None
     forward.runtime.config = replace(forward.runtime.config, mode="auto", margin=0.9)
     run(forward)  # declined by prediction
@@ -554,11 +554,11 @@ def test_steps_before_vllm_has_warmed_up_are_not_counted() -> None:
 def test_a_step_that_is_checked_is_counted_once_and_without_the_check() -> None:
     forward = make_forward(Model(), check=True)
     planner = learn(forward)
-    whole = forward._forward
+    unsplit = forward._forward
 
     def check(*arguments: Any, **kwargs: Any) -> Any:
         assert planner.correction._steps == 1, "the step is over"
-        return whole(*arguments, **kwargs)
+        return unsplit(*arguments, **kwargs)
 
     forward._forward = check
     assert torch.equal(run(forward), EXPECTED)
@@ -603,9 +603,29 @@ def make_extension(forward: SplitForward | None) -> WorkerExtension:
     extension = WorkerExtension()
     model = SimpleNamespace(forward=lambda: None)
     if forward is not None:
-        ServedModel(forward).install(model)
+        rank = SimpleNamespace(platform=get_platform("cpu"), config=forward.runtime.config)
+        ServedModel(rank, forward).install(model)
     extension.model_runner = SimpleNamespace(get_model=lambda: model)
     return extension
+
+
+def test_a_second_compute_lane_that_was_not_opened_at_start_is_refused_later() -> None:
+    forward = make_forward(Model())
+    extension = make_extension(forward)
+    before = forward.runtime.config
+    with pytest.raises(ConfigError, match=r"^DBO_SIDE=on: the second compute lane was not opened at start"):
+        extension.dbo_configure({"DBO_SIDE": "on", "DBO_MODE": "off"})
+    assert forward.runtime.config == before
+    extension.dbo_configure({"DBO_SIDE": "auto", "DBO_MODE": "off"})  # on a CPU, `auto` opens none
+    assert forward.runtime.config.mode == "off"
+
+
+def test_a_second_compute_lane_can_be_left_and_used_again() -> None:
+    forward = make_concurrent_forward(Model(), Splitter(), side="on")
+    extension = make_extension(forward)
+    for side in ("off", "on"):
+        extension.dbo_configure({"DBO_SIDE": side})
+        assert forward.runtime.config.side == side
 
 
 def test_a_timeline_is_kept_of_the_one_step_it_was_asked_for() -> None:

@@ -22,7 +22,7 @@ from tests.vllm_plugin.costs import (
     forget_costs,
     make_planner,
 )
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, PROMPTS, assert_close, run_whole
+from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, PROMPTS, assert_close, run_unsplit
 from tests.vllm_plugin.engine import Engine, make_prompt
 
 PAIR = [make_prompt(64, 1), make_prompt(64, 2)]
@@ -69,22 +69,22 @@ LOADS: dict[str, tuple[list[list[int]], int, tuple[int, ...]]] = {
     "several prompts": (PROMPTS, 1, ()),
     "decodes": (PROMPTS, 5, ()),
     "one prompt, which is cut inside": ([make_prompt(701, 3)], 1, ()),
-    "prompts that arrive beside decodes": (PROMPTS, 6, MIXED),
+    "prompts that arrive during decodes": (PROMPTS, 6, MIXED),
 }
 
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("parts", ["auto", "3"])
-def test_steps_split_by_measured_costs_answer_as_whole_ones(
+def test_steps_split_by_measured_costs_answer_as_unsplit_ones(
     one_rank: Engine, forward: SplitForward, measured: Planner, load: str, parts: str
 ) -> None:
     prompts, tokens, arrive = LOADS[load]
-    whole = run_whole(one_rank, prompts, tokens, arrive)
+    unsplit = run_unsplit(one_rank, prompts, tokens, arrive)
     forward.runtime.planner = measured
     one_rank.configure(DBO_MICRO_BATCHES=parts)
     forward.runtime.statistics = Statistics()
     split = one_rank.generate(prompts, tokens, arrive)
-    assert_close(whole, split)
+    assert_close(unsplit, split)
     assert forward.runtime.statistics.split > 0
     assert "no gain predicted" not in forward.runtime.statistics.declined
 
@@ -118,10 +118,10 @@ def test_steps_are_split_as_often_as_pays_most(
     one_rank: Engine, forward: SplitForward, fixed: float, parts: int
 ) -> None:
     """Where nothing is paid twice, three parts hide more than two; with a fixed cost of each part, two gain more."""
-    whole = run_whole(one_rank, PAIR)
+    unsplit = run_unsplit(one_rank, PAIR)
     forward.runtime.planner = make_planner(forward.runtime.program, fixed)
     forward.runtime.statistics = Statistics()
-    assert_close(whole, one_rank.generate(PAIR))
+    assert_close(unsplit, one_rank.generate(PAIR))
     assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": parts, "declined": {}}
 
 
@@ -140,17 +140,17 @@ def test_on_one_rank_auto_has_nothing_to_hide_whatever_costs_say(
 
 
 def test_auto_splits_where_costs_say_that_it_pays(one_rank: Engine, networked: SplitForward) -> None:
-    """The thresholds would have left so small a step whole."""
-    whole = run_whole(one_rank, PAIR)
+    """The thresholds would have left so small a step unsplit."""
+    unsplit = run_unsplit(one_rank, PAIR)
     one_rank.configure(DBO_MODE="auto")
     one_rank.generate(PAIR)
     assert networked.runtime.statistics.declined["fewer tokens than DBO_MIN_TOKENS"] == 1
     networked.runtime.planner = make_planner(networked.runtime.program)
-    assert_close(whole, one_rank.generate(PAIR))
+    assert_close(unsplit, one_rank.generate(PAIR))
     assert networked.runtime.statistics.split == 1
 
 
-def test_auto_leaves_whole_what_costs_say_does_not_pay_and_tells_the_figures_once(
+def test_auto_leaves_unsplit_what_costs_say_does_not_pay_and_logs_the_figures_once(
     one_rank: Engine, networked: SplitForward, log: Lines
 ) -> None:
     planner = networked.runtime.planner = make_planner(networked.runtime.program, split=LOSING)
@@ -255,16 +255,16 @@ def test_a_worker_predicts_steps(one_rank: Engine, forward: SplitForward) -> Non
 
 
 def test_ranks_plan_and_learn_alike(two_ranks: Engine, tmp_path: Path) -> None:
-    whole = run_whole(two_ranks, PROMPTS, 6, MIXED)
+    unsplit = run_unsplit(two_ranks, PROMPTS, 6, MIXED)
     try:
         two_ranks.llm.collective_rpc(calibrate_few)
         two_ranks.configure(DBO_CHECK="1")  # ranks compare what they are about to do, in each step
         before = two_ranks.count_split()
-        assert_close(whole, two_ranks.generate(PROMPTS, 6, MIXED))
+        assert_close(unsplit, two_ranks.generate(PROMPTS, 6, MIXED))
         assert two_ranks.count_split() >= before + 6
         two_ranks.llm.collective_rpc(set_transport, args=("network",))
         two_ranks.configure(DBO_CHECK="1", DBO_MODE="auto")
-        assert_close(whole, two_ranks.generate(PROMPTS, 6, MIXED))
+        assert_close(unsplit, two_ranks.generate(PROMPTS, 6, MIXED))
         two_ranks.configure()
         two_ranks.llm.collective_rpc(plan_by_paying_costs)
         two_ranks.generate(PAIR, PERIOD_STEPS)

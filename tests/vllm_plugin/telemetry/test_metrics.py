@@ -1,4 +1,4 @@
-"""Counts of steps, from whoever counts to whoever asks, through the real prometheus_client."""
+"""Counts of steps, from the workers that count to the process that is asked, through the real prometheus_client."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def scrape(folder: Path) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-def test_steps_are_counted_by_way_and_reason(folder: Path) -> None:
+def test_steps_are_counted_by_mode_and_reason(folder: Path) -> None:
     metrics = Metrics(folder, "tiny", 0)
     metrics.count_step(make_plan(100, 28))
     metrics.count_step(make_plan(4, 4, 20000))
     metrics.count_step(Decline("padded batch", "7 tokens"))
     metrics.count_step(Decline("padded batch", "8 tokens"))
-    whole = make_plan(32, 32)
-    metrics.count_step(replace(whole, slices=whole.slices[:1]))
+    unsplit = make_plan(32, 32)
+    metrics.count_step(replace(unsplit, slices=unsplit.slices[:1]))
     found = scrape(folder)
     steps = found["vllm:dbo_steps_total"]
     assert steps == {("tiny", "0", "split"): 2, ("tiny", "0", "unsplit"): 2, ("tiny", "0", "concurrent"): 1}
@@ -119,10 +119,10 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         "communication_seconds": 10.0,
         "hidden_seconds": 3.0,
     }
-    assert len(scrape(folder)["vllm:dbo_steps_total"]) == 6  # an engine each, split, whole and beside
+    assert len(scrape(folder)["vllm:dbo_steps_total"]) == 6  # an engine each, split, unsplit and concurrent
 
 
-def test_where_nobody_counts_everything_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_counts_everything_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARED, raising=False)
     monkeypatch.delenv(FOLDER, raising=False)
     assert dbo_runtime.statistics() == NOTHING
@@ -146,7 +146,7 @@ def test_with_several_api_servers_counts_lie_where_vllm_has_its_own(
 
 
 def count_in_worker() -> None:
-    """Count a step as a worker does, in the folder of whoever started this process."""
+    """Count a step as a worker does, in the folder of the process that started this one."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()

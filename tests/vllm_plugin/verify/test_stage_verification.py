@@ -1,4 +1,4 @@
-"""Programs of two stages, tried on a whole model: right ones pass, and a wrong one is found. No engine needed."""
+"""Programs of two stages, verified on the whole model: right ones pass, and a wrong one is found. No engine needed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def try_stages(adapter: Any) -> tuple[Op, float] | None:
     return stages.compare(program, run_ops(program, (X, POSITIONS)), X, POSITIONS)
 
 
-def test_stages_that_do_what_the_whole_does_pass() -> None:
+def test_stages_that_do_what_the_whole_model_does_pass() -> None:
     assert try_stages(Adapter()) is None
 
 
@@ -93,10 +93,10 @@ def test_an_adapter_that_forgets_what_it_hands_on_breaks_its_contract() -> None:
 
 
 def test_there_is_nothing_to_try_without_stages_or_layers() -> None:
-    whole, plain, small = Adapter(), Model(), Model()
-    whole.takes_stages = False
+    without_stages, plain, small = Adapter(), Model(), Model()
+    without_stages.takes_stages = False
     del plain.decoder.start_layer
     small.decoder = make_decoder()
     small.decoder.layers = small.decoder.layers[:1]
-    for adapter, model in ((whole, Model()), (Adapter(), plain), (Adapter(), small)):
+    for adapter, model in ((without_stages, Model()), (Adapter(), plain), (Adapter(), small)):
         assert record_stages(adapter, model, ToyCollectives()) is None

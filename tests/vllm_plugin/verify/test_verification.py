@@ -43,29 +43,29 @@ class Wrapped(DenseAdapter):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_registered_adapter_passes(llama: str) -> None:
-    trial = verify_adapter(llama)
-    assert not trial.mismatches, str(trial)
-    assert trial.cuts > 12
-    count = f"{len(trial.program.ops)} ops, unsplit, in two stages and cut at {trial.cuts} places"
-    assert str(trial) == f"equal to the model's own forward: {count}"
+    verification = verify_adapter(llama)
+    assert not verification.mismatches, str(verification)
+    assert verification.cuts > 12
+    count = f"{len(verification.program.ops)} ops, unsplit, in two stages and cut at {verification.cuts} places"
+    assert str(verification) == f"equal to the model's own forward: {count}"
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_latent_attention_taken_apart_passes_at_every_cut() -> None:
-    trial = verify_adapter(str(TINY), has_side=True, attention_backend="CPU_MLA")
-    assert not trial.mismatches, str(trial)
-    assert {op.name for op in trial.program.ops if op.lane == "side"} == {"keys"}
-    assert trial.in_stages
+def test_decomposed_latent_attention_passes_at_every_cut() -> None:
+    verification = verify_adapter(str(TINY), has_side=True, attention_backend="CPU_MLA")
+    assert not verification.mismatches, str(verification)
+    assert {op.name for op in verification.program.ops if op.lane == "side"} == {"keys"}
+    assert verification.in_stages
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_model_that_keeps_inputs_by_token_is_tried_with_them(tmp_path: Path) -> None:
     model = make_vision_family(QWEN3, tmp_path / "model")
-    trial = verify_adapter(str(model), skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0})
-    assert not trial.mismatches, str(trial)
-    assert "take_features" in {op.name for op in trial.program.ops}
+    verification = verify_adapter(str(model), skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0})
+    assert not verification.mismatches, str(verification)
+    assert "take_features" in {op.name for op in verification.program.ops}
 
 
 @pytest.mark.vllm
@@ -75,17 +75,21 @@ def test_an_op_that_computes_something_else_is_named(llama: str, monkeypatch: py
     hooks.install()
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_DBO", "1")
     monkeypatch.setenv("DBO_MODE", "always")
-    trial = verify_adapter(llama, Wrapped("L1.mlp", lambda fn: lambda x: fn(x) * 1.01))
-    assert {fault.op for fault in trial.mismatches if fault.cut is None} == {"L1.mlp"}, str(trial)
-    assert trial.mismatches[0].declared_at.startswith(__file__)
+    verification = verify_adapter(llama, Wrapped("L1.mlp", lambda fn: lambda x: fn(x) * 1.01))
+    assert {mismatch.op for mismatch in verification.mismatches if mismatch.cut is None} == {"L1.mlp"}, str(
+        verification
+    )
+    assert verification.mismatches[0].declared_at.startswith(__file__)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_an_op_that_depends_on_the_cut_is_named_with_the_cut(llama: str) -> None:
     """It adds how many tokens there are, and those of a micro-batch are fewer than the step's."""
-    trial = verify_adapter(llama, Wrapped("L2.attn_reduce", lambda fn: lambda x: fn(x) + x.shape[0]))
-    assert {fault.op for fault in trial.mismatches if fault.cut is not None} == {"L2.attn_reduce"}, str(trial)
+    verification = verify_adapter(llama, Wrapped("L2.attn_reduce", lambda fn: lambda x: fn(x) + x.shape[0]))
+    assert {mismatch.op for mismatch in verification.mismatches if mismatch.cut is not None} == {"L2.attn_reduce"}, str(
+        verification
+    )
 
 
 @pytest.mark.vllm
@@ -106,10 +110,10 @@ def test_without_an_adapter_there_is_nothing_to_try(tmp_path: Path) -> None:
         verify_adapter(str(make_family("GraniteForCausalLM", tmp_path)))
 
 
-def test_faults_read_as_lines() -> None:
-    fault = Mismatch("L1.mlp", "adapter.py:7", 5, "prefill of 21 tokens", 0.25)
+def test_mismatches_read_as_lines() -> None:
+    mismatch = Mismatch("L1.mlp", "adapter.py:7", 5, "prefill of 21 tokens", 0.25)
     line = "prefill of 21 tokens, cut at token 5: L1.mlp differs first, by 2.5e-01 of the largest value (adapter.py:7)"
     assert (
-        str(Verification(None, 1, mismatches=[fault, fault._replace(cut=None)]))
+        str(Verification(None, 1, mismatches=[mismatch, mismatch._replace(cut=None)]))
         == f"{line}\n{line.replace('cut at token 5', 'unsplit')}"
     )  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""A stream of torch as a lane, and the events by which lanes wait for each other."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dbo_runtime.devices import DirectCalls, Note, Task, Values, check_recorded
+
+if TYPE_CHECKING:
+    from dbo_runtime.devices.torch_streams import StreamDevice
+
+
+class StreamEvent:
+    """An event of the backend, and the run in which it was last recorded."""
+
+    __slots__ = ("native", "run")
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.run = 0
+
+
+class StreamLane:
+    """A stream; that of the first lane is the one current when a run begins."""
+
+    def __init__(self, name: str, stream: Any, device: StreamDevice) -> None:
+        self.name = name
+        self.stream = stream
+        self._device = device
+
+    def launch(self, task: Task, values: Values) -> None:
+        """Issue the op's kernels onto the stream."""
+        self._device.switch(self)
+        task(values)
+
+    def measure(self, task: Task, values: Values, note: Note) -> None:
+        """Launch the task between two timing events."""
+        issued = time.perf_counter()
+        start = self._device.read_clock(self)
+        self.launch(task, values)
+        note(issued, start, self._device.read_clock(self))
+
+    def record(self, event: StreamEvent) -> None:
+        """Record the event after everything issued onto the stream."""
+        event.native.record(self.stream)
+        event.run = self._device.run
+
+    def wait(self, event: StreamEvent) -> None:
+        """Let the stream wait for the event, without blocking the host."""
+        check_recorded(event.run, self._device.run, self.name)
+        self.stream.wait_event(event.native)
+
+    def get_direct_calls(self) -> DirectCalls:
+        """Return calls for the stream that the lane has in this run."""
+        stream, run, wait_event = self.stream, self._device.run, self.stream.wait_event
+
+        def record(event: StreamEvent) -> None:
+            event.native.record(stream)
+            event.run = run
+
+        def wait(event: StreamEvent) -> None:
+            wait_event(event.native)
+
+        return DirectCalls(partial(self._device.backend.set_stream, stream), record, wait)
+
+    def move(self, stream: Any) -> None:
+        """Continue on another stream, after everything on the present one."""
+        stream.wait_stream(self.stream)
+        self.stream = stream

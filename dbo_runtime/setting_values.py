@@ -1,0 +1,92 @@
+"""The kinds of values that settings take: how each is parsed, and described where it is not allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Values(Generic[T]):
+    """What a setting allows.
+
+    Attributes:
+        parse: makes the value of a text; raises ValueError for a text that is not allowed.
+        allowed: the same in words.
+    """
+
+    parse: Callable[[str], T]
+    allowed: str
+
+
+def allow_names(*names: str) -> Values[str]:
+    """Allow these names and nothing else."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(text)
+        return text
+
+    return Values(parse, f"{', '.join(names[:-1])} or {names[-1]}")
+
+
+def allow_count(minimum: int) -> Values[int]:
+    """Allow whole numbers from *minimum*."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise ValueError(text)
+        return int(text)
+
+    return Values(parse, f"a whole number, at least {minimum}")
+
+
+def _parse_switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def _parse_cores(text: str) -> tuple[int, ...]:
+    if not text:
+        return ()
+    cube, vector = map(allow_count(1).parse, text.split(":"))
+    return cube, vector
+
+
+def _parse_parts(text: str) -> int | None:
+    return None if text == "auto" else allow_count(2).parse(text)
+
+
+def _parse_margin(text: str) -> float:
+    margin = float(text)
+    if not 0 <= margin < math.inf:
+        raise ValueError(text)
+    return margin
+
+
+def _parse_policy(text: str) -> tuple[str, int]:
+    """Split `staggered:LEAD` into its name and its lead; the other policies have lead 0."""
+    name, colon, lead = text.partition(":")
+    if name in ("sequential", "alternate", "optimal") and not colon:
+        return name, 0
+    if name == "staggered":
+        return name, allow_count(0).parse(lead if colon else "1")
+    raise ValueError(text)
+
+
+SWITCH = Values(_parse_switch, "0 or 1")
+PATH = Values(str, "a path")
+CORES = Values(_parse_cores, "CUBE:VECTOR, such as 8:16")
+PARTS = Values(_parse_parts, f"auto, or {allow_count(2).allowed}")
+MARGIN = Values(_parse_margin, "a number, at least 0")
+POLICY = Values(_parse_policy, "optimal, sequential, alternate, staggered or staggered:LEAD")
+
+
+def name_policy(name: str, lead: int) -> str:
+    """Return the text that a policy is set by, such as `staggered:1`."""
+    return f"{name}:{lead}" if name == "staggered" else name
