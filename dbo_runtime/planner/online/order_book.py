@@ -19,7 +19,10 @@ from dbo_runtime.planner.online.overlap_cost import OverlapCost, compute_share, 
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.program import Program
 
-SIMULATED_STEPS = 10  # by each order, for a table whose lanes slow each other down by different factors
+# Steps that are simulated by each order for a table whose lanes slow each other down by different factors: for the
+# expected costs, and for the worst cases.
+SIMULATED_STEPS = 32
+SIMULATED_WORST_CASES = 8
 
 
 class PreparedOrder(NamedTuple):
@@ -54,13 +57,11 @@ class OrderBook:
         self._paths = np.concatenate([paths for _, paths in prepared]).T
         self._begins = np.cumsum([0, *(len(paths) for _, paths in prepared[:-1])])
         self._overlap_costs: list[OverlapCost | None] = [None] * len(tables.tables)
-        simulated = samples[:: max(len(samples) // SIMULATED_STEPS, 1)]
-        durations = tables.compute_durations(stack_features(simulated))
-        alone, work = self._predict_alone(durations), tables.compute_work(durations)
         for number, table in enumerate(tables.tables):
-            self._overlap_costs[number] = self._measure_overlap_cost(
-                program, table, simulated, alone[number], work[number]
-            )
+            few = _spread(samples, SIMULATED_WORST_CASES if number else SIMULATED_STEPS)
+            durations = tables.compute_durations(stack_features(few))
+            alone, work = self._predict_alone(durations)[number], tables.compute_work(durations)[number]
+            self._overlap_costs[number] = self._measure_overlap_cost(program, table, few, alone, work)
 
     def predict(self, slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
         """Return the seconds of all ops of steps by each order [tables, steps, orders].
@@ -107,3 +108,9 @@ class OrderBook:
                 ends = np.array([predictor.simulate_end(order, features) for features in samples])
                 columns.append(compute_share(ends, alone[:, number], work.sum(axis=1)))
         return OverlapCost(stack_shares(columns), work)
+
+
+def _spread(samples: Sequence[Sequence[BatchFeatures]], count: int) -> list[Sequence[BatchFeatures]]:
+    """Return so many of *samples*, evenly spread over those with most tokens, whose overlap is worth most."""
+    largest = sorted(samples, key=lambda features: -sum(each.tokens for each in features))
+    return largest[: len(largest) * 2 // 3 : max(len(largest) * 2 // 3 // count, 1)]
