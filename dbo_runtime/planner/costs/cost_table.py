@@ -12,7 +12,7 @@ from typing import Any
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.program_spec import ProgramSpec
+from dbo_runtime.planner.costs.program_spec import OpSpec, ProgramSpec
 from dbo_runtime.program import COMM, COMPUTE, Program
 
 CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
@@ -312,12 +312,17 @@ def _check_names(table: CostTable) -> None:
 
 
 def _canonicalise(part: Any) -> Any:
-    """Return *part* as nested tuples of plain values that do not depend on the order of a mapping."""
+    """Return *part* as nested tuples of plain values that do not depend on the order of a mapping.
+
+    What cost files did not have at first counts where it is set only, so that the digest of an older file stays.
+    """
     if isinstance(part, Mapping):
         return tuple((key, _canonicalise(part[key])) for key in sorted(part))
     if is_dataclass(part):
         name = type(part).__name__
         return (_DIGEST_NAMES.get(name, name), *(_canonicalise(getattr(part, item.name)) for item in fields(part)))
+    if isinstance(part, OpSpec) and not part.movable:
+        return tuple(_canonicalise(item) for item in part[: OpSpec._fields.index("movable")])
     if isinstance(part, tuple):
         return tuple(_canonicalise(item) for item in part)
     return part

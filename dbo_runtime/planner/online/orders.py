@@ -9,6 +9,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.planner.online.placements import list_placements
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Bucket, Predictor, compute_midpoint, get_bucket
 from dbo_runtime.program import SIDE, Program
 
@@ -97,10 +98,3 @@ class Orders:
         if len(orders) == 1:
             return orders[0]
         return min(orders, key=lambda ordered: self._predictor.predict_split(ordered, slice_features))
-
-
-def list_placements(program: Program) -> tuple[Program, ...]:
-    """Return *program* with its `side` ops on `compute`, with each kind of them alone on `side`, and with all."""
-    kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
-    alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
-    return (program.fold_side(), *alone, program) if kinds else (program,)
