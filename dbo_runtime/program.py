@@ -323,8 +323,8 @@ class ProgramBuilder:
                 raise ProgramError(f"{what} {word!r} must be a plain word (letters, digits, _). ({where})")
         if not callable(op.fn):
             raise ProgramError(f"op {op.label!r} needs a function to call, not {op.fn!r}. ({where})")
-        if op.movable and op.lane != COMPUTE:
-            raise ProgramError(f"op {op.label!r} is movable, so it must be on {COMPUTE}, not on {op.lane}. ({where})")
+        if op.movable and op.lane not in COMPUTING:
+            raise ProgramError(f"op {op.label!r} is movable, so it must compute, but it is on {op.lane}. ({where})")
         if op.label in self._labels:
             earlier = self._labels[op.label]
             raise ProgramError(f"op {op.label!r} was declared already at {earlier}; rename one of them. ({where})")

@@ -19,3 +19,11 @@ def list_placements(program: Program) -> tuple[Program, ...]:
     alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
     moved = [program.move_aside()] if any(op.movable for op in program.ops) else []
     return (program.fold_side(), *alone, *moved, program)
+
+
+def is_moved(program: Program) -> bool:
+    """Return whether movable ops are on `side`: then the common policies are no measure of what a search finds.
+
+    They let both micro-batches be in the same half of a layer.
+    """
+    return any(op.movable and op.lane == SIDE for op in program.ops)

@@ -98,7 +98,7 @@ def test_a_cost_file_s_program_has_the_same_placements() -> None:
 
 def test_only_ops_of_the_compute_lane_are_movable() -> None:
     p = ProgramBuilder()
-    with pytest.raises(ProgramError, match=r"'send' is movable, so it must be on compute, not on comm\. \(.*\.py:\d+"):
+    with pytest.raises(ProgramError, match=r"'send' is movable, so it must compute, but it is on comm\. \(.*\.py:\d+"):
         p.op("send", abs, p.input("x"), lane="comm", movable=True)
 
 
