@@ -194,7 +194,9 @@ PRINTED = [
 def test_what_the_planner_is_said_to_print_it_prints(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/planner.md").read_text()
     quoted = re.search(
-        rf"dbo_runtime plan {words}\b.*?^```\n((?:costs|speed-up|decodes|times).*?)^```$", text, re.DOTALL | re.MULTILINE
+        rf"dbo_runtime plan {words}\b.*?^```\n((?:costs|speed-up|decodes|times).*?)^```$",
+        text,
+        re.DOTALL | re.MULTILINE,
     )
     assert quoted is not None
     assert program.main(["plan", *words.split()]) == 0

@@ -3,8 +3,8 @@
     python -m pytest tests/benchmarks/bench_what_if.py -q -s
 
 All predictions are *modelled*, from the published cases of `python -m dbo_runtime plan --list`; docs/planner.md says
-what is given in each and what is assumed. The first three rows are about one and the same run each. The others put beside
-a gain the case that is nearest to it, so they tell whether predictions are in the right range, and no more.
+what is given in each and what is assumed. The first three rows are about one and the same run each. The others put
+beside a gain the case that is nearest to it, so they tell whether predictions are in the right range, and no more.
 """
 
 from __future__ import annotations
