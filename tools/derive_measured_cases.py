@@ -222,8 +222,8 @@ def scale_compute(cost: OpCost, rate: float) -> OpCost:
 
 def round_cost(cost: OpCost) -> OpCost:
     """Return a cost with six digits of each number."""
-    numbers = {name: float(f"{getattr(cost, name):.6g}") for name in cost.__dataclass_fields__}
-    return replace(cost, **numbers)
+    numbers = (getattr(cost, name) for name in cost.__dataclass_fields__)
+    return type(cost)(*(float(f"{number:.6g}") for number in numbers))
 
 
 def describe(source: str, chip: str, model: str, parallel: dict[str, int]) -> Provenance:
