@@ -18,6 +18,7 @@ import pytest
 import dbo_runtime
 from dbo_runtime import __main__ as program
 from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
+from dbo_runtime.planner.whatif.measurements import MEASUREMENTS
 from dbo_runtime.planner.whatif.published_cases import get_case
 from dbo_runtime.planner.whatif.scale import set_layers
 
@@ -112,6 +113,31 @@ def test_a_step_that_is_not_cut_says_what_is_concurrent(tmp_path: Path, capsys: 
     assert "leave unsplit" in left
 
 
+def test_measurements_are_beside_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
+    note, blank, head, *rows = run_plan(capsys, "--measurements").splitlines()
+    assert note.startswith("times faster in two micro-batches than unsplit; ! where the measurement contradicts")
+    assert (blank, head.split()[:4]) == ("", ["published", "by", "case", "tokens"])
+    assert len(rows) == len(MEASUREMENTS)
+    assert not any("!" in row for row in rows)
+
+
+def test_the_machine_s_network_and_the_busiest_rank_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--micro-batches", "2", "--json")
+
+    def predict(*options: str) -> tuple[str, float]:
+        figures = json.loads(run_plan(capsys, *options, *words))
+        return figures["source"], figures["lanes_ms"]["comm"]
+
+    flat = ("--costs", "910b-share-5591", "--tp", "8")
+    for network in ((), ("--network", "8:121.3GB/s:25GB/s")):
+        source, _ = predict(*flat, *network)
+        assert ("network 8:121.3GB/s:25GB/s" in source) == bool(network)
+    assert predict(*flat, "--network", "8:121.3GB/s:25GB/s")[1] < predict(*flat)[1]
+    source, uneven = predict("--costs", "a3-layer-4894", "--imbalance", "1.5")
+    assert source.endswith("Scaled: imbalance 1.5.")
+    assert uneven > predict("--costs", "a3-layer-4894")[1]
+
+
 def test_a_step_that_cannot_be_cut_is_told_so(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_plan(capsys, "--costs", costs, "--tokens", "1")
     assert "step: 1 token, 1 request;" in output
@@ -132,7 +158,7 @@ def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: py
 
 def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
     output = run_plan(capsys, "--list")
-    assert output.count("(modelled; ") == 7
+    assert output.count("(modelled; ") == 11
     assert "r1-decode-910c (modelled; 96 decodes)" in output
     assert "a3-layer-4894 (modelled; 4096 tokens in 4 prompts)" in output
     for number in (4894, 5591, 941):
@@ -200,6 +226,9 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
         ("--costs COSTS --tp 12", "tp is 12; it must be a power of two"),
         ("--costs COSTS --tp 0", "--tp has '0'"),
         ("--costs COSTS --bandwidth fast", "bandwidth is 'fast'"),
+        ("--costs COSTS --tp 4 --network 8", "network is '8'; it must be ranks of a host"),
+        ("--costs COSTS --imbalance much", "--imbalance is 'much'; it takes a number such as 1.3"),
+        ("--costs COSTS --imbalance 0.5", "imbalance is 0.5; the busiest rank has at least 1 times"),
         ("--costs COSTS --model gpt", "model is 'gpt'; known are deepseek-v3"),
         ("--costs COSTS --micro-batches 1", "DBO_MICRO_BATCHES='1' is not allowed"),
         ("--costs COSTS --margin lots", "DBO_MARGIN='lots' is not allowed"),

@@ -43,7 +43,7 @@ def compute_density(table: CostTable, program: Program) -> Density:
     """Return the sums of what tokens and pairs cost over all ops of *program*."""
     costs = [cost for op in program.ops if isinstance(cost := table.ops[op.name], ComputeCost)]
     return Density(
-        token=sum(cost.per_token for cost in costs),
+        token=sum(cost.per_token * cost.imbalance for cost in costs),
         pair=sum(cost.per_pair for cost in costs),
         context_pair=sum(cost.per_context_pair for cost in costs),
         prefill=sum(cost.per_prefill for cost in costs),
