@@ -416,7 +416,7 @@ def test_planning_needs_no_device_and_no_framework(costs: str) -> None:
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in FOREIGN)
     code = f"""
 import runpy, sys; {blocked}
-sys.argv = ["dbo_runtime", "plan", "--costs", {costs!r}, "--tokens", "512"]
+sys.argv = ["dbo_runtime", "plan", "--costs", {costs!r}, "--tokens", "512", "--micro-batches", "2"]
 runpy.run_module("dbo_runtime", run_name="__main__")
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

@@ -20,7 +20,7 @@ from tests.profiles import scale
 from tests.strategies import Case, cases
 
 EXAMPLES = scale(100)
-ENOUGH = EXAMPLES // 4  # unsafe ones among them, or the test would show little
+ENOUGH = EXAMPLES // 10  # unsafe ones among them, or the test would show little
 
 
 def get_refusal(schedule: Schedule) -> str:
