@@ -45,7 +45,7 @@ def count_devices(reporter: pytest.TerminalReporter) -> Counter[tuple[str, str]]
 def write_slowest_files(reporter: pytest.TerminalReporter) -> None:
     """Write the files that took longest, fixtures included; nothing where there are not more files than that.
 
-    All files go to the one that `TEST_DURATIONS` names, if it is set.
+    The seconds of all of them go to the file that `TEST_DURATIONS` names, if it is set.
     """
     seconds: Counter[str] = Counter()
     for report in list_reports(reporter):
