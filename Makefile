@@ -51,11 +51,10 @@ test: setup ## run the tests but for the slow ones, and those of the NPU where t
 	else echo "test: left out the tests on torch_npu: their environment cannot be made, see above"; fi
 
 test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a stand-in for CANN (g++); see NPU=required
-	$(NPU_BIN)/python -m tests.standin_cann.build
 	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES) $(PARALLEL_FILES)
 
 test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN (g++); see ASCEND=required
-	@if $(MAKE) setup-ascend; then $(ASCEND_BIN)/python -m tests.standin_cann.build && \
+	@if $(MAKE) setup-ascend; then \
 		NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow" $(PARALLEL_FILES); \
 	elif [ $(ASCEND) = required ]; then exit 1; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi

@@ -13,7 +13,7 @@ import pytest
 
 from dbo_runtime.observe.timeline import Timeline
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_whole
+from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_whole, run_cut
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
@@ -43,14 +43,14 @@ def experts_beside(request: pytest.FixtureRequest, engines: Engines) -> Iterator
 
 @pytest.mark.parametrize("cuts", [(BOUNDARIES[0],), (17,), (100, 300), (132, 264, 396)])
 def test_prefill_is_close_at_boundaries_and_inside_requests(beside: Engine, cuts: tuple[int, ...]) -> None:
-    whole = run_whole(beside, PROMPTS)
+    whole = get_whole(beside, PROMPTS)
     beside.configure(**SIDE)
     assert_close(whole, run_cut(beside, cuts, PROMPTS))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
 def test_decode_and_mixed_steps_are_close(beside: Engine, cuts: tuple[int, ...]) -> None:
-    whole = run_whole(beside, PROMPTS, 6, MIXED)
+    whole = get_whole(beside, PROMPTS, 6, MIXED)
     beside.configure(**SIDE)
     assert_close(whole, run_cut(beside, cuts, PROMPTS, 6, MIXED))
 
