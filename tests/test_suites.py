@@ -73,7 +73,7 @@ def test_where_the_environment_exists_a_build_that_fails_fails_the_tests(program
         ("required", pytest.ExitCode.TESTS_FAILED, "FAILED, it is required here: left out"),
     ],
 )
-@pytest.mark.parametrize("processes", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.parametrize("processes", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_suite_that_is_left_out_is_reported_and_fails_where_it_is_required(
     required: str, status: pytest.ExitCode, verdict: str, processes: str, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tests.oracle import find_faults
 from tests.profiles import scale
 from tests.strategies import Case, cases
 
-EXAMPLES = scale(100)
+EXAMPLES = max(20, scale(100))
 ENOUGH = EXAMPLES // 10  # unsafe ones among them, or the test would show little
 
 
