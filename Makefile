@@ -7,6 +7,10 @@ ASCEND ?= auto
 NPU_BIN := $(VENV)-npu/bin
 ASCEND_BIN := $(VENV)-ascend/bin
 NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
+# Each process of pytest-xdist imports torch and vLLM by itself: more than eight gain nothing, however many cores there are.
+PARALLEL := -n logical --maxprocesses 8 --dist worksteal
+# Files that start engines stay whole, for these are shared in a file. Engines have processes and memory of their own.
+PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-sweep train test test-npu \
@@ -40,24 +44,27 @@ train: setup ## train the tiny DeepSeek model that the demos serve
 	$(BIN)/python examples/train_tiny_deepseek.py
 
 test: setup ## run the tests but for the slow ones, and those of the NPU where their environment can be made
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and vllm" $(PARALLEL_FILES)
 	@if $(MAKE) setup-npu; then $(MAKE) test-npu; \
 	elif [ $(NPU) = required ]; then exit 1; \
 	else echo "test: left out the tests on torch_npu: their environment cannot be made, see above"; fi
 
 test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a stand-in for CANN (g++); see NPU=required
-	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES)
+	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES) $(PARALLEL_FILES)
 
 test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN (g++); see ASCEND=required
-	@if $(MAKE) setup-ascend; then NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow"; \
+	@if $(MAKE) setup-ascend; then \
+		NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow" $(PARALLEL_FILES); \
 	elif [ $(ASCEND) = required ]; then exit 1; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not root" $(PARALLEL_FILES)
+	$(BIN)/python -m pytest -m "slow and root"
 
 test-nightly: setup ## run the tests that start no engine with many more examples of each property
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm"
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm" $(PARALLEL)
 
 demo-sweep: setup ## auto against off and always over link rates and prompt lengths; about 20 minutes (root)
 	$(BIN)/python examples/sweep_rates.py

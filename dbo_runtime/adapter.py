@@ -40,6 +40,13 @@ class ExpertParallel(Protocol):
     def has_shared_experts(self) -> bool:
         """Whether there are shared experts, which every token passes."""
 
+    @property
+    def is_movable(self) -> bool:
+        """Whether `gate`, `experts` and `merge` may run while another micro-batch attends.
+
+        They may if they read no forward context and their kernels share no scratch memory with attention's.
+        """
+
     def gate(self, x: Any) -> Any:
         """Choose the experts of each token of *x* [tokens, hidden] -> routing."""
 

@@ -38,6 +38,7 @@ class Op:
         overwrites: the values read whose memory it changes, or returns as its own result.
         host_sync: it blocks the host, so it cannot be captured into a graph.
         declared_at: `file:line` of the declaration.
+        movable: it may run on `side` instead, while another micro-batch computes on `compute`.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Op:
     overwrites: tuple[Value, ...] = ()
     host_sync: bool = False
     declared_at: str = ""
+    movable: bool = False
 
     @property
     def label(self) -> str:
@@ -106,6 +108,10 @@ class Program:
             return self
         folded = (replace(op, lane=COMPUTE) if op.lane == SIDE and op.name != kept else op for op in self.ops)
         return replace(self, ops=tuple(folded))
+
+    def move_aside(self) -> Program:
+        """Return the program with all movable ops on `side`, in addition to those that are declared there."""
+        return replace(self, ops=tuple(replace(op, lane=SIDE) if op.movable else op for op in self.ops))
 
     def get_owning_lanes(self) -> dict[Value, frozenset[str]]:
         """Return each value's owning lanes: those whose allocator may own its memory.
@@ -201,6 +207,15 @@ class ProgramBuilder:
         """
         return self.op(name, fn, *reads, lane=SIDE if self.has_side else COMPUTE, **declaration)
 
+    def movable(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
+        """Declare an op on the compute lane that may run on `side` instead; arguments as in `op`.
+
+        All such ops of a program move together, so that two micro-batches compute at the same time: one is in these
+        ops, the other in the rest of a layer. So they must not read the forward context, and must share no scratch
+        memory with the ops that stay.
+        """
+        return self.op(name, fn, *reads, lane=COMPUTE, movable=self.has_side, **declaration)
+
     def op(
         self,
         name: str,
@@ -213,6 +228,7 @@ class ProgramBuilder:
         communicator: str | None = None,
         overwrites: tuple[Value, ...] = (),
         host_sync: bool = False,
+        movable: bool = False,
     ) -> Any:
         """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
 
@@ -237,6 +253,7 @@ class ProgramBuilder:
             overwrites,
             host_sync,
             where,
+            movable,
         )
         self._check(op)
         self._labels[op.label] = where
@@ -266,6 +283,8 @@ class ProgramBuilder:
                 raise ProgramError(f"{what} {word!r} must be a plain word (letters, digits, _). ({where})")
         if not callable(op.fn):
             raise ProgramError(f"op {op.label!r} needs a function to call, not {op.fn!r}. ({where})")
+        if op.movable and op.lane not in COMPUTING:
+            raise ProgramError(f"op {op.label!r} is movable, so it must compute, but it is on {op.lane}. ({where})")
         if op.label in self._labels:
             earlier = self._labels[op.label]
             raise ProgramError(f"op {op.label!r} was declared already at {earlier}; rename one of them. ({where})")

@@ -125,9 +125,11 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
 
     A dispatch that needs sizes blocks the host. Then the shared experts come before it, so that the device has work
     meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
-    depend on the tokens only, so they are concurrent with the gate and the experts, too.
+    depend on the tokens only, so they are concurrent with the gate and the experts, too. Where kernels allow it, gate,
+    experts and merge are movable: they may run there while the other micro-batch attends.
     """
-    routing = p.compute("gate", moe.gate, x)
+    declare = p.movable if moe.is_movable else p.compute
+    routing = declare("gate", moe.gate, x)
     shared: list[Value] = []
     if moe.exchanges_sizes:
         routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
@@ -137,9 +139,9 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
     )
     if not moe.exchanges_sizes:
         shared = record_shared_experts(p, moe, x)
-    routed = p.compute("experts", moe.experts, received)
+    routed = declare("experts", moe.experts, received)
     routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
-    merged: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
+    merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
     return merged
 
 

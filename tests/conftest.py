@@ -57,14 +57,24 @@ def prepare(request: pytest.FixtureRequest) -> Prepare:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail where the NPU's tests are required (`make test-npu NPU=required`) and none of them has passed."""
+    """Fail where the NPU's tests are required (`make test-npu NPU=required`) and are left out, or none has passed."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if suites.is_required() and not session_report.count_devices(reporter)["npu", "passed"]:
+    if is_worker(session.config) or not suites.is_required():
+        return
+    if suites.list_left_out(session.config) or not session_report.count_devices(reporter)["npu", "passed"]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write what tests have noted, the count of tests of each device, and the slowest files."""
+    """Write which suites were left out, what tests have noted, the count by device, and the slowest files."""
+    if is_worker(terminalreporter.config):
+        return
+    suites.report_left_out(terminalreporter)
     session_report.write_notes(terminalreporter)
     session_report.write_devices(terminalreporter)
     session_report.write_slowest_files(terminalreporter)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Return whether this process runs a part of the tests for pytest-xdist: who started it reports on all of them."""
+    return hasattr(config, "workerinput")

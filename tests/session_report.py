@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 SLOWEST_FILES = 10
+DURATIONS = (
+    "TEST_DURATIONS"  # names a file to which each run adds the seconds that each file of tests took, for `.ci/run`
+)
 
 
 def write_notes(reporter: pytest.TerminalReporter) -> None:
@@ -38,10 +43,16 @@ def count_devices(reporter: pytest.TerminalReporter) -> Counter[tuple[str, str]]
 
 
 def write_slowest_files(reporter: pytest.TerminalReporter) -> None:
-    """Write the files that took longest, fixtures included; nothing where there are not more files than that."""
+    """Write the files that took longest, fixtures included; nothing where there are not more files than that.
+
+    The seconds of all of them go to the file that `TEST_DURATIONS` names, if it is set.
+    """
     seconds: Counter[str] = Counter()
     for report in list_reports(reporter):
         seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment] - a Counter of floats
+    if DURATIONS in os.environ:
+        with Path(os.environ[DURATIONS]).open("a") as file:
+            file.writelines(f"{took:.3f} {name}\n" for name, took in seconds.items())
     if len(seconds) > SLOWEST_FILES:
         reporter.section(f"slowest {SLOWEST_FILES} files")
         for file, took in seconds.most_common(SLOWEST_FILES):

@@ -181,6 +181,8 @@ SWEEPS = [
         for chip in ("910c", "910b")
         for side in ("off", "auto")
     ),
+    "--costs r1-decode-12708 --sweep tokens --side auto",
+    "--measurements",
 ]
 PRINTED = [
     "--costs a3-layer-4894",
@@ -192,7 +194,9 @@ PRINTED = [
 def test_what_the_planner_is_said_to_print_it_prints(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/planner.md").read_text()
     quoted = re.search(
-        rf"dbo_runtime plan {words}\b.*?^```\n((?:costs|speed-up|decodes).*?)^```$", text, re.DOTALL | re.MULTILINE
+        rf"dbo_runtime plan {words}\b.*?^```\n((?:costs|speed-up|decodes|times).*?)^```$",
+        text,
+        re.DOTALL | re.MULTILINE,
     )
     assert quoted is not None
     assert program.main(["plan", *words.split()]) == 0

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch_npu", "vllm_ascend", "standin_ascend")
 SUITES = ("tests/ascend", "tests/standin_cann")
+NOT_OURS = ("NPU_TESTS", "ASCEND_HOME_PATH", "TEST_DURATIONS")
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo build >> "$0.log"; echo a compiler that compiles nothing; exit; fi
 echo "runtime.cpp:1: error: nothing compiles here" >&2
@@ -22,7 +23,7 @@ exit 1
 
 def run_pytest(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run some of the tests in a process of their own, with only these settings."""
-    settings = {name: value for name, value in os.environ.items() if name not in ("NPU_TESTS", "ASCEND_HOME_PATH")}
+    settings = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
     return subprocess.run(
         command, cwd=ROOT, env={**settings, **variables}, capture_output=True, text=True, timeout=300, check=False
@@ -72,12 +73,13 @@ def test_where_the_environment_exists_a_build_that_fails_fails_the_tests(program
         ("required", pytest.ExitCode.TESTS_FAILED, "FAILED, it is required here: left out"),
     ],
 )
+@pytest.mark.parametrize("processes", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_suite_that_is_left_out_is_reported_and_fails_where_it_is_required(
-    required: str, status: pytest.ExitCode, verdict: str, tmp_path: Path
+    required: str, status: pytest.ExitCode, verdict: str, processes: str, tmp_path: Path
 ) -> None:
     """A test that passes runs, too: a run in which no test runs at all fails anyway."""
     cann = {"ASCEND_HOME_PATH": str(tmp_path)}  # as on a machine that has CANN itself
-    done = run_pytest(*SUITES, "tests/test_render.py", **cann, NPU_TESTS=required)
+    done = run_pytest(*SUITES, "tests/test_render.py", "-n", processes, **cann, NPU_TESTS=required)
     assert done.returncode == status, done.stdout
     for suite in SUITES:
         assert f"{suite}: {verdict}, because CANN itself is installed here" in done.stdout
@@ -92,9 +94,13 @@ def test_an_environment_that_cannot_be_made_is_a_failure_where_it_is_required(re
 
 
 @pytest.mark.slow
-def test_properties_of_tests_are_in_the_report_for_ci(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    done = run_pytest("tests/devices/test_contract.py::test_lanes_are_made_once", "--junitxml", str(report))
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_properties_of_tests_are_in_the_report_for_ci(processes: str, tmp_path: Path) -> None:
+    report, durations = tmp_path / "report.xml", tmp_path / "durations"
+    test = "tests/devices/test_contract.py::test_lanes_are_made_once"
+    done = run_pytest(test, "--junitxml", str(report), "-n", processes, TEST_DURATIONS=str(durations))
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     properties = [(found.get("name"), found.get("value")) for found in ElementTree.parse(report).iter("property")]
     assert ("device", "cpu") in properties
+    seconds, file = durations.read_text().split()
+    assert (file, float(seconds) > 0) == ("tests/devices/test_contract.py", True)

@@ -57,6 +57,8 @@ def test_every_package_is_imported_from_the_wheel(site: Path) -> None:
 
 
 def test_the_wheel_plans_a_published_case(site: Path) -> None:
-    done = run(site, "-m", "dbo_runtime", "plan", "--costs", "r1-tp16-941", "--tokens", "8192")
+    done = run(
+        site, "-m", "dbo_runtime", "plan", "--costs", "r1-tp16-941", "--policy", "alternate", "--micro-batches", "2"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "costs: r1-tp16-941, modelled" in done.stdout

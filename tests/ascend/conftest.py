@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,32 +44,8 @@ PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_b
 FOUR = {"NPU_STANDIN_DEVICES": "4"}
 
 
-def check_inputs() -> str | None:
-    """Return why nothing can run here, if it cannot."""
-    if "ASCEND_HOME_PATH" in os.environ:
-        return "CANN itself is installed here"
-    missing = [
-        name for name in ("vllm_ascend", "torch_npu", "standin_ascend") if importlib.util.find_spec(name) is None
-    ]
-    return (
-        f"not installed here: {', '.join(missing)}; `make test-ascend` makes an environment that has them"
-        if missing
-        else None
-    )
-
-
-OBSTACLE = check_inputs()
+OBSTACLE = suites.ASCEND.explain_left_out()
 collect_ignore_glob = [] if OBSTACLE is None else ["test_*.py"]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if these tests are required and were left out."""
-    suites.fail_if_required(session, OBSTACLE)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Report why these tests were left out."""
-    suites.report_left_out(terminalreporter, "tests/ascend", OBSTACLE)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,8 +3,8 @@
     python -m pytest tests/benchmarks/bench_what_if.py -q -s
 
 All predictions are *modelled*, from the published cases of `python -m dbo_runtime plan --list`; docs/planner.md says
-what is given in each and what is assumed. Only the first row is about one and the same run. The others compare a
-gain the case that is nearest to it, so they tell whether predictions are in the right range, and no more.
+what is given in each and what is assumed. The first three rows are about one and the same run each. The others compare
+a gain with the case that is nearest to it, so they tell whether predictions are in the right range, and no more.
 """
 
 from __future__ import annotations
@@ -52,8 +52,15 @@ PUBLISHED = (
         f"[vllm-ascend #1589]({ASCEND}pull/1589)",
         "DP 2, TP 8, EP 16; mean time to the first token 4017 to 3017 ms",
         (4017 / 3017,) * 2,
-        "a3-layer-4894",
-        "the same parallel sizes; the case's durations are an example, of another chip perhaps, without idle time",
+        "r1-ep16-1589",
+        "the same run; contention is fitted to #941",
+    ),
+    Published(
+        "[vLLM #44677](https://github.com/vllm-project/vllm/pull/44677)",
+        "4 H200, Qwen3-32B, TP 4; 1110 to 1047 ms",
+        (1110 / 1047,) * 2,
+        "qwen3-tp4-44677",
+        "the same run; contention is fitted to it",
     ),
     Published(
         "[CloudMatrix-Infer](https://arxiv.org/abs/2506.12708)",
@@ -69,6 +76,7 @@ PUBLISHED = (
         None,
         "no durations of ops were published with it",
     ),
+    Published(f"[vllm-ascend #4894]({ASCEND}pull/4894)", "A3, an example of a layer", None, "a3-layer-4894", ""),
     Published(f"[vllm-ascend #4894]({ASCEND}pull/4894)", "910B, a profile of a prefill", None, "910b-profile-4894", ""),
     Published(
         f"[vllm-ascend #5591]({ASCEND}issues/5591)", "910B, the share of communication", None, "910b-share-5591", ""

@@ -188,7 +188,7 @@ def test_random_faults_that_validation_refuses_do_harm(
     device = open_device("npu")
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=scale(MUTANTS))
+    @settings(max_examples=max(20, scale(MUTANTS)))
     @given(cases(), st.sampled_from([remove_wait, move_free_earlier]), st.data())
     def check(case: Case, mutation: Any, data: st.DataObject) -> None:
         if mutation is remove_wait:

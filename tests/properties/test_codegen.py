@@ -19,9 +19,10 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.program import Op, Program
+from tests.profiles import scale
 from tests.strategies import LANES, Case, cases, make_inputs
 
-EXAMPLES = 300
+EXAMPLES = scale(300)
 
 
 class Cell(list[int]):

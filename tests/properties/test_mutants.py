@@ -19,8 +19,8 @@ from tests.oracle import find_violations
 from tests.profiles import scale
 from tests.strategies import Case, cases
 
-EXAMPLES = scale(100)
-ENOUGH = EXAMPLES // 4  # unsafe ones among them, or the test would show little
+EXAMPLES = max(20, scale(100))
+ENOUGH = EXAMPLES // 10  # unsafe ones among them, or the test would show little
 
 
 def get_refusal(schedule: Schedule) -> str:

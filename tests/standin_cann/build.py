@@ -6,6 +6,7 @@ Run as a script it prints the folder.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -14,8 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
@@ -40,7 +42,7 @@ class StandInError(RuntimeError):
 
 
 def build() -> Path:
-    """Return the folder with the libraries, after building them if that was not done before.
+    """Return the folder with the libraries, after building them if that was not done before; one process does.
 
     Raises:
         StandInError: the compiler or torch_npu is missing, or something does not compile.
@@ -48,13 +50,31 @@ def build() -> Path:
     folder = CACHE / find_digest()
     if not folder.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=CACHE))
-        try:
-            build_libraries(scratch)
-            move_into_place(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with lock(CACHE):
+            if not folder.is_dir():  # another process may have built them meanwhile
+                build_into(folder)
     return folder
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Let one process at a time into the block."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def build_into(folder: Path) -> None:
+    """Build the libraries, and give their folder its name when all are there."""
+    scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=CACHE))
+    try:
+        build_libraries(scratch)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def find_digest() -> str:
@@ -66,15 +86,6 @@ def find_digest() -> str:
     for source in sorted(path for pattern in ("*.h", "*.cpp", "build.py") for path in SOURCES.rglob(pattern)):
         digest.update(f"{source.relative_to(SOURCES)}\n".encode() + source.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def move_into_place(scratch: Path, folder: Path) -> None:
-    """Give a finished folder its name, unless another process was faster."""
-    try:
-        scratch.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
 
 
 def build_libraries(folder: Path) -> None:

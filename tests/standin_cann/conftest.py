@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,30 +20,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
-def check_inputs() -> str | None:
-    """Return why the stand-in cannot be used here, if it cannot."""
-    if "ASCEND_HOME_PATH" in os.environ:
-        return "CANN itself is installed here"
-    for package in ("torch", "torch_npu"):
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
-    return None
-
-
-OBSTACLE = check_inputs()
+OBSTACLE = suites.STANDIN.explain_left_out()
 collect_ignore_glob = (
     [] if OBSTACLE is None else ["test_[!b]*.py"]
 )  # all but test_build.py, most of which runs anywhere
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if these tests are required and were left out."""
-    suites.fail_if_required(session, OBSTACLE)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Report why these tests were left out."""
-    suites.report_left_out(terminalreporter, "tests/standin_cann", OBSTACLE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.latch import Latch
 from tests.standin_cann import build
 
 
@@ -19,18 +19,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_two_that_build_at_once_share_one_whole_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=60)
+def test_of_two_that_build_at_once_one_waits_for_the_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
 
     def build_libraries(folder: Path) -> None:
+        built.append(folder)
         (folder / "first").touch()
-        both.wait()  # neither has found the other's folder
+        Latch().pass_after_grace()  # the other could begin now
         (folder / "second").touch()
 
     monkeypatch.setattr(build, "build_libraries", build_libraries)
     with ThreadPoolExecutor(2) as pool:
         folders = [made.result() for made in [pool.submit(build.build) for _ in range(2)]]
     assert folders == [cache / "digest"] * 2
+    assert len(built) == 1
     assert list(cache.iterdir()) == [cache / "digest"]
     assert {path.name for path in (cache / "digest").iterdir()} == {"first", "second"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -110,7 +111,12 @@ class Engines:
     def _start(
         self, ranks: int, cores: str, model: Path, settings: Mapping[str, str], options: Mapping[str, Any]
     ) -> Engine:
-        """Start an engine. The settings are there while it starts: engines share this process's environment."""
+        """Start an engine. The settings are there while it starts: engines share this process's environment.
+
+        What earlier engines left is collected before: the finalizers of vLLM's oneDNN handlers fail while
+        torch.compile traces, because they read a tensor, and a garbage collection may fall into that.
+        """
+        gc.collect()
         with pytest.MonkeyPatch.context() as patch:
             for variable, value in {"VLLM_CPU_OMP_THREADS_BIND": cores, **settings}.items():
                 patch.setenv(variable, value)

@@ -250,6 +250,7 @@ _OP = _read_record(
         "communicator": _read_optional(_TEXT),
         "host_sync": _SWITCH,
         "overwrites": _NAMES,
+        "movable": _SWITCH,
     },
     optional=OpSpec._field_defaults,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.program_spec import ProgramSpec
+from dbo_runtime.planner.costs.program_spec import OpSpec, ProgramSpec
 from dbo_runtime.program import COMM, COMPUTE, Program
 
 CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
@@ -34,12 +34,19 @@ ATTENTION = MappingProxyType(
 _DIGEST_NAMES = MappingProxyType({"ProgramSpec": "Sketch", "Provenance": "Origin"})
 
 
-def _in_file(name: str, least: float = 0.0, optional: bool = False) -> dict[str, Any]:
+def _in_file(name: str, least: float = 0.0, optional: bool = False, is_new: bool = False) -> dict[str, Any]:
     """Describe a number of a cost file: its name there, with `_us` if it is in microseconds, and its minimum.
 
-    An optional number is left out of files if it is 0.
+    An optional number is left out of files if it is its default; a new one of digests, too, so that those of files from
+    before stay.
     """
-    return {"name": name, "least": least, "is_time": "_us" in name, "optional": optional}
+    return {"name": name, "least": least, "is_time": "_us" in name, "optional": optional, "is_new": is_new}
+
+
+def _imbalance() -> float:
+    """Declare the tokens of the busiest rank by the mean, a number of ops on dispatched tokens."""
+    number: float = field(default=1.0, metadata=_in_file("imbalance", least=1.0, optional=True, is_new=True))
+    return number
 
 
 class _Numbers:
@@ -58,7 +65,7 @@ class _Numbers:
         """Yield the name in a cost file, the value (times in microseconds) and the minimum of each."""
         for item in fields(self):  # type: ignore[arg-type]  # as above
             value = getattr(self, item.name)
-            if item.metadata.get("optional") and value == 0:
+            if item.metadata.get("optional") and value == item.default:
                 continue
             is_time = item.metadata.get("is_time", False)
             yield name_field(item), to_microseconds(value) if is_time else value, item.metadata.get("least", 0.0)
@@ -66,7 +73,7 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class ComputeCost(_Numbers):
-    """The time of a compute op: fixed + max(weights, per_token * tokens) + attention terms; see `ATTENTION`.
+    """The time of a compute op: fixed + max(weights, per_token * imbalance * tokens) + attention terms: `ATTENTION`.
 
     The maximum is the roofline (Williams, Waterman and Patterson 2009): with few tokens, reading the weights dominates.
 
@@ -81,6 +88,7 @@ class ComputeCost(_Numbers):
         per_context: seconds a token of prefills that is fetched from the KV cache.
         per_decode: seconds a token of decodes, in addition to `per_token`.
         per_decode_pair: seconds a query-key pair of decodes.
+        imbalance: tokens of the busiest rank by the mean; all wait for that rank. Above 1 for experts only.
     """
 
     fixed: float = field(default=0.0, metadata=_in_file("fixed_us"))
@@ -92,11 +100,17 @@ class ComputeCost(_Numbers):
     per_context: float = field(default=0.0, metadata=_in_file("per_context_us", optional=True))
     per_decode: float = field(default=0.0, metadata=_in_file("per_decode_us", optional=True))
     per_decode_pair: float = field(default=0.0, metadata=_in_file("per_decode_pair_us", optional=True))
+    imbalance: float = _imbalance()
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds a token, on the busiest rank."""
+        return self.per_token * self.imbalance
 
     def time(self, features: BatchFeatures) -> float:
         """Return seconds."""
         attention: float = sum(getattr(self, rate) * getattr(features, amount) for rate, amount in ATTENTION.items())
-        return self.fixed + max(self.weights, self.per_token * features.tokens) + attention
+        return self.fixed + max(self.weights, self.token_seconds * features.tokens) + attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +125,35 @@ class CommCost(_Numbers):
         beta: seconds a byte.
         bytes_per_token: bytes that a token adds to the message.
         free_bytes: bytes of a message that cost nothing, because buffers take them at once.
+        imbalance: bytes of the busiest rank by the mean; all wait for that rank. Above 1 for dispatched tokens only.
     """
 
     alpha: float = field(metadata=_in_file("alpha_us"))
     beta: float = field(metadata=_in_file("beta_us_per_byte"))
     bytes_per_token: float = field(metadata=_in_file("bytes_per_token"))
     free_bytes: float = field(default=0.0, metadata=_in_file("free_bytes", optional=True))
+    imbalance: float = _imbalance()
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds to send what a token adds to the message, on the busiest rank."""
+        return self.beta * self.bytes_per_token * self.imbalance
+
+    @property
+    def free_seconds(self) -> float:
+        """Seconds that buffers save at most."""
+        return self.beta * self.free_bytes
 
     def time(self, features: BatchFeatures) -> float:
         """Return seconds."""
-        return self.alpha + self.beta * max(self.bytes_per_token * features.tokens - self.free_bytes, 0.0)
+        return self.alpha + self.beta * max(self._count_bytes(features) - self.free_bytes, 0.0)
 
     def credit(self, features: BatchFeatures) -> float:
         """Return the seconds that an empty buffer saves."""
-        return self.beta * min(self.bytes_per_token * features.tokens, self.free_bytes)
+        return self.beta * min(self._count_bytes(features), self.free_bytes)
+
+    def _count_bytes(self, features: BatchFeatures) -> float:
+        return self.bytes_per_token * self.imbalance * features.tokens
 
 
 OpCost = ComputeCost | CommCost
@@ -312,12 +341,22 @@ def _check_names(table: CostTable) -> None:
 
 
 def _canonicalise(part: Any) -> Any:
-    """Return *part* as nested tuples of plain values that do not depend on the order of a mapping."""
+    """Return *part* as nested tuples of plain values that do not depend on the order of a mapping.
+
+    What cost files did not have at first counts where it is set only, so that the digest of an older file stays.
+    """
     if isinstance(part, Mapping):
         return tuple((key, _canonicalise(part[key])) for key in sorted(part))
     if is_dataclass(part):
         name = type(part).__name__
-        return (_DIGEST_NAMES.get(name, name), *(_canonicalise(getattr(part, item.name)) for item in fields(part)))
+        values = (
+            _canonicalise(getattr(part, item.name))
+            for item in fields(part)
+            if not (item.metadata.get("is_new") and getattr(part, item.name) == item.default)
+        )
+        return (_DIGEST_NAMES.get(name, name), *values)
+    if isinstance(part, OpSpec) and not part.movable:
+        return tuple(_canonicalise(item) for item in part[: OpSpec._fields.index("movable")])
     if isinstance(part, tuple):
         return tuple(_canonicalise(item) for item in part)
     return part

@@ -25,9 +25,8 @@ class OpSums:
         for name, count in counts.items():
             cost = table.ops[name]
             if isinstance(cost, CommCost):
-                rate, free = cost.beta * cost.bytes_per_token, cost.beta * cost.free_bytes
                 self._fixed += count * cost.alpha
-                self._sized.append((count * rate, count * free, 0.0))
+                self._sized.append((count * cost.token_seconds, count * cost.free_seconds, 0.0))
             else:
                 self._add_compute(cost, count, attention)
         self._attention = tuple(attention.values())
@@ -44,6 +43,6 @@ class OpSums:
 
     def _add_compute(self, cost: ComputeCost, count: int, attention: dict[str, float]) -> None:
         self._fixed += count * cost.fixed
-        self._sized.append((count * cost.per_token, 0.0, count * cost.weights))
+        self._sized.append((count * cost.token_seconds, 0.0, count * cost.weights))
         for rate in attention:
             attention[rate] += count * float(getattr(cost, rate))

@@ -32,6 +32,7 @@ class OpSpec(NamedTuple):
     communicator: str | None = None
     host_sync: bool = False
     overwrites: tuple[str, ...] = ()
+    movable: bool = False
 
 
 class LayerRun(NamedTuple):
@@ -135,7 +136,16 @@ def _describe_op(op: Op, names: _Names) -> OpSpec:
     for number, value in enumerate(op.writes):
         names.write(_name_output(op.name, number), value)
     return OpSpec(
-        op.name, op.lane, reads, len(op.writes), op.ordered, op.exclusive, op.communicator, op.host_sync, overwrites
+        op.name,
+        op.lane,
+        reads,
+        len(op.writes),
+        op.ordered,
+        op.exclusive,
+        op.communicator,
+        op.host_sync,
+        overwrites,
+        op.movable,
     )
 
 
@@ -177,6 +187,7 @@ def _record_op(p: ProgramBuilder, op: OpSpec, written: dict[str, Value], path: s
             communicator=op.communicator,
             overwrites=overwrites,
             host_sync=op.host_sync,
+            movable=op.movable,
         )
     except ProgramError as error:
         raise ConfigError(f"{path}: {error}") from None

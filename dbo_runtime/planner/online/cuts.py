@@ -48,7 +48,7 @@ def compute_density(table: CostTable, program: Program) -> Density:
     """Return the sums of what tokens and pairs cost over all ops of *program*."""
     costs = [cost for op in program.ops if isinstance(cost := table.ops[op.name], ComputeCost)]
     return Density(
-        token=sum(cost.per_token for cost in costs),
+        token=sum(cost.token_seconds for cost in costs),
         pair=sum(cost.per_pair for cost in costs),
         context_pair=sum(cost.per_context_pair for cost in costs),
         prefill=sum(cost.per_prefill for cost in costs),
@@ -73,21 +73,17 @@ class BatchSums:
         self._starts = [0, *accumulate(batch.query_lens)]
         lengths = np.array(batch.query_lens, dtype=np.float64)
         contexts = np.array(self._contexts, dtype=np.float64)
-        prefill = (lengths > batch.decode_len).astype(np.float64)
-        decode = 1.0 - prefill
-        of_requests = np.stack(
-            [
-                lengths,
-                prefill * lengths * (lengths + 1.0) / 2.0,
-                prefill * lengths * contexts,
-                prefill,
-                prefill * contexts,
-                decode * lengths,
-                decode * lengths * (contexts + lengths),
-            ]
-        )
-        self._sums = np.zeros((len(of_requests), len(lengths) + 1))
-        np.cumsum(of_requests, axis=1, out=self._sums[:, 1:])
+        self._sums = np.zeros((len(BatchFeatures._fields), len(lengths) + 1))
+        tokens, pairs, context_pairs, prefills, context, decodes, decode_pairs = self._sums[:, 1:]
+        tokens[:] = lengths
+        prefills[:] = lengths > batch.decode_len
+        prefilled = lengths * prefills
+        np.multiply(prefilled, (lengths + 1.0) / 2.0, out=pairs)
+        np.multiply(prefilled, contexts, out=context_pairs)
+        np.multiply(prefills, contexts, out=context)
+        np.subtract(lengths, prefilled, out=decodes)
+        np.multiply(decodes, contexts + lengths, out=decode_pairs)
+        np.cumsum(self._sums, axis=1, out=self._sums)
 
     @property
     def total(self) -> BatchFeatures:

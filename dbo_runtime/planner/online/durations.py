@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, CostTable, OpCost
+from dbo_runtime.planner.costs.cost_table import ATTENTION, CostTable, OpCost
 from dbo_runtime.program import COMM, Program
 
 Vector: TypeAlias = NDArray[np.float64]
@@ -73,8 +73,8 @@ class DurationTables:
         self._counts = np.array([counts[name] for name in layout.names], dtype=np.float64)
         self._fixed = _collect(costs, "fixed", "alpha")
         self._floor = _collect(costs, "weights")
-        self._per_token = np.array([[_compute_token_rate(cost) for cost in row] for row in costs])[:, None]
-        self._free = np.array([[_compute_free_seconds(cost) for cost in row] for row in costs])[:, None]
+        self._per_token = _collect(costs, "token_seconds")
+        self._free = _collect(costs, "free_seconds")
         self._attention = np.concatenate([_collect(costs, rate) for rate in ATTENTION], axis=1)
         self._credited = [layout.names.index(name) for name in layout.communication]
         self._host = np.array([[table.host.issue, table.host.handover] for table in tables])[:, None]
@@ -119,11 +119,3 @@ def stack_features(slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
 def _collect(costs: Sequence[Sequence[OpCost]], *names: str) -> Vector:
     """Return the first of these numbers that each cost has, 0 if it has none [tables, 1, kinds]."""
     return np.array([[next((getattr(cost, name) for name in names if hasattr(cost, name)), 0.0) for cost in row] for row in costs])[:, None]
-
-
-def _compute_token_rate(cost: OpCost) -> float:
-    return cost.beta * cost.bytes_per_token if isinstance(cost, CommCost) else cost.per_token
-
-
-def _compute_free_seconds(cost: OpCost) -> float:
-    return cost.beta * cost.free_bytes if isinstance(cost, CommCost) else 0.0

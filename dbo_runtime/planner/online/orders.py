@@ -10,6 +10,7 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.planner.online.placements import is_moved, list_placements
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Bucket, Predictor, compute_midpoint, get_bucket
 from dbo_runtime.program import SIDE, Program
 
@@ -54,7 +55,8 @@ class Orders:
     def list_orders(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
         """Return the orders for micro-batches like these: that of the settings, or the fastest that is known.
 
-        If ops may be on `side` there are two: the best without any of them there, and the best with some.
+        If ops may be on `side` there are two: the best without any of them there, and the best with some; and a third
+        if movable ones may.
         """
         placements = self._pick(slice_features, config)
         if config.policy[0] != "optimal" or len(slice_features) == 1:
@@ -69,12 +71,13 @@ class Orders:
         return every if config.side == "auto" and self.can_use_side else every[:1]
 
     def _pick(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> Sequence[int]:
-        """Return the first placement, and of the others the best one under the policy."""
+        """Return the first placement, of the others the best one under the policy, and the one with moved ops."""
         first, *others = self.list_allowed(config)
         if len(others) <= 1:
             return (first, *others)
         orders = {number: self._get_policy(number, slice_features, config) for number in others}
-        return first, min(others, key=lambda number: self._predictor.predict_split(orders[number], slice_features))
+        best = min(others, key=lambda number: self._predictor.predict_split(orders[number], slice_features))
+        return first, best, *(number for number in others if number != best and is_moved(self.placements[number]))
 
     def _get_policy(self, number: int, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
         """Return the order of the policy that the settings name; of one micro-batch there is but one."""
@@ -100,10 +103,3 @@ class Orders:
         if len(orders) == 1:
             return orders[0]
         return min(orders, key=lambda ordered: self._predictor.predict_split(ordered, slice_features))
-
-
-def list_placements(program: Program) -> tuple[Program, ...]:
-    """Return *program* with its `side` ops on `compute`, with each kind of them alone on `side`, and with all."""
-    kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
-    alone = [program.fold_side(kind) for kind in kinds] if len(kinds) > 1 else []
-    return (program.fold_side(), *alone, program) if kinds else (program,)

@@ -15,6 +15,7 @@ from dbo_runtime.planner.online.durations import DurationLayout, DurationTables,
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.order_book import OrderBook, PreparedOrder
 from dbo_runtime.planner.online.orders import SEQUENTIAL
+from dbo_runtime.planner.online.placements import is_moved
 from dbo_runtime.program import Program
 
 PREPARED_LEADS = 2  # of the staggered orders: longer leads are for what a search finds
@@ -30,7 +31,7 @@ class Preparation:
     """Prepares the issue orders of one program.
 
     Args:
-        placements: the program with its ops on different lanes, first without `side`; see `orders.list_placements`.
+        placements: the program with its ops on different lanes, first without `side`; see `list_placements`.
         tables: the costs to predict by, first the expected ones.
         max_states: that each search may visit.
     """
@@ -44,7 +45,8 @@ class Preparation:
         """Make the book of the orders for steps like *samples*.
 
         Orders come from the policy of the settings, or from searches if it is `optimal`. *allowed* are the numbers of
-        the placements to choose from: the first, and of the others the one that is best for most samples, are prepared.
+        the placements to choose from: the first, of the others the one that is best for most samples, and those with
+        moved ops are prepared.
         """
         micro_batches = len(samples[0])
         policy = config.policy if micro_batches > 1 else SEQUENTIAL
@@ -53,7 +55,9 @@ class Preparation:
             number: steps.prepare(self._candidates[number].make_policy(*policy, micro_batches)) for number in allowed
         }
         first, *others = allowed
-        chosen = [first, *sorted(others, key=lambda number: float(np.log(by_policy[number].ends).sum()))[:1]]
+        best = sorted(others, key=lambda number: float(np.log(by_policy[number].ends).sum()))[:1]
+        moved = [number for number in others if number not in best and is_moved(self._placements[number])]
+        chosen = [first, *best, *moved]
         if policy[0] == "optimal":
             options = [option for number in chosen for option in self._search(number, steps)]
         else:

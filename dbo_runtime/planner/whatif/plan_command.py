@@ -16,16 +16,21 @@ from dbo_runtime.observe.figure import draw_figure
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
-from dbo_runtime.planner.whatif.plan_report import (
-    describe_cases,
-    describe_sweep,
-    describe_whatif,
-    list_cells,
-    list_figures,
+from dbo_runtime.planner.whatif.measurements import MEASUREMENTS, compare, describe_comparisons
+from dbo_runtime.planner.whatif.plan_report import describe_cases, describe_whatif, list_figures
+from dbo_runtime.planner.whatif.published_cases import find_network, list_cases, open_costs
+from dbo_runtime.planner.whatif.scale import (
+    MODELS,
+    Network,
+    parse_bandwidth,
+    parse_network,
+    scale_bandwidth,
+    scale_tensor,
+    set_imbalance,
+    set_model,
 )
-from dbo_runtime.planner.whatif.published_cases import list_cases, open_costs
-from dbo_runtime.planner.whatif.scale import MODELS, parse_bandwidth, scale_bandwidth, scale_tensor, set_model
 from dbo_runtime.planner.whatif.sweep import GRIDS, GridPoint, has_sizes, parse_axes, sweep
+from dbo_runtime.planner.whatif.sweep_report import describe_sweep, list_cells
 from dbo_runtime.planner.whatif.whatif import WhatIf, compute_break_even, predict_step
 
 DEFAULT_TOKENS = 8192
@@ -38,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
     parser.add_argument("--list", action="store_true", help="list the published cases with their sources, and stop")
+    parser.add_argument(
+        "--measurements", action="store_true", help="compare predictions with published measurements, and stop"
+    )
     step = parser.add_argument_group("the step")
     step.add_argument(
         "--tokens", help=f"tokens in the step (default: those of the published case, or {DEFAULT_TOKENS})"
@@ -52,6 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--model", help=f"take this model's number of layers: {', '.join(MODELS)}")
     machine.add_argument("--tp", help="scale to so many tensor parallel ranks, a power of two")
     machine.add_argument("--bandwidth", help="scale the network: a factor such as 0.5x, or a rate such as 100GB/s")
+    machine.add_argument(
+        "--network",
+        metavar="RANKS:RATE:RATE",
+        help="for --tp: ranks of a host, and rates within a host and between hosts, such as 8:121.3GB/s:25GB/s "
+        "(default: those of the published case, or one level)",
+    )
+    machine.add_argument(
+        "--imbalance", metavar="X", help="tokens that the busiest rank's experts get, by the mean, such as 1.3"
+    )
     settings = parser.add_argument_group("the settings, as DBO_MICRO_BATCHES, DBO_MARGIN, DBO_POLICY and DBO_SIDE are")
     settings.add_argument("--micro-batches", default="auto")
     settings.add_argument("--margin", default="0.02")
@@ -72,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.list:
         return _print(describe_cases(list_cases()))
+    if arguments.measurements:
+        return _print(describe_comparisons([compare(each) for each in MEASUREMENTS]))
     if arguments.costs is None:
         raise ConfigError("--costs is missing: name a cost file, or a published case (--list shows them).")
     table, usual = open_costs(arguments.costs)
@@ -85,7 +104,7 @@ def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, 
     if arguments.trace or arguments.figure:
         raise ConfigError("--trace and --figure show one step; leave out --sweep.")
     axes, estimator = parse_axes(arguments.sweep), Estimator(table)
-    cells = sweep(table, batch, config, axes, _show_progress, estimator)
+    cells = sweep(table, batch, config, axes, _show_progress, estimator, _find_network(arguments))
     if arguments.json:
         return _print(json.dumps(list_cells(cells, config.margin), indent=2))
     searched_to = int(max(cells[-1].values.values()))
@@ -138,10 +157,23 @@ def _scale(table: CostTable, arguments: argparse.Namespace) -> CostTable:
     if arguments.model is not None:
         table = set_model(table, arguments.model)
     if arguments.tp is not None:
-        table = scale_tensor(table, _parse_count("--tp", arguments.tp))
+        table = scale_tensor(table, _parse_count("--tp", arguments.tp), _find_network(arguments))
     if arguments.bandwidth is not None:
         table = scale_bandwidth(table, parse_bandwidth(arguments.bandwidth))
+    if arguments.imbalance is not None:
+        table = set_imbalance(table, _parse_factor("--imbalance", arguments.imbalance))
     return table
+
+
+def _find_network(arguments: argparse.Namespace) -> Network | None:
+    return find_network(arguments.costs) if arguments.network is None else parse_network(arguments.network)
+
+
+def _parse_factor(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; it takes a number such as 1.3.") from None
 
 
 def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:

@@ -1,28 +1,24 @@
-"""The output of the plan command: figures as text, and as JSON."""
+"""What the plan command prints of one step: figures as text, and as JSON."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.whatif.formatting import align, name_split, to_ms
 from dbo_runtime.planner.whatif.published_cases import PublishedCase
 from dbo_runtime.planner.whatif.scale import count_layers
-from dbo_runtime.planner.whatif.sweep import BANDWIDTH, Cell
 from dbo_runtime.planner.whatif.whatif import BreakEven, Split, WhatIf
 from dbo_runtime.program import COMM, COMPUTE
 
 WIDTH = 120
 LAYERS_DRAWN = 3
-DECLINED = "-"
 MIN_GAP_SHOWN = 1e-4  # smaller gaps are shown as less than this
-DECIMALS = 6  # decimals of milliseconds in JSON
 
 
 def describe_cases(cases: Sequence[PublishedCase]) -> str:
@@ -59,8 +55,8 @@ def list_figures(name: str, table: CostTable, answer: WhatIf, break_even: BreakE
         "tokens": answer.batch.tokens,
         "query_lens": list(answer.batch.query_lens),
         "context_lens": list(answer.batch.contexts),
-        "unsplit_ms": _to_ms(answer.unsplit),
-        "lanes_ms": {lane: _to_ms(seconds) for lane, seconds in answer.busy.items()},
+        "unsplit_ms": to_ms(answer.unsplit),
+        "lanes_ms": {lane: to_ms(seconds) for lane, seconds in answer.busy.items()},
         "splits": [_list_split(answer, split) for split in answer.splits],
         "best": None if best is None else len(best.sizes),
         "margin": margin,
@@ -70,47 +66,6 @@ def list_figures(name: str, table: CostTable, answer: WhatIf, break_even: BreakE
         "break_even_searched_to": break_even.searched_to,
         "break_even_exceptions": list(break_even.exceptions),
     }
-
-
-def describe_sweep(cells: Sequence[Cell], margin: float, break_evens: Sequence[BreakEven] = ()) -> str:
-    """Return a grid as tables: for one axis with all figures, for more with speed-up and number of micro-batches.
-
-    *evens* are from which size on the runtime changes steps (ops on `side`, or a split), and splits them, if known.
-    """
-    axes = list(cells[0].values)
-    if len(axes) == 1:
-        head = axes[0], "unsplit ms", "best ms", "gain", "in", "auto"
-        table = _align([head, *(_list_row(cell, margin) for cell in cells)])
-        return "\n\n".join([table, *([_describe_thresholds(cells, margin, *break_evens)] if break_evens else [])])
-    pays = f"by {margin:.1%}, and if costs are off"
-    note = f"speed-up/micro-batches of the best split; {DECLINED} where it does not pay ({pays})"
-    if len(axes) == 2:
-        return f"{note}\n\n{_tabulate(cells, margin)}"
-    outer = axes[0]
-    blocks = groupby(cells, key=lambda cell: cell.values[outer])
-    tables = [f"{outer} {_name(outer, value)}\n{_tabulate(list(block), margin)}" for value, block in blocks]
-    return "\n\n".join([note, *tables])
-
-
-def list_cells(cells: Sequence[Cell], margin: float) -> list[dict[str, Any]]:
-    """Return a grid for a program; times are in milliseconds, and None if the step cannot be cut."""
-    return [
-        {
-            **cell.values,
-            "unsplit_ms": cell.prediction and _to_ms(cell.prediction.unsplit),
-            "split_ms": cell.prediction and _to_ms(cell.prediction.split),
-            "micro_batches": cell.prediction and cell.prediction.micro_batches,
-            "side_ops": list(cell.prediction.side_ops) if cell.prediction else None,
-            "split": chosen is not None,
-            "auto": {"micro_batches": chosen.micro_batches, "side_ops": list(chosen.side_ops)} if chosen else None,
-        }
-        for cell in cells
-        for chosen in [cell.choose(margin)]
-    ]
-
-
-def _to_ms(seconds: float) -> float:
-    return round(seconds * 1e3, DECIMALS)
 
 
 def _describe_origin(name: str, table: CostTable) -> str:
@@ -156,7 +111,7 @@ def _tabulate_splits(answer: WhatIf) -> list[str]:
         hidden = answer.measure_overlap(split)
         rows.append(
             (
-                f"{_name_split(len(split.sizes), split.side_ops)}{' *' if split is answer.best else '  '}",
+                f"{name_split(len(split.sizes), split.side_ops)}{' *' if split is answer.best else '  '}",
                 f"{split.seconds * 1e3:.2f}",
                 f"{answer.speed_up(split.seconds):.3f}x",
                 f"{split.bound * 1e3:.2f}",
@@ -166,12 +121,7 @@ def _tabulate_splits(answer: WhatIf) -> list[str]:
                 "+".join(map(str, split.sizes)),
             )
         )
-    return _align(rows).split("\n")
-
-
-def _name_split(micro_batches: int, side_ops: Sequence[str]) -> str:
-    """Return the number of micro-batches, and the ops on `side`, such as `1, keys concurrent`."""
-    return f"{micro_batches}, {' and '.join(side_ops)} concurrent" if side_ops else f"{micro_batches}"
+    return align(rows).split("\n")
 
 
 def _describe_gap(split: Split) -> str:
@@ -211,28 +161,6 @@ def _describe_break_even(break_even: BreakEven, margin: float) -> str:
     return f"{text} (looked up to {break_even.searched_to})"
 
 
-def _describe_thresholds(cells: Sequence[Cell], margin: float, changes: BreakEven, splits: BreakEven) -> str:
-    """Return the sizes at which the runtime changes nothing, and at which it does not split."""
-    ((noun, _),) = cells[0].values.items()
-    chosen = [(int(cell.values[noun]), cell.choose(margin)) for cell in cells]
-
-    def describe(break_even: BreakEven, parts: int) -> str:
-        if break_even.tokens is None:
-            return f"up to {break_even.searched_to} {noun}"
-        seen = {
-            size for size, option in chosen if size > break_even.tokens and (not option or option.micro_batches < parts)
-        }
-        below = [f"below {break_even.tokens} {noun}"] if break_even.tokens > 1 else []
-        at = (
-            [f"at {', '.join(map(str, sorted(seen.union(break_even.exceptions))))}"]
-            if seen or break_even.exceptions
-            else []
-        )
-        return " and ".join([*below, *at]) or "nowhere"
-
-    return f"auto leaves steps unsplit: {describe(changes, 1)}\nauto does not split them: {describe(splits, 2)}"
-
-
 def _draw_start(split: Split, layers: int) -> str:
     """Draw the first layers; drawn in the same width, all of them would show nothing."""
     spans = split.timeline.spans
@@ -253,55 +181,12 @@ def _list_split(answer: WhatIf, split: Split) -> dict[str, Any]:
     return {
         "micro_batches": len(split.sizes),
         "tokens": list(split.sizes),
-        "ms": _to_ms(split.seconds),
+        "ms": to_ms(split.seconds),
         "speed_up": answer.speed_up(split.seconds),
-        "bound_ms": _to_ms(split.bound),
+        "bound_ms": to_ms(split.bound),
         "best_possible_speed_up": answer.speed_up(split.bound),
         "gap": split.gap,
         "proven_optimal": split.is_optimal,
         "e_overlap": answer.measure_overlap(split),
         "order": split.order,
     }
-
-
-def _list_row(cell: Cell, margin: float) -> tuple[str, ...]:
-    ((axis, value),) = cell.values.items()
-    fastest, chosen = cell.prediction, cell.choose(margin)
-    if fastest is None:
-        return _name(axis, value), *(DECLINED,) * 5
-    figures = f"{fastest.unsplit * 1e3:.2f}", f"{fastest.split * 1e3:.2f}", f"{fastest.gain:.1%}"
-    modes = (
-        _name_split(option.micro_batches, option.side_ops) if option else "unsplit" for option in (fastest, chosen)
-    )
-    return _name(axis, value), *figures, *modes
-
-
-def _tabulate(cells: Sequence[Cell], margin: float) -> str:
-    """Return a table of the last two axes."""
-    row_axis, column_axis = list(cells[0].values)[-2:]
-    columns = dict.fromkeys(cell.values[column_axis] for cell in cells)
-    rows = [(f"{row_axis} \\ {column_axis}", *(_name(column_axis, value) for value in columns))]
-    for value, row in groupby(cells, key=lambda cell: cell.values[row_axis]):
-        rows.append((_name(row_axis, value), *(_describe_cell(cell, margin) for cell in row)))
-    return _align(rows)
-
-
-def _describe_cell(cell: Cell, margin: float) -> str:
-    chosen = cell.choose(margin)
-    return f"{_speed_up(chosen):.2f}/{chosen.micro_batches}" if chosen else DECLINED
-
-
-def _speed_up(prediction: Prediction) -> float:
-    return prediction.unsplit / prediction.split if prediction.split > 0 else 1.0
-
-
-def _name(axis: str, value: float) -> str:
-    return f"{value:g}x" if axis == BANDWIDTH else f"{value:.0f}"
-
-
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows with columns of equal width, aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

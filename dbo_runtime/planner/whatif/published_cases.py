@@ -12,6 +12,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.whatif.scale import Network
 
 
 def _fill_prompts(count: int, tokens: int) -> Batch:
@@ -30,10 +31,18 @@ _STEPS: Mapping[str, Batch] = MappingProxyType(
         "910b-share-5591": _fill_prompts(2, 4096),
         "910c-share-5591": _fill_prompts(2, 4096),
         "r1-tp16-941": _fill_prompts(4, 4096),
+        "r1-ep16-1589": _fill_prompts(16, 1024),
+        "qwen3-tp4-44677": _fill_prompts(4, 4096),
         "r1-decode-910b": _fill_decodes(96, 4096),
         "r1-decode-910c": _fill_decodes(96, 4096),
+        "r1-decode-12708": _fill_decodes(96, 4096),
+        "qwen36-tp4-56126": _fill_decodes(128, 1024),
     }
 )
+
+# 8 chips a host: 121.3 GB/s within it, from #4894's profile, and 200 Gbit/s RoCE between hosts.
+_HOSTS_OF_910B = Network(8, 121.3e9, 25e9)
+_NETWORKS: Mapping[str, Network] = MappingProxyType(dict.fromkeys(("r1-tp16-941", "r1-ep16-1589"), _HOSTS_OF_910B))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,11 @@ def get_case(name: str) -> PublishedCase:
         raise ConfigError(f"there is no published case {name!r}; known are {', '.join(_STEPS)}.")
     with as_file(files("dbo_runtime.planner.whatif") / "published" / f"{name}.json") as path:
         return PublishedCase(name, load_costs(path), _STEPS[name])
+
+
+def find_network(source: str) -> Network | None:
+    """Return the network of a published case, if it is known that it has two levels."""
+    return _NETWORKS.get(source)
 
 
 def open_costs(source: str) -> tuple[CostTable, Batch | None]:

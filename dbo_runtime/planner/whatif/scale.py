@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ MODELS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"deepseek-v3": (3, 58), "deepseek-r1": (3, 58), "deepseek-v2": (1, 59), "deepseek-v2-lite": (1, 26)}
 )
 MAX_RANKS = 65_536
+DISPATCHED = ("dispatch", "experts", "combine")  # ops on dispatched tokens, as adapters and published cases name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,52 @@ def parse_bandwidth(text: str) -> Bandwidth:
     return Bandwidth(value) if found[2].lower() == "x" else Bandwidth(bytes_per_second=value * 1e9)
 
 
-def scale_tensor(table: CostTable, ranks: int) -> CostTable:
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network of two levels: ranks of one host, and hosts.
+
+    Attributes:
+        ranks_per_host: a power of two.
+        within, between: bytes a second that a rank sends to others of its host, and to other hosts: what NCCL's
+            performance test calls `busbw`.
+    """
+
+    ranks_per_host: int
+    within: float
+    between: float
+
+    def __str__(self) -> str:
+        """Such as `8:121.3GB/s:25GB/s`."""
+        return f"{self.ranks_per_host}:{self.within / 1e9:g}GB/s:{self.between / 1e9:g}GB/s"
+
+    def reduce_byte(self, ranks: int) -> float:
+        """Return the seconds that *ranks* ranks take to all-reduce a byte, hosts filled one after the other.
+
+        Hosts reduce and scatter, each of their ranks all-reduces its part with the same rank of other hosts, and hosts
+        gather: of g ranks in each of h hosts, a rank sends 2 (g - 1) / g within its host, and 2 (h - 1) / h / g between
+        hosts (hierarchical all-reduce, as in Horovod and HCCL).
+        """
+        near = min(ranks, self.ranks_per_host)
+        return 2 * (_share_sent(near) / self.within + _share_sent(ranks // near) / near / self.between)
+
+
+def parse_network(text: str) -> Network:
+    """Read `8:121.3GB/s:25GB/s`: ranks of a host, and rates within a host and between hosts.
+
+    Raises:
+        ConfigError: if it is anything else.
+    """
+    count, *rates = (part.strip() for part in text.split(":"))
+    bandwidths = [parse_bandwidth(rate).bytes_per_second for rate in rates]
+    if len(bandwidths) == 2 and bandwidths[0] and bandwidths[1] and count.isdecimal() and _is_power(int(count)):
+        return Network(int(count), bandwidths[0], bandwidths[1])
+    raise ConfigError(
+        f"network is {text!r}; it must be ranks of a host (a power of two), the rate within a host and that between "
+        f"hosts, such as 8:121.3GB/s:25GB/s."
+    )
+
+
+def scale_tensor(table: CostTable, ranks: int, network: Network | None = None) -> CostTable:
     """Return the costs with *ranks* tensor parallel ranks instead of those of the table.
 
     - Compute: what tokens, pairs and weights cost is divided among the ranks; each pays all of the fixed part, and of
@@ -51,13 +98,13 @@ def scale_tensor(table: CostTable, ranks: int) -> CostTable:
     - Communication: of an all-reduce of n bytes each rank sends 2 (p - 1) / p n, whatever the algorithm, and half of
       that for each of its halves, reduce-scatter and all-gather; recursive halving and doubling does it in 2 log2 p
       steps, each of which costs the same to start (Thakur, Rabenseifner and Gropp 2005). So `beta` goes with
-      (p - 1) / p, and `alpha` with log2 p.
+      (p - 1) / p, and `alpha` with log2 p. With a *network* of two levels, `beta` goes with what that takes a byte.
 
     Raises:
         ConfigError: if *ranks* is not a power of two, or the table is of an unknown number of ranks, or of one rank but
             communicates.
     """
-    if not 1 <= ranks <= MAX_RANKS or ranks & (ranks - 1):
+    if not _is_power(ranks):
         raise ConfigError(f"tp is {ranks}; it must be a power of two, from 1 to {MAX_RANKS}.")
     known = table.provenance.parallel.get("tensor")
     if known is None or known < 1:
@@ -67,7 +114,7 @@ def scale_tensor(table: CostTable, ranks: int) -> CostTable:
     if known == 1 and any(isinstance(cost, CommCost) for cost in table.ops.values()):
         raise ConfigError("parallel.tensor of the costs is 1: what more ranks would communicate is not known.")
     alpha = _count_steps(ranks) / (_count_steps(known) or 1)
-    beta = _share_sent(ranks) / (_share_sent(known) or 1.0)
+    beta = _compare_bytes(ranks, known, network)
 
     def scale(cost: OpCost) -> OpCost:
         if isinstance(cost, CommCost):
@@ -75,7 +122,8 @@ def scale_tensor(table: CostTable, ranks: int) -> CostTable:
         return _scale_compute(cost, known / ranks)
 
     parallel = {**table.provenance.parallel, "tensor": ranks}
-    return _change(table, f"tensor parallel {ranks} instead of {known}", _map(table, scale), parallel=parallel)
+    what = f"tensor parallel {ranks} instead of {known}{f', network {network}' if network else ''}"
+    return _change(table, what, _map(table, scale), parallel=parallel)
 
 
 def scale_bandwidth(table: CostTable, bandwidth: Bandwidth) -> CostTable:
@@ -93,6 +141,22 @@ def scale_bandwidth(table: CostTable, bandwidth: Bandwidth) -> CostTable:
         return replace(cost, beta=cost.beta / bandwidth.factor if rate is None else 1 / rate)
 
     return _change(table, f"bandwidth {bandwidth}", _map(table, scale))
+
+
+def set_imbalance(table: CostTable, imbalance: float) -> CostTable:
+    """Return the costs with the busiest rank of the experts having *imbalance* times the tokens of the mean.
+
+    All wait for that rank: experts, dispatch and combine take what they take there, except for their fixed parts.
+
+    Raises:
+        ConfigError: if it is below 1, or the costs have no op on dispatched tokens.
+    """
+    if not (math.isfinite(imbalance) and imbalance >= 1):
+        raise ConfigError(f"imbalance is {imbalance:g}; the busiest rank has at least 1 times the tokens of the mean.")
+    if "dispatch" not in table.ops:
+        raise ConfigError("imbalance is of ranks to which tokens are dispatched, but the costs have no op `dispatch`.")
+    ops = {name: replace(cost, imbalance=imbalance) if name in DISPATCHED else cost for name, cost in table.ops.items()}
+    return _change(table, f"imbalance {imbalance:g}", ops)
 
 
 def set_model(table: CostTable, name: str) -> CostTable:
@@ -152,6 +216,17 @@ def _count_steps(ranks: int) -> int:
 
 def _share_sent(ranks: int) -> float:
     return (ranks - 1) / ranks
+
+
+def _compare_bytes(ranks: int, known: int, network: Network | None) -> float:
+    """Return how many times longer a byte takes with *ranks* ranks than with as many as are known."""
+    if network is None:
+        return _share_sent(ranks) / (_share_sent(known) or 1.0)
+    return network.reduce_byte(ranks) / (network.reduce_byte(known) or 1.0)
+
+
+def _is_power(ranks: int) -> bool:
+    return 1 <= ranks <= MAX_RANKS and not ranks & (ranks - 1)
 
 
 def _scale_compute(cost: ComputeCost, share: float) -> ComputeCost:

@@ -13,7 +13,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
-from dbo_runtime.planner.whatif.scale import Bandwidth, scale_bandwidth, scale_tensor
+from dbo_runtime.planner.whatif.scale import Bandwidth, Network, scale_bandwidth, scale_tensor
 
 TOKENS, BANDWIDTH, RANKS = "tokens", "bandwidth", "tp"
 DECODES = "decodes"  # the name of the axis `tokens` for steps of decodes only
@@ -85,11 +85,13 @@ def sweep(
     axes: Sequence[str],
     progress: Progress = iter,
     estimator: Estimator | None = None,
+    network: Network | None = None,
 ) -> list[Cell]:
     """Return a prediction for each point of the grid, the last axis running fastest.
 
     What is not an axis is that of *table* and *batch*. Steps are predicted by `estimate.Estimator`. *progress*, such
     as a progress bar, is called with the points and yields them. *estimator* is one of *table*, if the caller has it.
+    *network* is the one to which more or fewer ranks are scaled; see `scale_tensor`.
 
     Raises:
         ConfigError: if the costs cannot be scaled.
@@ -101,13 +103,13 @@ def sweep(
         values = dict(zip(grid, point, strict=True))
         machine = tuple(value for axis, value in values.items() if axis not in (TOKENS, DECODES))
         if machine not in estimators:
-            estimators[machine] = Estimator(_scale(table, values))
+            estimators[machine] = Estimator(_scale(table, values, network))
         sized = resize_batch(batch, int(values.get(TOKENS, values.get(DECODES, batch.tokens))))
         cells.append(Cell(MappingProxyType(values), estimators[machine].list_options(sized, config)))
     return cells
 
 
-def _scale(table: CostTable, values: Mapping[str, float]) -> CostTable:
+def _scale(table: CostTable, values: Mapping[str, float], network: Network | None) -> CostTable:
     if RANKS in values:
-        table = scale_tensor(table, int(values[RANKS]))
+        table = scale_tensor(table, int(values[RANKS]), network)
     return scale_bandwidth(table, Bandwidth(values.get(BANDWIDTH, 1.0)))

@@ -20,6 +20,8 @@ class SplitExperts:
         exchanges_sizes: whether that is an op of its own.
     """
 
+    is_movable = False  # the gate reads the forward context, and vLLM's kernels share one workspace with attention
+
     def __init__(self, layer: MoeLayer, get_dispatcher: Callable[[], Dispatcher], exchanges_sizes: bool) -> None:
         self.exchanges_sizes = exchanges_sizes
         self.has_shared_experts = layer.has_shared_experts

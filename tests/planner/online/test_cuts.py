@@ -139,4 +139,4 @@ def test_the_density_is_what_all_layers_add_up_to() -> None:
     table = make_table({"attention": attention, "mlp": ComputeCost(per_token=2e-6, per_pair=7e-9)})
     density = compute_density(table, record_toy(layers=3))
     expected = Density(15e-6, 24e-9, 24e-9, 12e-6, 15e-9, 18e-6, 21e-9)
-    assert density == Density(*(pytest.approx(getattr(expected, name)) for name in Density.__slots__))
+    assert tuple(density) == pytest.approx(tuple(expected))

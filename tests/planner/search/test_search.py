@@ -25,6 +25,7 @@ from tests.profiles import scale
 
 LAYERS = 8
 LARGE = 61  # layers of DeepSeek-V3
+MANY = [20, pytest.param(LARGE, marks=pytest.mark.slow)]  # layers
 
 
 class Row(NamedTuple):
@@ -149,20 +150,22 @@ def test_any_order_takes_what_its_schedule_takes(shop: Shop) -> None:
         assert measure_order(jobs, order) == simulate_order(*shop, order)
 
 
+@pytest.mark.parametrize("layers", MANY)
 @pytest.mark.parametrize("comm", [(2, 5, 7), (1, 3, 5, 7)], ids=["tensor parallel", "alternating"])
-def test_the_order_of_a_large_model_is_proven_optimal(comm: tuple[int, ...]) -> None:
+def test_the_order_of_a_large_model_is_proven_optimal(comm: tuple[int, ...], layers: int) -> None:
     times = [110, 700, 350, 60, 420, 800, 900, 250]  # of compute and communication about as much
     layer = [("C" if number in comm else "A", float(time)) for number, time in enumerate(times)]
-    shop = share_chain(layer, LARGE, 2)
+    shop = share_chain(layer, layers, 2)
     found = find_order(make_jobs_of(shop))
     assert found.is_optimal
     assert found.seconds == pytest.approx(simulate_order(*shop, found.order))
     assert found.seconds <= simulate_order(*shop, alternate(shop.programs))
 
 
-def test_the_order_of_a_large_model_with_experts_is_proven_optimal() -> None:
-    program = record_experts(LARGE)
-    times = [50.0, 900.0, 60.0, 20.0, 400.0, 200.0, 200.0, 1200.0, 30.0] * LARGE
+@pytest.mark.parametrize("layers", MANY)
+def test_the_order_of_a_large_model_with_experts_is_proven_optimal(layers: int) -> None:
+    program = record_experts(layers)
+    times = [50.0, 900.0, 60.0, 20.0, 400.0, 200.0, 200.0, 1200.0, 30.0] * layers
     shop = Shop((program,) * 2, (tuple(times),) * 2)
     found = find_order(make_jobs_of(shop))
     assert found.is_optimal

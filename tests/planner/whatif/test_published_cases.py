@@ -1,9 +1,17 @@
-"""The published cases: their files, and digests that no renaming may change."""
+"""The published cases: their files, what tools derive, and digests that no renaming may change."""
 
 from __future__ import annotations
 
-from dbo_runtime.planner.whatif.published_cases import list_cases
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from dbo_runtime.planner.whatif.published_cases import get_case, list_cases
+
+TOOLS = Path(__file__).parents[3] / "tools"
 DIGESTS = {
     "a3-layer-4894": "11241eb1c34510a2",
     "910b-profile-4894": "56c4607387b383db",
@@ -12,8 +20,36 @@ DIGESTS = {
     "r1-tp16-941": "121afa5bd4a4897b",
     "r1-decode-910b": "55cf3f456bf68778",
     "r1-decode-910c": "f5c306e1b954ccbe",
+    "r1-ep16-1589": "1658b2f8dc7d1c95",
+    "qwen3-tp4-44677": "521b5af1a07bc3c5",
+    "r1-decode-12708": "e6175b9596b96695",
+    "qwen36-tp4-56126": "4a3d8608ac9951d5",
 }
 
 
 def test_digests_stay_what_they_were() -> None:
     assert {case.name: case.table.digest for case in list_cases()} == DIGESTS
+
+
+@pytest.mark.parametrize(
+    ("tool", "names"),
+    [
+        ("derive_decode_cases", {"r1-decode-910b", "r1-decode-910c", "r1-decode-12708"}),
+        ("derive_measured_cases", {"r1-ep16-1589", "qwen3-tp4-44677", "qwen36-tp4-56126"}),
+    ],
+)
+def test_the_files_are_what_the_tools_derive(tool: str, names: set[str]) -> None:
+    derived = load_tool(tool).derive_tables()
+    assert derived.keys() == names
+    for name, table in derived.items():
+        assert get_case(name).table == table
+
+
+def load_tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for the names of types
+    spec.loader.exec_module(module)
+    return module

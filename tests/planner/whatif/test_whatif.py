@@ -16,18 +16,22 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.planner.costs.cost_file import save_costs
+from dbo_runtime.planner.costs.cost_file import format_costs, parse_costs, save_costs
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec, build_program
 from dbo_runtime.planner.online.planner import Planner, Prediction
 from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
-from dbo_runtime.planner.whatif.published_cases import get_case, list_cases, open_costs
+from dbo_runtime.planner.whatif.published_cases import find_network, get_case, list_cases, open_costs
 from dbo_runtime.planner.whatif.scale import (
+    DISPATCHED,
     Bandwidth,
+    Network,
     count_layers,
     parse_bandwidth,
+    parse_network,
     scale_bandwidth,
     scale_tensor,
+    set_imbalance,
     set_layers,
     set_model,
 )
@@ -35,8 +39,12 @@ from dbo_runtime.planner.whatif.sweep import GRIDS, list_grid, parse_axes, sweep
 from dbo_runtime.planner.whatif.whatif import BreakEven, Split, WhatIf, compute_break_even, predict_step
 from tests.planner.costs.test_cost_table import make_provenance, make_table
 
-PROMPTS = ("a3-layer-4894", "910b-profile-4894", "910b-share-5591", "910c-share-5591", "r1-tp16-941")
-DECODES = {"r1-decode-910b": "arXiv:2506.12708", "r1-decode-910c": "arXiv:2506.12708"}
+PROMPTS = ("a3-layer-4894", "910b-profile-4894", "910b-share-5591", "910c-share-5591", "r1-tp16-941", "r1-ep16-1589")
+OTHERS = {
+    "qwen3-tp4-44677": "vllm-project/vllm#44677",
+    **dict.fromkeys(("r1-decode-910b", "r1-decode-910c", "r1-decode-12708"), "arXiv:2506.12708"),
+    "qwen36-tp4-56126": "vllm-project/vllm#56126",
+}
 IN_TWO, IN_THREE = RuntimeConfig(micro_batches=2), RuntimeConfig(micro_batches=3)
 MS = 1e-3
 
@@ -85,10 +93,10 @@ def predict_in_two(table: CostTable, batch: Batch, **settings: Any) -> tuple[Wha
 
 def test_every_case_is_modelled_and_says_from_where() -> None:
     cases = list_cases()
-    assert tuple(case.name for case in cases) == (*PROMPTS, *DECODES)
+    assert tuple(case.name for case in cases) == (*PROMPTS, *OTHERS)
     for case in cases:
         assert case.table.provenance.kind == "modelled"
-        source = DECODES.get(case.name, f"vllm-project/vllm-ascend#{case.name.rpartition('-')[2]}")
+        source = OTHERS.get(case.name, f"vllm-project/vllm-ascend#{case.name.rpartition('-')[2]}")
         assert source in case.table.provenance.source
         assert {"Given", "Assumed:"} <= {
             word.replace("Given:", "Given") for word in case.table.provenance.source.split()
@@ -113,6 +121,9 @@ def test_the_unsplit_steps_take_what_was_published() -> None:
     )
     unsplit, lanes = sum_lanes("910b-profile-4894")
     assert (unsplit, lanes) == (pytest.approx(3090.03), pytest.approx({"compute": 1320.70, "comm": 1270.67}, rel=1e-5))
+    unsplit, lanes = sum_lanes("qwen3-tp4-44677")
+    assert (unsplit, lanes["comm"]) == (pytest.approx(1110, rel=1e-5), pytest.approx(248, rel=1e-5))
+    assert sum_lanes("r1-ep16-1589")[0] == pytest.approx(4017, rel=1e-4)
     unsplit, _ = sum_lanes("r1-tp16-941")
     assert unsplit == pytest.approx(4 / 0.90 * 1e3, rel=1e-5)
 
@@ -365,6 +376,99 @@ def test_bandwidth_scales_what_is_sent_and_not_what_it_takes_to_start() -> None:
     assert scale_bandwidth(table, parse_bandwidth("100GB/s")).ops["send"] == CommCost(1.0, 1e-11, 1.0)
     assert scale_bandwidth(table, Bandwidth(4.0)).ops["work"] == table.ops["work"]
     assert scale_bandwidth(table, Bandwidth()) is table
+
+
+HOSTS = Network(8, 121.3e9, 25e9)
+
+
+@given(st.integers(0, 10), st.sampled_from([1, 2, 4, 8, 16]), st.floats(1e9, 1e12), st.floats(1e9, 1e12))
+def test_a_network_of_two_levels_takes_what_its_collective_sends(
+    power: int, ranks_per_host: int, within: float, between: float
+) -> None:
+    """An independent count: bytes that a rank sends in reduce-scatter, all-reduce between hosts, and all-gather."""
+    ranks, network = 2**power, Network(ranks_per_host, within, between)
+    near, hosts = min(ranks, ranks_per_host), max(ranks // ranks_per_host, 1)
+    message, seconds = 1.0, 0.0
+    pieces = [message / near] * (near - 1)
+    seconds += 2 * sum(pieces) / within  # reduce-scatter, and all-gather at the end
+    part = message / near
+    seconds += 2 * sum([part / hosts] * (hosts - 1)) / between
+    assert network.reduce_byte(ranks) == pytest.approx(seconds, abs=1e-30)
+
+
+def test_costs_within_a_host_leave_out_what_hosts_send_to_each_other() -> None:
+    """The case's rate of 16 ranks on two hosts was derived from both; 8 ranks on one host have the inner one only."""
+    table, _ = open_case("r1-tp16-941")
+    reduce = scale_tensor(table, 8, HOSTS).ops["attn_reduce"]
+    assert isinstance(reduce, CommCost)
+    assert reduce.beta == pytest.approx(2 * 7 / 8 / 121.3e9, rel=1e-4)
+    flat = scale_tensor(table, 8).ops["attn_reduce"]
+    assert isinstance(flat, CommCost)
+    assert flat.beta > reduce.beta
+    assert flat.alpha == reduce.alpha
+    assert "network 8:121.3GB/s:25GB/s" in scale_tensor(table, 8, HOSTS).provenance.source
+    assert scale_tensor(table, 16, HOSTS) is table
+    assert find_network("r1-tp16-941") == HOSTS
+    assert find_network("costs.json") is None
+
+
+def test_one_level_is_two_with_equal_rates() -> None:
+    table = replace(make_pair(), provenance=make_provenance(parallel={"tensor": 16}))
+    one_host = Network(64, 7e9, 1.0)
+    for ranks in (2, 4, 8, 32, 64):
+        assert scale_tensor(table, ranks, one_host).ops == scale_tensor(table, ranks).ops
+
+
+def test_a_network_is_read() -> None:
+    assert parse_network(" 8:121.3GB/s:25GB/s") == HOSTS
+    assert parse_network(str(HOSTS)) == HOSTS
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "8:1GB/s", "6:1GB/s:1GB/s", "0:1GB/s:1GB/s", "8:2x:1GB/s", "8:1GB/s:1GB/s:1GB/s"]
+)
+def test_another_network_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"it must be ranks of a host .*, such as 8:121\.3GB/s:25GB/s"):
+        parse_network(text)
+
+
+@given(st.floats(1, 8), st.integers(1, 4096))
+def test_the_busiest_rank_takes_what_more_tokens_take_but_starts_and_reads_weights_once(
+    imbalance: float, tokens: int
+) -> None:
+    table, _ = open_case("a3-layer-4894")
+    uneven, features = set_imbalance(table, imbalance), BatchFeatures(tokens)
+    for name, cost in table.ops.items():
+        more = BatchFeatures(round(tokens * imbalance * 1e6)) if name in DISPATCHED else BatchFeatures(tokens * 10**6)
+        scaled = (
+            replace(cost, beta=cost.beta / 1e6)
+            if isinstance(cost, CommCost)
+            else replace(cost, per_token=cost.per_token / 1e6)
+        )
+        assert uneven.ops[name].time(features) == pytest.approx(scaled.time(more), rel=1e-4)
+    assert uneven.provenance.source.endswith(f" Scaled: imbalance {imbalance:g}.")
+    assert load_again(uneven) == uneven
+
+
+def load_again(table: CostTable) -> CostTable:
+    return parse_costs(format_costs(table))
+
+
+def test_an_imbalance_is_in_the_digest_only_where_there_is_one() -> None:
+    table, _ = open_case("a3-layer-4894")
+    even = replace(set_imbalance(table, 1.0), provenance=table.provenance)
+    assert even.digest == table.digest
+    assert format_costs(even) == format_costs(table)
+    assert replace(set_imbalance(table, 1.5), provenance=table.provenance).digest != table.digest
+
+
+def test_an_imbalance_that_cannot_be_is_refused() -> None:
+    table, _ = open_case("a3-layer-4894")
+    for imbalance in (0.9, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="the busiest rank has at least 1 times the tokens of the mean"):
+            set_imbalance(table, imbalance)
+    with pytest.raises(ConfigError, match="the costs have no op `dispatch`"):
+        set_imbalance(open_case("r1-tp16-941")[0], 1.5)
 
 
 @pytest.mark.parametrize("text", ["0.5x", ".5X", " 0.5x "])

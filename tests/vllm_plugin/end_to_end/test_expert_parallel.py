@@ -22,8 +22,8 @@ from tests.vllm_plugin.end_to_end.test_equivalence import (
     MIXED,
     PROMPTS,
     assert_close,
+    get_unsplit,
     run_cut,
-    run_unsplit,
 )
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import Engines
@@ -43,14 +43,14 @@ one_dispatch = pytest.mark.parametrize("data_parallel", ["all_gather"], indirect
 
 @pytest.mark.parametrize("cuts", [(edge,) for edge in BOUNDARIES] + [(17,), (263,), (100, 300), (96, 160, 320)])
 def test_tensor_and_expert_parallel_prefill_is_close(expert_ranks: Engine, cuts: tuple[int, ...]) -> None:
-    assert_close(run_unsplit(expert_ranks, PROMPTS), run_cut(expert_ranks, cuts, PROMPTS))
+    assert_close(get_unsplit(expert_ranks, PROMPTS), run_cut(expert_ranks, cuts, PROMPTS))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
 def test_tensor_and_expert_parallel_decode_and_mixed_steps_are_close(
     expert_ranks: Engine, cuts: tuple[int, ...]
 ) -> None:
-    assert_close(run_unsplit(expert_ranks, PROMPTS, 6, MIXED), run_cut(expert_ranks, cuts, PROMPTS, 6, MIXED))
+    assert_close(get_unsplit(expert_ranks, PROMPTS, 6, MIXED), run_cut(expert_ranks, cuts, PROMPTS, 6, MIXED))
 
 
 def generate(
@@ -83,7 +83,7 @@ def count_since(before: dict[str, int], after: dict[str, int]) -> dict[str, int]
 
 
 def assert_split_is_close(ranks: Ranks, cuts: Any, tokens: int = 1, arrive: Any = (), batches: Any = BATCHES) -> None:
-    unsplit = ranks.run(generate, "off", None, tokens, arrive, batches)
+    unsplit = ranks.run_once(generate, "off", None, tokens, arrive, batches)
     split = ranks.run(generate, "always", cuts, tokens, arrive, batches)
     for (expected, _, _), (answers, _, _) in zip(unsplit, split, strict=True):
         assert_close(expected, answers)

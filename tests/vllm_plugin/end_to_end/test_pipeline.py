@@ -13,7 +13,15 @@ from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
 from tests.vllm_plugin.costs import calibrate_few, forget_costs, get_costs
-from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_unsplit
+from tests.vllm_plugin.end_to_end.test_equivalence import (
+    BOUNDARIES,
+    MIXED,
+    PROMPTS,
+    assert_close,
+    get_unsplit,
+    run_cut,
+    run_unsplit,
+)
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 
@@ -37,12 +45,12 @@ def stages(traces: Path, engines: Engines) -> Engine:
 
 @pytest.mark.parametrize("cuts", [(BOUNDARIES[0],), (BOUNDARIES[2],), (17,), (263,), (100, 300), (132, 264, 396)])
 def test_prefill_is_close_at_boundaries_and_inside_requests(stages: Engine, cuts: tuple[int, ...]) -> None:
-    assert_close(run_unsplit(stages, PROMPTS), run_cut(stages, cuts, PROMPTS))
+    assert_close(get_unsplit(stages, PROMPTS), run_cut(stages, cuts, PROMPTS))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
 def test_decode_and_mixed_steps_are_close(stages: Engine, cuts: tuple[int, ...]) -> None:
-    assert_close(run_unsplit(stages, PROMPTS, 6, MIXED), run_cut(stages, cuts, PROMPTS, 6, MIXED))
+    assert_close(get_unsplit(stages, PROMPTS, 6, MIXED), run_cut(stages, cuts, PROMPTS, 6, MIXED))
 
 
 def test_a_long_prompt_is_cut_by_the_settings(stages: Engine) -> None:

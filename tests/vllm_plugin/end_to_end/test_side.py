@@ -13,7 +13,7 @@ import pytest
 
 from dbo_runtime.observe.timeline import Timeline
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, run_cut, run_unsplit
+from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
@@ -43,14 +43,14 @@ def experts_with_side(request: pytest.FixtureRequest, engines: Engines) -> Itera
 
 @pytest.mark.parametrize("cuts", [(BOUNDARIES[0],), (17,), (100, 300), (132, 264, 396)])
 def test_prefill_is_close_at_boundaries_and_inside_requests(side_engine: Engine, cuts: tuple[int, ...]) -> None:
-    unsplit = run_unsplit(side_engine, PROMPTS)
+    unsplit = get_unsplit(side_engine, PROMPTS)
     side_engine.configure(**SIDE)
     assert_close(unsplit, run_cut(side_engine, cuts, PROMPTS))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
 def test_decode_and_mixed_steps_are_close(side_engine: Engine, cuts: tuple[int, ...]) -> None:
-    unsplit = run_unsplit(side_engine, PROMPTS, 6, MIXED)
+    unsplit = get_unsplit(side_engine, PROMPTS, 6, MIXED)
     side_engine.configure(**SIDE)
     assert_close(unsplit, run_cut(side_engine, cuts, PROMPTS, 6, MIXED))
 

@@ -1,0 +1,129 @@
+"""Placements: what may be on `side`, and that programs compute the same wherever it is."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dbo_models.layers import record_experts
+from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.errors import ProgramError
+from dbo_runtime.events import EventTable
+from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.lowering import lower
+from dbo_runtime.planner.costs.program_spec import build_program, describe_program
+from dbo_runtime.planner.online.placements import list_placements
+from dbo_runtime.policies import alternate, staggered
+from dbo_runtime.program import SIDE, Op, Program, ProgramBuilder
+from dbo_runtime.validate import validate
+from tests.programs import record_toy
+
+LAYERS = 3
+LONGEST = 3e-4  # seconds
+MOE = {"gate", "experts", "merge"}
+
+
+def make_experts(is_movable: bool, run: Callable[..., Any] = lambda fn: fn) -> SimpleNamespace:
+    """Return a mixture of experts on plain numbers; *run* wraps each part."""
+    parts: dict[str, Callable[..., Any]] = {
+        "gate": lambda x: x % 5,
+        "dispatch": lambda x, routing: (x * 3 + routing, routing),
+        "shared_experts": lambda x: x * 7,
+        "experts": lambda received: received * 11 + 1,
+        "combine": lambda routed, back: routed + back,
+        "merge": lambda routed, *shared: routed - sum(shared),
+    }
+    wrapped = {name: run(fn) for name, fn in parts.items()}
+    return SimpleNamespace(exchanges_sizes=False, has_shared_experts=True, is_movable=is_movable, **wrapped)
+
+
+def record(is_movable: bool = True, has_side: bool = True, run: Callable[..., Any] = lambda fn: fn) -> Program:
+    """Return a decoder of data parallel attention, with keys concurrent to queries, and a mixture of experts."""
+    p, experts = ProgramBuilder(has_side), make_experts(is_movable, run)
+    x = p.input("x")
+    for index in range(LAYERS):
+        with p.layer(index):
+            keys = p.side("keys", run(lambda x: x + 1), x)
+            queries = p.compute("queries", run(lambda x: x * 2), x)
+            attended = p.compute("attention", run(lambda q, k: q * k % 1009), queries, keys, ordered=True)
+            x = p.compute("add", run(lambda x, routed: x + routed), attended, record_experts(p, experts, attended))
+    return p.build(x)
+
+
+def name_side_ops(program: Program) -> set[str]:
+    return {op.name for op in program.ops if op.lane == SIDE}
+
+
+def test_all_movable_ops_are_on_side_together_between_no_op_there_and_what_the_adapter_put_there() -> None:
+    found = [name_side_ops(placed) for placed in list_placements(record())]
+    aside = {"keys", "shared_experts"}
+    assert found == [set(), {"keys"}, {"shared_experts"}, aside | MOE, aside]
+
+
+def test_placements_differ_in_lanes_only() -> None:
+    program = record()
+
+    def ignore_lane(op: Op) -> tuple[Any, ...]:
+        return op.label, op.fn, op.reads, op.writes, op.overwrites
+
+    for placed in list_placements(program):
+        assert [ignore_lane(op) for op in placed.ops] == [ignore_lane(op) for op in program.ops]
+        assert (placed.inputs, placed.outputs) == (program.inputs, program.outputs)
+
+
+def test_nothing_moves_where_kernels_share_memory_or_there_is_no_second_lane() -> None:
+    assert [name_side_ops(placed) for placed in list_placements(record(is_movable=False))][-2:] == [
+        {"shared_experts"},
+        {"keys", "shared_experts"},
+    ]
+    without = record(has_side=False)
+    assert list_placements(without) == (without,)
+    assert not any(op.movable for op in without.ops)
+    toy = record_toy(layers=2)
+    assert list_placements(toy) == (toy,)
+
+
+def test_a_cost_file_s_program_has_the_same_placements() -> None:
+    spec = describe_program(record())
+    placed = [[op.lane for op in each.ops] for each in list_placements(record())]
+    assert [[op.lane for op in each.ops] for each in list_placements(build_program(spec))] == placed
+    assert describe_program(build_program(spec)) == spec != describe_program(record(is_movable=False))
+
+
+def test_only_ops_of_the_compute_lane_are_movable() -> None:
+    p = ProgramBuilder()
+    with pytest.raises(ProgramError, match=r"'send' is movable, so it must compute, but it is on comm\. \(.*\.py:\d+"):
+        p.op("send", abs, p.input("x"), lane="comm", movable=True)
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice()
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize("policy", [alternate, partial(staggered, lead=1)], ids=["alternate", "staggered"])
+def test_results_are_the_same_in_every_placement_however_long_ops_take(device: CpuDevice, policy: Any) -> None:
+    rng = random.Random(0)
+
+    def delay(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*reads: Any) -> Any:
+            time.sleep(rng.random() * LONGEST)
+            return fn(*reads)
+
+        return run
+
+    program, inputs = record(run=delay), [(3,), (17,)]
+    expected = run_sequential([record()] * 2, inputs)
+    for placed in list_placements(program):
+        schedule = lower((placed,) * 2, policy((placed,) * 2))
+        validate(schedule)
+        for _ in range(5):
+            assert Executor(schedule, device, EventTable(device)).run(inputs) == expected

@@ -1,0 +1,70 @@
+"""Published measurements that the model must not contradict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.whatif.estimate import Estimator
+from dbo_runtime.planner.whatif.measurements import MEASUREMENTS, NOTHING, Comparison, Measurement, compare
+from dbo_runtime.planner.whatif.published_cases import get_case
+
+DECODES = [each for each in MEASUREMENTS if each.case == "r1-decode-12708"]
+NAMES = [f"{each.case}-{each.size}" for each in MEASUREMENTS]
+
+
+@pytest.mark.parametrize("measurement", MEASUREMENTS, ids=NAMES)
+def test_no_measurement_contradicts_the_model(measurement: Measurement) -> None:
+    comparison = compare(measurement)
+    assert comparison.agrees, comparison
+
+
+@pytest.mark.parametrize("measurement", DECODES, ids=lambda each: str(each.size))
+def test_with_one_compute_lane_the_decodes_contradict_it(measurement: Measurement) -> None:
+    comparison = compare(measurement)
+    assert not replace(comparison, predicted=comparison.one_lane).agrees
+
+
+def test_what_is_fitted_to_a_step_in_two_is_said_with_the_costs() -> None:
+    for measurement in MEASUREMENTS:
+        source = get_case(measurement.case).table.provenance.source
+        if measurement.fitted == NOTHING:
+            assert "Nothing is fitted." in source
+        else:
+            assert "fitted" in source
+
+
+def predict_941(contention: float) -> float:
+    """Return how many times faster two micro-batches are in the run of vllm-ascend #941."""
+    case = get_case("r1-tp16-941")
+    table = replace(case.table, contention={"compute": contention, "comm": contention})
+    found = Estimator(table).estimate(case.step, RuntimeConfig(micro_batches=2))
+    assert found is not None
+    return found.unsplit / found.split
+
+
+def test_contention_of_1589_is_what_941_shows_and_nothing_of_its_own() -> None:
+    (contention,) = set(get_case("r1-ep16-1589").table.contention.values())
+    assert predict_941(contention) == pytest.approx(1.01 / 0.90, rel=1e-3)
+    assert predict_941(1.0) > 1.2  # without contention
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "predicted", "is_split", "agrees"),
+    [
+        (1.2, 1.25, True, True),
+        (1.2, 1.27, True, False),
+        (1.2, 1.13, True, False),
+        (1.31, 1.28, True, False),  # more than without contention
+        (None, 0.9, False, True),
+        (None, 1.1, False, False),
+        (None, 1.0, True, False),
+    ],
+)
+def test_the_model_is_contradicted_beyond_the_tolerance_or_by_a_split_that_does_not_pay(
+    speed_up: float | None, predicted: float, is_split: bool, agrees: bool
+) -> None:
+    measurement = Measurement("r1-ep16-1589", "a test", 1, speed_up, 0.05)
+    assert Comparison(measurement, predicted, 1.0, 1.3, is_split).agrees == agrees
