@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice
 from statistics import mean
 from typing import NamedTuple

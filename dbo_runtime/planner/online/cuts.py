@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,9 +40,6 @@ class Density(NamedTuple):
         return sum(rate * amount for rate, amount in zip(self, features, strict=True))
 
 
-NO_DENSITY = Density(0.0)
-
-
 def compute_density(table: CostTable, program: Program) -> Density:
     """Return the sums of what tokens and pairs cost over all ops of *program*."""
     costs = [cost for op in program.ops if isinstance(cost := table.ops[op.name], ComputeCost)]
@@ -58,54 +54,26 @@ def compute_density(table: CostTable, program: Program) -> Density:
     )
 
 
-class BatchSums:
-    """Sums of the features of a batch's requests, from which those of any slice follow without reading all requests.
+class CostSums:
+    """Sums of what a batch's requests cost: finds where to cut without going through all requests again.
 
     Args:
         batch: to cut.
         density: of its cost.
     """
 
-    def __init__(self, batch: Batch, density: Density = NO_DENSITY) -> None:
+    def __init__(self, batch: Batch, density: Density) -> None:
         self._batch = batch
         self._density = density
         self._contexts = batch.contexts
         self._starts = [0, *accumulate(batch.query_lens)]
         lengths = np.array(batch.query_lens, dtype=np.float64)
         contexts = np.array(self._contexts, dtype=np.float64)
-        self._sums = np.zeros((len(BatchFeatures._fields), len(lengths) + 1))
-        tokens, pairs, context_pairs, prefills, context, decodes, decode_pairs = self._sums[:, 1:]
-        tokens[:] = lengths
-        prefills[:] = lengths > batch.decode_len
-        prefilled = lengths * prefills
-        np.multiply(prefilled, (lengths + 1.0) / 2.0, out=pairs)
-        np.multiply(prefilled, contexts, out=context_pairs)
-        np.multiply(prefills, contexts, out=context)
-        np.subtract(lengths, prefilled, out=decodes)
-        np.multiply(decodes, contexts + lengths, out=decode_pairs)
-        np.cumsum(self._sums, axis=1, out=self._sums)
-
-    @property
-    def total(self) -> BatchFeatures:
-        """The features of the whole batch."""
-        return _make_features(self._sums[:, -1].tolist())
-
-    def measure(self, first: int, last: int) -> BatchFeatures:
-        """Return the features of the tokens from offset *first* up to *last*.
-
-        The second part of a request that is cut has the first in the KV cache.
-        """
-        request, after = bisect_right(self._starts, first) - 1, bisect_left(self._starts, last)
-        begin, end = self._starts[request], self._starts[after]
-        if after - request == 1:
-            return self._measure_piece(request, first - begin, last - begin)
-        entire = slice(request + (first > begin), after - (last < end))
-        parts = [(self._sums[:, entire.stop] - self._sums[:, entire.start]).tolist()]
-        if first > begin:
-            parts.append(list(self._measure_piece(request, first - begin, self._batch.query_lens[request])))
-        if last < end:
-            parts.append(list(self._measure_piece(after - 1, 0, last - self._starts[after - 1])))
-        return _make_features([sum(amounts) for amounts in zip(*parts, strict=True)])
+        decodes = density.decode + density.decode_pair * (contexts + lengths)
+        prefills = density.pair * (lengths + 1.0) / 2.0 + density.context_pair * contexts
+        prefills += (density.prefill + density.context * contexts) / np.maximum(lengths, 1.0)
+        costs = lengths * (density.token + np.where(lengths > batch.decode_len, prefills, decodes))
+        self._costs: list[float] = [0.0, *np.cumsum(costs).tolist()]
 
     def find_offset(self, share: float) -> int:
         """Return the first offset before which lies at least *share* of the cost, by bisection.
@@ -127,12 +95,6 @@ class BatchSums:
                 high = middle
         return low
 
-    @cached_property
-    def _costs(self) -> list[float]:
-        """Seconds of all requests before each [requests + 1]."""
-        costs: list[float] = (np.array(self._density) @ self._sums).tolist()
-        return costs
-
     def _estimate_piece(self, request: int, begin: int, end: int) -> float:
         """Return the seconds of the tokens of one request from *begin* up to *end*."""
         density, tokens, context = self._density, end - begin, self._contexts[request] + begin
@@ -141,12 +103,8 @@ class BatchSums:
         attended = density.pair * (tokens + 1) / 2 + density.context_pair * context
         return tokens * (density.token + attended) + density.prefill + density.context * context
 
-    def _measure_piece(self, request: int, begin: int, end: int) -> BatchFeatures:
-        """Return the features of the tokens of one request from *begin* up to *end*."""
-        return measure_features((end - begin,), (self._contexts[request] + begin,), self._batch.decode_len)
 
-
-def balance_targets(sums: BatchSums, micro_batches: int) -> tuple[int, ...]:
+def balance_targets(sums: CostSums, micro_batches: int) -> tuple[int, ...]:
     """Return the token offsets that cut a batch into parts of equal cost, attention included.
 
     The last tokens of a long prompt attend to all the others, so of an even cut by tokens the last micro-batch costs
@@ -158,9 +116,13 @@ def balance_targets(sums: BatchSums, micro_batches: int) -> tuple[int, ...]:
 
 def measure_slices(batch: Batch, slices: Sequence[BatchSlice]) -> tuple[BatchFeatures, ...]:
     """Return the features of each micro-batch; the second part of a cut request has the first in the KV cache."""
-    sums = BatchSums(batch)
-    return tuple(sums.measure(piece.first_token, piece.last_token) for piece in slices)
-
-
-def _make_features(amounts: Sequence[float]) -> BatchFeatures:
-    return BatchFeatures(int(amounts[0]), *amounts[1:])
+    lengths, contexts = list(batch.query_lens), list(batch.contexts)
+    measured = []
+    for piece in slices:
+        last = piece.last_request - 1
+        rest = sum(lengths[piece.requests]) - piece.size  # what the last request leaves to the next micro-batch
+        lengths[last] -= rest
+        measured.append(measure_features(lengths[piece.requests], contexts[piece.requests], batch.decode_len))
+        contexts[last] += lengths[last]
+        lengths[last] = rest
+    return tuple(measured)

@@ -106,9 +106,13 @@ class DurationTables:
     def compute_work(self, durations: Vector) -> Vector:
         """Return the seconds of all ops of each kind [..., kinds of all micro-batches] for durations [..., durations]."""
         micro_batches = (durations.shape[-1] - 2) // (len(self._counts) + len(self._credited))
-        repeated = np.tile(self._counts, micro_batches)
-        work: Vector = durations[..., : len(repeated)] * repeated
+        counts = self.repeat_counts(micro_batches)
+        work: Vector = durations[..., : len(counts)] * counts
         return work
+
+    def repeat_counts(self, micro_batches: int) -> Vector:
+        """Return how many ops of each kind there are, for each micro-batch [kinds of all micro-batches]."""
+        return np.tile(self._counts, micro_batches)
 
 
 def stack_features(slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
@@ -118,4 +122,6 @@ def stack_features(slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
 
 def _collect(costs: Sequence[Sequence[OpCost]], *names: str) -> Vector:
     """Return the first of these numbers that each cost has, 0 if it has none [tables, 1, kinds]."""
-    return np.array([[next((getattr(cost, name) for name in names if hasattr(cost, name)), 0.0) for cost in row] for row in costs])[:, None]
+    return np.array(
+        [[next((getattr(cost, name) for name in names if hasattr(cost, name)), 0.0) for cost in row] for row in costs]
+    )[:, None]

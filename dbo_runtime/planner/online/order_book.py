@@ -13,6 +13,7 @@ import numpy as np
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_times import OpTimes
 from dbo_runtime.planner.online.durations import DurationTables, Vector, stack_features
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.overlap_cost import OverlapCost, compute_share, find_common_factor, stack_shares
@@ -53,6 +54,12 @@ class OrderBook:
         samples: Sequence[Sequence[BatchFeatures]],
     ) -> None:
         self.orders = tuple(order for order, _ in prepared)
+        self._numbers = {order.name: number for number, order in enumerate(self.orders)}
+        self._paths_of = [paths for _, paths in prepared]
+        expected = tables.tables[0]
+        self._times = OpTimes(program, expected)
+        self._host = [expected.host.issue, expected.host.handover]
+        self._counts = tables.repeat_counts(len(samples[0]))
         self._tables = tables
         self._paths = np.concatenate([paths for _, paths in prepared]).T
         self._begins = np.cumsum([0, *(len(paths) for _, paths in prepared[:-1])])
@@ -77,6 +84,20 @@ class OrderBook:
                     overlap = np.maximum(work[number].sum(axis=1, keepdims=True) - ends[number], 0.0)
                     ends[number] += cost.estimate(work[number]) * overlap
         return ends
+
+    def predict_one(self, slice_features: Sequence[BatchFeatures], order: NamedOrder) -> float:
+        """Return the expected seconds of all ops of one step by one order, from the features of each micro-batch."""
+        number, cost = self._numbers[order.name], self._overlap_costs[0]
+        durations = [each for features in slice_features for each in self._times.list_seconds(features)]
+        kinds = len(durations)
+        durations += [each for features in slice_features for each in self._times.list_credits(features)]
+        durations += self._host
+        vector = np.array(durations)
+        end = float((self._paths_of[number] @ vector).max())
+        if cost is not None:
+            work = vector[:kinds] * self._counts
+            end += float(cost.estimate(work[None])[0, number]) * max(float(work.sum()) - end, 0.0)
+        return end
 
     def _predict_alone(self, durations: Vector) -> Vector:
         """Return when each order ends if no lane slows another down [tables, steps, orders]."""

@@ -14,7 +14,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable
 from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
-from dbo_runtime.planner.online.cuts import BatchSums, balance_targets, compute_density, measure_slices
+from dbo_runtime.planner.online.cuts import CostSums, balance_targets, compute_density, measure_slices
 from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis, compute_gain
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.orders import Orders
@@ -201,7 +201,7 @@ class Planner:
 
     def _list_cuts(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
         """Return the cuts to predict: even by tokens, and even by cost."""
-        sums = BatchSums(batch, self._density)
+        sums = CostSums(batch, self._density)
         cuts = dict.fromkeys(
             place_cuts(batch, targets)
             for count in parts

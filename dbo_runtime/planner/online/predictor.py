@@ -10,7 +10,7 @@ from functools import partial
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, OpCost
-from dbo_runtime.planner.costs.op_sums import OpSums
+from dbo_runtime.planner.costs.op_times import OpTimes
 from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.named_order import NamedOrder, compute_end
 from dbo_runtime.planner.online.simulation import predict_timeline
@@ -41,14 +41,14 @@ class Predictor:
         table.times(program, BatchFeatures(1))
         self._program = program
         self._table = table
-        self._sums = OpSums(program, table)
+        self._times = OpTimes(program, table)
         self._simulated: BoundedDict[tuple[str, tuple[Bucket, ...]], float] = BoundedDict(MAX_SIMULATED)
 
     def predict_unsplit(self, features: BatchFeatures) -> float:
         """Return the seconds of an unsplit step: of its ops in sequence, or of issuing them if that is longer."""
         host = self._table.host
         issued = host.issue * len(self._program.ops)
-        seconds = max(self._sums.sum(features), issued) + host.unsplit + host.unsplit_per_token * features.tokens
+        seconds = max(self._times.sum(features), issued) + host.unsplit + host.unsplit_per_token * features.tokens
         return max(seconds, 0.0)
 
     def predict_split(self, ordered: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
@@ -59,11 +59,11 @@ class Predictor:
         shape = tuple(get_bucket(features, BUCKETS_PER_OCTAVE) for features in slice_features)
         if (ordered.name, shape) not in self._simulated:
             middles = [compute_midpoint(bucket, BUCKETS_PER_OCTAVE) for bucket in shape]
-            ops = sum(map(self._sums.sum, middles))
+            ops = sum(map(self._times.sum, middles))
             self._simulated[ordered.name, shape] = self.simulate_end(ordered, middles) / (ops or 1.0)
         ratio = self._simulated[ordered.name, shape]
         host, tokens = self._table.host, sum(features.tokens for features in slice_features)
-        seconds = ratio * sum(map(self._sums.sum, slice_features)) + host.split + host.split_per_token * tokens
+        seconds = ratio * sum(map(self._times.sum, slice_features)) + host.split + host.split_per_token * tokens
         return max(seconds, 0.0)
 
     def simulate(self, schedule: Schedule, slice_features: Sequence[BatchFeatures]) -> Timeline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.order_book import OrderBook, PreparedOrder
 from dbo_runtime.planner.online.orders import SEQUENTIAL
 from dbo_runtime.planner.online.placements import is_moved
+from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.program import Program
 
 PREPARED_LEADS = 2  # of the staggered orders: longer leads are for what a search finds
-MAX_SEARCHES = 4  # for each number of micro-batches and placement
+MAX_SEARCHES = 4  # for each number of micro-batches, by all placements
+COMPARED_SAMPLES = 4  # to tell which placement is best
 SEARCHED_GAP = 0.01  # share by which a step has to take longer than a bound says for a search to be worthwhile
 USEFUL_GAIN = 1e-3  # share of some step's time that an order has to save to be kept
 
@@ -48,23 +51,30 @@ class Preparation:
         the placements to choose from: the first, of the others the one that is best for most samples, and those with
         moved ops are prepared.
         """
-        micro_batches = len(samples[0])
-        policy = config.policy if micro_batches > 1 else SEQUENTIAL
         steps = _Steps(self._placements[0], self._tables, samples)
-        by_policy = {
-            number: steps.prepare(self._candidates[number].make_policy(*policy, micro_batches)) for number in allowed
-        }
-        first, *others = allowed
-        best = sorted(others, key=lambda number: float(np.log(by_policy[number].ends).sum()))[:1]
-        moved = [number for number in others if number not in best and is_moved(self._placements[number])]
-        chosen = [first, *best, *moved]
-        if policy[0] == "optimal":
-            options = [option for number in chosen for option in self._search(number, steps)]
+        chosen = self._choose_placements(allowed, steps, config)
+        if config.policy[0] != "optimal" or steps.micro_batches == 1:
+            options = [steps.prepare(self._make_policy(number, steps.micro_batches, config)) for number in chosen]
         else:
-            options = [by_policy[number] for number in chosen]
+            searches = max(MAX_SEARCHES // len(chosen), 1)
+            options = [option for number in chosen for option in self._search(number, steps, searches)]
         return OrderBook(self._placements[-1], [option.prepared for option in options], self._tables, samples)
 
-    def _search(self, number: int, steps: _Steps) -> list[_Option]:
+    def _choose_placements(self, allowed: Sequence[int], steps: _Steps, config: RuntimeConfig) -> list[int]:
+        """Return the first placement, of the others the best one under the policy, and those with moved ops."""
+        first, *others = allowed
+        if len(others) <= 1:
+            return [first, *others]
+        orders = {number: self._make_policy(number, steps.micro_batches, config) for number in others}
+        best = min(others, key=lambda number: steps.estimate(orders[number]))
+        moved = [number for number in others if number != best and is_moved(self._placements[number])]
+        return [first, best, *moved]
+
+    def _make_policy(self, number: int, micro_batches: int, config: RuntimeConfig) -> NamedOrder:
+        policy = config.policy if micro_batches > 1 else SEQUENTIAL
+        return self._candidates[number].make_policy(*policy, micro_batches)
+
+    def _search(self, number: int, steps: _Steps, searches: int) -> list[_Option]:
         """Return the useful ones of common policies and of the orders that searches find, by one placement.
 
         Each search is for the sample whose best known order is farthest from a bound.
@@ -74,7 +84,7 @@ class Preparation:
         options = [steps.prepare(order) for order in policies[:PREPARED_LEADS]]
         names = {option.prepared.order.name for option in options}
         bounds = steps.estimate_bounds(program)
-        for _ in range(MAX_SEARCHES):
+        for _ in range(searches):
             gaps = np.min([option.ends for option in options], axis=0) / bounds - 1.0
             if gaps.max() <= SEARCHED_GAP:
                 break
@@ -105,12 +115,18 @@ class _Steps:
         durations = tables.compute_durations(stack_features(samples))
         self._durations = np.concatenate([durations[0], durations[-1]])  # as expected, and in the worst case
         self._work = tables.compute_work(durations[0])
+        self._predictor = Predictor(program, tables.tables[0])
 
     def prepare(self, order: NamedOrder) -> _Option:
         """Find the critical paths of an order."""
         host = self._tables.tables[0].host
         ends, paths = CriticalPaths(order.schedule, self._layout, host.computes).find(self._durations)
         return _Option(PreparedOrder(order, list_different(paths)), ends[: len(self._samples)])
+
+    def estimate(self, order: NamedOrder) -> float:
+        """Return how long steps take by an order, as a mean of logarithms over a few samples."""
+        few = self._samples[:: max(len(self._samples) // COMPARED_SAMPLES, 1)]
+        return sum(math.log(self._predictor.simulate_end(order, features)) for features in few)
 
     def estimate_bounds(self, program: Program) -> Vector:
         """Return seconds that hardly any order can beat [samples]: of the busiest lane, or of one micro-batch alone."""

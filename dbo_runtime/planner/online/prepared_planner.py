@@ -15,16 +15,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dbo_runtime.batch import BOUNDARY_TOLERANCE, Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly
-from dbo_runtime.batch import slice_batch
+from dbo_runtime.batch import (
+    BOUNDARY_TOLERANCE,
+    Batch,
+    BatchSlice,
+    place_cuts,
+    share_data_parallel,
+    share_evenly,
+    slice_batch,
+)
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.costs.op_sums import OpSums
+from dbo_runtime.planner.costs.op_times import OpTimes
 from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
-from dbo_runtime.planner.online.cuts import BatchSums, balance_targets
+from dbo_runtime.planner.online.cuts import CostSums, balance_targets, measure_slices
 from dbo_runtime.planner.online.durations import DurationTables, Vector
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.named_order import NamedOrder
@@ -39,6 +46,8 @@ MAX_REMEMBERED_KINDS = 4096
 SIZES_PER_OCTAVE = 8  # of the tokens of a step: those between are of a kind
 ATTENTION_SHARES = 16  # of the time of a step: between none and all
 
+ALIKE = 5e-3  # share of a step's time by which a remembered decision may be worse for another step of the kind
+
 SliceFeatures = tuple[BatchFeatures, ...]
 
 
@@ -46,12 +55,10 @@ class _Cut(NamedTuple):
     """Where to cut a step, and what each micro-batch computes.
 
     Attributes:
-        by_cost: whether the cut is even by cost, and not by tokens.
         slices, sizes: of this rank's batch, or of all data parallel ranks; see `SplitChoice`.
     """
 
     slice_features: SliceFeatures
-    by_cost: bool = False
     slices: tuple[BatchSlice, ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
 
@@ -65,6 +72,13 @@ class _Kind(NamedTuple):
     several: bool
     cuttable: bool
     is_data_parallel: bool = False
+
+
+class _Remembered(NamedTuple):
+    """What was decided for a step of a kind, and the shares of its tokens at which it was cut."""
+
+    decision: SplitChoice | Decline
+    cut_shares: tuple[float, ...]
 
 
 class PreparedPlanner(Planner):
@@ -86,12 +100,12 @@ class PreparedPlanner(Planner):
     ) -> None:
         super().__init__(program, table, max_states)
         self._limits = limits or ServingLimits()
-        self._sums = OpSums(program, table)
+        self._times = OpTimes(program, table)
         self._tables = DurationTables(program, [table, *make_worst_cases(table, get_uncertainty(table))])
         self._preparation = Preparation(self._orders.placements, self._tables, max_states)
         self._prepared_for: RuntimeConfig | None = None
         self._books: dict[int, OrderBook] = {}
-        self._remembered: BoundedDict[_Kind, tuple[SplitChoice | Decline, bool]] = BoundedDict(MAX_REMEMBERED_KINDS)
+        self._remembered: BoundedDict[_Kind, _Remembered] = BoundedDict(MAX_REMEMBERED_KINDS)
 
     @property
     def orders(self) -> list[NamedOrder]:
@@ -120,11 +134,12 @@ class PreparedPlanner(Planner):
         kind = self._get_kind(features, batch.cuttable)
         remembered = self._remembered.get(kind)
         if remembered is not None:
-            decision = self._apply(*remembered, batch, features)
+            decision = self._apply(remembered, batch, features)
             if decision is not None:
                 return decision
-        decision, by_cost = self._evaluate(features, self._list_cuts_of(batch, self.list_parts(config)), config)
-        self._remembered[kind] = decision, by_cost
+        decision = self._evaluate(features, self._list_cuts_of(batch, self.list_parts(config)), config)
+        slices = () if isinstance(decision, Decline) else decision.slices[1:]
+        self._remembered[kind] = _Remembered(decision, tuple(piece.first_token / features.tokens for piece in slices))
         return decision
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
@@ -136,7 +151,7 @@ class PreparedPlanner(Planner):
             sizes = share_data_parallel(tokens, parts)
             if not isinstance(sizes, Decline):
                 cuts.append(_Cut(tuple(BatchFeatures(max(part)) for part in sizes), sizes=sizes))
-        return self._evaluate(features, cuts, config)[0]
+        return self._evaluate(features, cuts, config)
 
     def correct(self, proposals: Sequence[dict[str, float]]) -> None:
         """Apply the proposals of all ranks, and forget decisions."""
@@ -144,7 +159,7 @@ class PreparedPlanner(Planner):
         self._remembered.clear()
 
     def _get_kind(self, features: BatchFeatures, cuttable: bool) -> _Kind:
-        seconds, attention = self._sums.sum(features), self._sums.sum_attention(features)
+        seconds, attention = self._times.sum(features), self._times.sum_attention(features)
         return _Kind(
             round(SIZES_PER_OCTAVE * math.log2(features.tokens)),
             round(ATTENTION_SHARES * attention / seconds) if seconds else 0,
@@ -153,34 +168,30 @@ class PreparedPlanner(Planner):
             cuttable,
         )
 
-    def _apply(
-        self, decision: SplitChoice | Decline, by_cost: bool, batch: Batch, features: BatchFeatures
-    ) -> SplitChoice | Decline | None:
-        """Return what was decided for another step of the kind for this one; None if this one is cut differently."""
+    def _apply(self, remembered: _Remembered, batch: Batch, features: BatchFeatures) -> SplitChoice | Decline | None:
+        """Return what was decided for another step of the kind for this one; None if that suits this one less well."""
+        decision, shares = remembered
         unsplit = self.predict_unsplit(features)
         if isinstance(decision, Decline):
             return replace(decision, expected=unsplit)
-        prediction = decision.prediction
-        targets = share_evenly(batch, prediction.micro_batches)
-        if by_cost:
-            targets = balance_targets(BatchSums(batch, self._density), prediction.micro_batches)
-        slices = slice_batch(batch, place_cuts(batch, targets))
-        largest = max(piece.size for piece in slices) - max(right - left for left, right in pairwise((0, *targets, batch.tokens)))
-        if len(slices) != prediction.micro_batches or largest > BOUNDARY_TOLERANCE * batch.tokens / len(slices):
+        cut = place_cuts(batch, [round(share * features.tokens) for share in shares])
+        if len(cut) < len(shares):
             return None
-        split = unsplit * prediction.split / prediction.unsplit
-        return replace(decision, prediction=prediction._replace(unsplit=unsplit, split=split), slices=slices)
+        slices = slice_batch(batch, cut)
+        ops = self._books[len(slices)].predict_one(measure_slices(batch, slices), decision.order)
+        host = self.table.host
+        split = max(ops + host.split + host.split_per_token * features.tokens, 0.0) * self.correction.factor(SPLIT)
+        known = decision.prediction
+        if split > unsplit * known.split / known.unsplit * (1.0 + ALIKE):
+            return None
+        return SplitChoice(decision.order, known._replace(unsplit=unsplit, split=split), slices)
 
-    def _evaluate(
-        self, features: BatchFeatures, cuts: Sequence[_Cut], config: RuntimeConfig
-    ) -> tuple[SplitChoice | Decline, bool]:
-        """Return what is best of all cuts and orders, and whether its cut is even by cost."""
+    def _evaluate(self, features: BatchFeatures, cuts: Sequence[_Cut], config: RuntimeConfig) -> SplitChoice | Decline:
+        """Return what is best of all cuts and orders."""
         options: list[SplitChoice] = []
         for count in dict.fromkeys(len(cut.slice_features) for cut in cuts):
             options += self._predict_cuts(features, [cut for cut in cuts if len(cut.slice_features) == count])
-        decision = self._decide(options, features, config)
-        by_cost = {cut.slices: cut.by_cost for cut in cuts}
-        return decision, isinstance(decision, SplitChoice) and by_cost[decision.slices]
+        return self._decide(options, features, config)
 
     def _predict_cuts(self, features: BatchFeatures, cuts: Sequence[_Cut]) -> list[SplitChoice]:
         """Return a choice for each cut and order; all cuts are into equally many micro-batches."""
@@ -211,13 +222,13 @@ class PreparedPlanner(Planner):
 
     def _list_cuts_of(self, batch: Batch, parts: Sequence[int]) -> list[_Cut]:
         """Return the cuts to predict: even by tokens, and even by cost."""
-        sums = BatchSums(batch, self._density)
+        sums = CostSums(batch, self._density)
         cuts: dict[tuple[int, ...], _Cut] = {}
         for count in parts:
-            for by_cost, targets in enumerate((share_evenly(batch, count), balance_targets(sums, count))):
+            for targets in (share_evenly(batch, count), balance_targets(sums, count)):
                 cut = place_cuts(batch, targets)
                 if cut not in cuts and (cut or 1 in parts):
-                    cuts[cut] = _measure_cut(batch, sums, cut, bool(by_cost))
+                    cuts[cut] = _measure_cut(batch, cut)
         return list(cuts.values())
 
     def _list_samples(self, parts: Sequence[int]) -> dict[int, list[SliceFeatures]]:
@@ -227,7 +238,7 @@ class PreparedPlanner(Planner):
         """
         samples: dict[int, dict[SliceFeatures, None]] = defaultdict(dict)
         for batch in list_shapes(self._limits):
-            sums = BatchSums(batch, self._density)
+            sums = CostSums(batch, self._density)
             for count in parts:
                 even = share_evenly(batch, count)
                 shift = int(BOUNDARY_TOLERANCE * batch.tokens / count)
@@ -236,10 +247,10 @@ class PreparedPlanner(Planner):
                 balanced = balance_targets(sums, count)
                 for cut in (place_cuts(batch, even), place_cuts(batch, balanced), *shifted, spread):
                     if len(cut) == count - 1 and all(left < right for left, right in pairwise((0, *cut, batch.tokens))):
-                        samples[count][_measure_cut(batch, sums, cut).slice_features] = None
+                        samples[count][_measure_cut(batch, cut).slice_features] = None
         return {count: list(of_count) for count, of_count in samples.items()}
 
 
-def _measure_cut(batch: Batch, sums: BatchSums, cut: Sequence[int], by_cost: bool = False) -> _Cut:
+def _measure_cut(batch: Batch, cut: Sequence[int]) -> _Cut:
     slices = slice_batch(batch, cut, agreed=True)
-    return _Cut(tuple(sums.measure(piece.first_token, piece.last_token) for piece in slices), by_cost, slices)
+    return _Cut(measure_slices(batch, slices), slices)

@@ -33,7 +33,9 @@ def list_shapes(limits: ServingLimits) -> list[Batch]:
 
     Sizes double from one to the next: what is found for one holds for those between, too (see `critical_paths`).
     """
-    return list(dict.fromkeys(batch for tokens in _list_sizes(limits.tokens) for batch in _list_batches(tokens, limits)))
+    return list(
+        dict.fromkeys(batch for tokens in _list_sizes(limits.tokens) for batch in _list_batches(tokens, limits))
+    )
 
 
 def _list_sizes(largest: int) -> Iterator[int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, slice_batch
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import ComputeCost
-from dbo_runtime.planner.online.cuts import BatchSums, Density, balance_targets, compute_density, measure_slices
+from dbo_runtime.planner.online.cuts import CostSums, Density, balance_targets, compute_density, measure_slices
 from tests.planner.costs.test_cost_table import make_table
 from tests.programs import record_toy
 from tests.strategies import batches
@@ -88,11 +88,11 @@ def test_cutting_loses_no_token_and_no_pair(case: tuple[Batch, tuple[BatchSlice,
     ids=["tokens", "masked pairs", "dense pairs"],
 )
 def test_a_prompt_is_cut_where_both_parts_cost_the_same(density: Density, share: float) -> None:
-    assert balance_targets(BatchSums(PROMPT, density), 2)[0] == pytest.approx(share * PROMPT.tokens, abs=1)
+    assert balance_targets(CostSums(PROMPT, density), 2)[0] == pytest.approx(share * PROMPT.tokens, abs=1)
 
 
 def test_three_parts_of_a_prompt_cost_the_same() -> None:
-    first, second = balance_targets(BatchSums(PROMPT, MASKED), 3)
+    first, second = balance_targets(CostSums(PROMPT, MASKED), 3)
     assert first == pytest.approx(PROMPT.tokens * math.sqrt(1 / 3), abs=1)
     assert second == pytest.approx(PROMPT.tokens * math.sqrt(2 / 3), abs=1)
 
@@ -102,7 +102,7 @@ def test_three_parts_of_a_prompt_cost_the_same() -> None:
 def test_equal_requests_are_parted_between_them(density: Density, parts: int) -> None:
     batch = Batch((500,) * 8, 4000)
     edges = tuple(4000 * part // parts for part in range(1, parts))
-    assert place_cuts(batch, balance_targets(BatchSums(batch, density), parts)) == edges
+    assert place_cuts(batch, balance_targets(CostSums(batch, density), parts)) == edges
 
 
 def test_what_is_in_the_kv_cache_counts() -> None:
@@ -110,7 +110,7 @@ def test_what_is_in_the_kv_cache_counts() -> None:
     batch = Batch((100, 100), 200, context_lens=(0, 900))
     pairs = 100 * 101 / 2
     assert MASKED.estimate_seconds(measure_slices(batch, slice_batch(batch, (100,)))[0]) == pairs
-    (cut,) = balance_targets(BatchSums(batch, MASKED), 2)
+    (cut,) = balance_targets(CostSums(batch, MASKED), 2)
     before, after = (
         MASKED.estimate_seconds(features) for features in measure_slices(batch, slice_batch(batch, (cut,)))
     )
@@ -129,7 +129,7 @@ def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch,
             return unsplit
         return density.estimate_seconds(measure_slices(batch, slice_batch(batch, (offset,)))[0])
 
-    for part, target in enumerate(balance_targets(BatchSums(batch, density), parts), 1):
+    for part, target in enumerate(balance_targets(CostSums(batch, density), parts), 1):
         assert measure_before(target) >= unsplit * part / parts - 1e-6
         assert target == 1 or measure_before(target - 1) < unsplit * part / parts + 1e-6
 
