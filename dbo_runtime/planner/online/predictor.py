@@ -98,8 +98,10 @@ def make_worst_cases(table: CostTable, share: float) -> tuple[CostTable, ...]:
     other by, so these factors are wrong, too. Where the contention of `compute` or `comm` is not known, it may be
     `DOUBTED_CONTENTION`.
     """
+    communicates = any(isinstance(cost, CommCost) for cost in table.ops.values())
+    doubted = dict.fromkeys((COMPUTE, COMM) if communicates else (), DOUBTED_CONTENTION)
     known = {lane: _worsen_factor(lane, factor, share) for lane, factor in table.contention.items()}
-    contention = {COMPUTE: DOUBTED_CONTENTION, COMM: DOUBTED_CONTENTION} | known
+    contention = doubted | known
     return tuple(
         replace(
             table,
