@@ -176,12 +176,8 @@ class Planner:
             return decision
         if not config.probation:
             return decision if decision.doubt is None else decision.doubt
-        prediction = decision.prediction
-        uncorrected = prediction._replace(
-            unsplit=prediction.unsplit / self.correction.factor(UNSPLIT),
-            split=prediction.split / self.correction.factor(SPLIT),
-        )
-        return self.probation.check(decision.kind, uncorrected, decision.doubt) or decision
+        correction = self.correction.factor(SPLIT) / self.correction.factor(UNSPLIT)
+        return self.probation.check(decision.kind, decision.prediction, decision.doubt, correction) or decision
 
     def _judge_size(self, tokens: int) -> Decline | None:
         features = BatchFeatures(tokens)

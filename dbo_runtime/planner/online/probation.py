@@ -93,19 +93,23 @@ class Probation:
         self._has_measured = False
         self._is_timed = False
 
-    def check(self, kind: Kind, prediction: Prediction, doubt: Decline | None) -> Decline | None:
+    def check(
+        self, kind: Kind, prediction: Prediction, doubt: Decline | None, correction: float = 1.0
+    ) -> Decline | None:
         """Return why the next step of *kind* is not split; None if it is.
 
         Args:
             kind: of the step.
-            prediction: of it, without correction.
+            prediction: of it.
             doubt: why it would not be split by prediction alone; None if it would be.
+            correction: of split steps by that of unsplit ones, which is in the prediction and not in what is noted.
         """
         record = self._find(kind)
         self._credit += COST_SHARE * min(prediction.unsplit, prediction.split)
-        measured = record.judge(prediction.unsplit / prediction.split)
+        ratio = correction * prediction.unsplit / prediction.split
+        measured = record.judge(ratio)
         splits = doubt is None if measured is None else measured
-        cost = _estimate_cost(record.pairs, prediction, splits)
+        cost = _estimate_cost(record.pairs, ratio, prediction, splits)
         if self._is_due(record, measured) and cost <= self._credit:
             self._credit -= cost
             record.steps, record.trials = 0, record.trials + 1
@@ -113,7 +117,7 @@ class Probation:
         record.steps += 1
         if splits:
             return None
-        return _decline(kind, prediction, record.pairs) if doubt is None or measured is False else doubt
+        return _decline(kind, prediction, ratio, record.pairs) if doubt is None or measured is False else doubt
 
     def note(self, kind: Kind, mode: str, predicted: float, measured: float) -> None:
         """Add a step's predicted seconds (without correction) and measured seconds."""
@@ -171,16 +175,21 @@ def get_kind(features: BatchFeatures, prediction: Prediction, policy: tuple[str,
     return *sizes, *requests, prediction.micro_batches, prediction.side_ops, policy
 
 
-def _estimate_cost(pairs: Sequence[float], prediction: Prediction, splits: bool) -> float:
+def _estimate_cost(pairs: Sequence[float], ratio: float, prediction: Prediction, splits: bool) -> float:
     """Return the seconds that a trial loses: as measured, or else as predicted, for a split in the worst case."""
     if pairs:
-        return abs(prediction.split * math.exp(median(pairs)) - prediction.unsplit)
+        return abs(_compare(pairs, ratio)) * prediction.unsplit
     loss = prediction.gain if splits else -prediction.worst_case
     return max(loss, 0.0) * prediction.unsplit
 
 
-def _decline(kind: Kind, prediction: Prediction, pairs: Sequence[float]) -> Decline:
-    slower = sum(pair >= math.log(prediction.unsplit / prediction.split) for pair in pairs)
-    longer = math.exp(median(pairs)) * prediction.split / prediction.unsplit - 1
+def _compare(pairs: Sequence[float], ratio: float) -> float:
+    """Return the share by which steps measured longer split than unsplit."""
+    return math.exp(median(pairs)) / ratio - 1
+
+
+def _decline(kind: Kind, prediction: Prediction, ratio: float, pairs: Sequence[float]) -> Decline:
+    slower = sum(pair >= math.log(ratio) for pair in pairs)
+    longer = _compare(pairs, ratio)
     figures = f"{longer:.1%} longer than unsplit; in {slower} of {len(pairs)} pairs of steps splitting was slower"
     return Decline("measured slower split", figures, prediction.unsplit, kind)
