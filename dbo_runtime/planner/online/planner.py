@@ -27,6 +27,7 @@ MAX_MICRO_BATCHES = 3  # that `auto` tries: more add little if phases match, and
 ONLINE_SEARCH_STATES = 40_000  # of the search for an order while a step waits: about a second
 DEFAULT_UNCERTAINTY = 0.2  # share by which costs may be wrong whose errors are not known
 MAX_UNCERTAINTY = 0.3
+TRIED_BELOW_MARGIN = 0.0
 MAX_REMEMBERED_BATCHES = 4096  # batches whose decision is kept
 
 
@@ -268,7 +269,7 @@ class Planner:
             if self._hysteresis.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
                 return replace(choice, kind=get_kind(features, choice.prediction, config.policy))
         fastest = ranked[0]
-        if fastest.prediction.gain <= config.margin:
+        if fastest.prediction.gain <= config.margin - TRIED_BELOW_MARGIN:
             return _decline(fastest.prediction, config)
         kind = get_kind(features, fastest.prediction, config.policy)
         return replace(fastest, kind=kind, doubt=replace(_decline(fastest.prediction, config), kind=kind))
