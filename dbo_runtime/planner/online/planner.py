@@ -27,7 +27,7 @@ MAX_MICRO_BATCHES = 3  # that `auto` tries: more add little if phases match, and
 ONLINE_SEARCH_STATES = 40_000  # of the search for an order while a step waits: about a second
 DEFAULT_UNCERTAINTY = 0.2  # share by which costs may be wrong whose errors are not known
 MAX_UNCERTAINTY = 0.3
-TRIED_BELOW_MARGIN = 0.0
+TRIED_BELOW_MARGIN = 0.1  # by which a predicted gain may miss the margin of a split that is tried nevertheless
 MAX_REMEMBERED_BATCHES = 4096  # batches whose decision is kept
 
 
@@ -41,8 +41,7 @@ class SplitChoice:
         slices: one per micro-batch; empty where data parallel ranks share a step and each has slices of its own.
         sizes: tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; empty without such ranks.
         kind: of the step, if its time is compared with that of unsplit ones; see `Probation`.
-        doubt: why the prediction alone would leave the step unsplit, although it is predicted to gain; None if it
-            would not.
+        doubt: why the prediction alone would leave the step unsplit; None if it would not.
     """
 
     order: NamedOrder
@@ -175,10 +174,11 @@ class Planner:
         """Return a decision by prediction, or what measured steps of the kind say against it."""
         if isinstance(decision, Decline) or decision.kind is None:
             return decision
-        if not config.probation:
+        if not config.probation or decision.prediction.split <= 0:  # costs that are nothing have no ratio
             return decision if decision.doubt is None else decision.doubt
         correction = self.correction.factor(SPLIT) / self.correction.factor(UNSPLIT)
-        return self.probation.check(decision.kind, decision.prediction, decision.doubt, correction) or decision
+        margin = 0.0 if decision.doubt is None else config.margin
+        return self.probation.check(decision.kind, decision.prediction, decision.doubt, margin, correction) or decision
 
     def _judge_size(self, tokens: int) -> Decline | None:
         features = BatchFeatures(tokens)

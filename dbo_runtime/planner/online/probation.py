@@ -20,7 +20,7 @@ from dbo_runtime.planner.online.hysteresis import Prediction
 
 LEAD_PAIRS = 4  # by which one way must have been faster more often than the other
 WINDOW_PAIRS = 16  # latest pairs of a kind that count
-COST_SHARE = 0.005  # of all predicted time that steps run the slower way, as predicted, may cost
+COST_SHARE = 0.01  # of all predicted time that steps run the slower way, as predicted, may cost
 REFRESH_STEPS = 256  # of a kind, between two pairs once it is known which way is faster: costs drift
 MAX_KINDS = 256  # that are kept: those met last
 
@@ -64,7 +64,8 @@ class _Record:
 
         None if neither way is ahead by enough pairs.
         """
-        faster = sum(pair < math.log(ratio) for pair in self.pairs)
+        longest = math.log(ratio) if ratio > 0 else -math.inf
+        faster = sum(pair < longest for pair in self.pairs)
         lead = 2 * faster - len(self.pairs)
         return lead > 0 if abs(lead) >= LEAD_PAIRS else None
 
@@ -94,7 +95,12 @@ class Probation:
         self._is_timed = False
 
     def check(
-        self, kind: Kind, prediction: Prediction, doubt: Decline | None, correction: float = 1.0
+        self,
+        kind: Kind,
+        prediction: Prediction,
+        doubt: Decline | None,
+        margin: float = 0.0,
+        correction: float = 1.0,
     ) -> Decline | None:
         """Return why the next step of *kind* is not split; None if it is.
 
@@ -102,12 +108,13 @@ class Probation:
             kind: of the step.
             prediction: of it.
             doubt: why it would not be split by prediction alone; None if it would be.
+            margin: share of the unsplit time that a split must have gained in a pair to be called faster.
             correction: of split steps by that of unsplit ones, which is in the prediction and not in what is noted.
         """
         record = self._find(kind)
         self._credit += COST_SHARE * min(prediction.unsplit, prediction.split)
         ratio = correction * prediction.unsplit / prediction.split
-        measured = record.judge(ratio)
+        measured = record.judge(ratio * (1.0 - margin))
         splits = doubt is None if measured is None else measured
         cost = _estimate_cost(record.pairs, ratio, prediction, splits)
         if self._is_due(record, measured) and cost <= self._credit:
@@ -117,7 +124,7 @@ class Probation:
         record.steps += 1
         if splits:
             return None
-        return _decline(kind, prediction, ratio, record.pairs) if doubt is None or measured is False else doubt
+        return _decline(kind, prediction, ratio, record.pairs) if doubt is None else doubt
 
     def note(self, kind: Kind, mode: str, predicted: float, measured: float) -> None:
         """Add a step's predicted seconds (without correction) and measured seconds."""

@@ -231,3 +231,20 @@ def test_steps_of_a_kind_are_about_as_large_and_alike_prefills_or_decodes() -> N
         get_kind(prompt, GAINS, ("alternate", 0)),
     )
     assert len({get_kind(prompt, GAINS, ("optimal", 0)), *others}) == len(others) + 1
+
+
+@pytest.mark.parametrize(("gain", "splits"), [(0.01, False), (0.03, True)])
+def test_what_is_in_doubt_must_measure_faster_by_more_than_the_margin(gain: float, splits: bool) -> None:
+    probation = Probation()
+    learn(probation, [math.log((1 - gain) / DOUBTED.split)] * LEAD_PAIRS)
+    declined = probation.check(KIND, DOUBTED, DOUBT, margin=0.02)
+    assert declined is (None if splits else DOUBT)
+
+
+def test_what_corrections_have_learnt_is_not_counted_twice() -> None:
+    """Pairs are of uncorrected predictions: that all split steps take longer, a corrected one says already."""
+    probation = Probation()
+    learn(probation, [math.log(1.2)] * LEAD_PAIRS)
+    corrected = Prediction(1.0, 0.9 * 1.2, 2)
+    assert probation.check(KIND, corrected, None, correction=1.2) is not None
+    assert probation.check(KIND, corrected._replace(split=0.8 * 1.2), None, correction=1.2) is None
