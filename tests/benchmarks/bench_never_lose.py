@@ -41,7 +41,7 @@ from tests.benchmarks.page import Publish, find_command, make_table
 
 MACHINES = int(os.environ.get("DBO_BENCH_MACHINES", "12"))
 STEPS = 4  # that a machine serves
-SERVED = 2048  # steps that a machine serves, each of the four about 512 times
+SERVED = 4096  # steps that a machine serves, each of the four about 1024 times
 EXCHANGE_STEPS = 64
 NOISE = 0.03
 OUTLIERS = 0.02
