@@ -85,6 +85,14 @@ class RuntimeConfig:
         "each step",
         "With costs, `auto` splits where more than this share of the step's time is predicted to be gained.",
     )
+    probation: bool = _setting(
+        "DBO_PROBATION",
+        True,
+        SWITCH,
+        "each step",
+        "With costs, `auto` runs a few steps of each kind the other way than predicted, split or unsplit, for at most "
+        "1 % of the time, and keeps what measured faster; 0 goes by the prediction alone.",
+    )
     min_tokens: int = _setting(
         "DBO_MIN_TOKENS", 256, allow_count(1), "each step", "Without costs, `auto` does not split smaller steps."
     )

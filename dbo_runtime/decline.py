@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from dbo_runtime.errors import DboError
@@ -15,11 +16,13 @@ class Decline:
         reason: a fixed phrase to count by.
         detail: the figures of this case.
         expected: seconds that the unsplit step is predicted to take; None without a prediction.
+        kind: of the step, if its time is compared with that of split ones; see `Probation`.
     """
 
     reason: str
     detail: str = ""
     expected: float | None = None
+    kind: Hashable | None = None
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,12 +52,14 @@ class ExecutionPlan:
         executor: of their schedule.
         digest: names the schedule.
         expected: predicted seconds of the step; None without a prediction.
+        kind: of the step, if its time is compared with that of unsplit ones; see `Probation`.
     """
 
     slices: tuple[BatchSlice, ...]
     executor: Executor
     digest: str
     expected: float | None = None
+    kind: Hashable | None = None
 
     @property
     def mode(self) -> Mode:
@@ -209,7 +211,9 @@ class MicroBatchRuntime:
         if len(slices) < 2 and choice is None and not self.forces_side:
             return Decline("nowhere to cut", "no cuts were given")
         name = self._name_executor(len(slices), choice)
-        return ExecutionPlan(slices, self._executors[name], name, None if choice is None else choice.prediction.split)
+        if choice is None:
+            return ExecutionPlan(slices, self._executors[name], name)
+        return ExecutionPlan(slices, self._executors[name], name, choice.prediction.split, choice.kind)
 
     def plan_data_parallel(self, tokens: Sequence[int]) -> DataParallelSplit | Decline:
         """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""

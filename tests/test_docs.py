@@ -57,7 +57,8 @@ def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     plugin = [path for path in (ROOT / "dbo_runtime" / "vllm_plugin").rglob("*.py") if path.parent.name != "encoder"]
     sources = [
         *plugin,
-        *(ROOT / "dbo_runtime" / name for name in ("batch.py", "runtime.py", "planner/online/planner.py")),
+        *(ROOT / "dbo_runtime" / name for name in ("batch.py", "runtime.py")),
+        *(ROOT / "dbo_runtime" / "planner" / "online" / name for name in ("planner.py", "probation.py")),
     ]
     reasons = {reason for path in sources for reason in re.findall(r'Decline\(\s*"([^"]+)"', path.read_text())}
     assert len(reasons) >= 25

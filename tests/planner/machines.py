@@ -15,7 +15,7 @@ from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import SplitChoice
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
 from tests.planner.costs.test_cost_table import make_provenance
 from tests.planner.shop import do_nothing
 
@@ -41,9 +41,10 @@ PROGRAM = record_layers()
 
 
 def make_table(program: Program, ops: dict[str, OpCost], error: float | None = 0.0, **changes: object) -> CostTable:
-    """Return costs that are off by *error*; None if that is not known."""
+    """Return costs that are off by *error*; None if that is not known. Lanes are known not to slow each other."""
     errors = {} if error is None else dict.fromkeys(ops, error)
-    return replace(CostTable(make_provenance(), describe_program(program), ops, {}, HostCost(), errors), **changes)
+    alone = {lane: 1.0 for lane in (COMPUTE, COMM) if lane in program.lanes}
+    return replace(CostTable(make_provenance(), describe_program(program), ops, alone, HostCost(), errors), **changes)
 
 
 class Machine(NamedTuple):

@@ -11,16 +11,16 @@ from typing import NamedTuple
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_table import OpCost
 from dbo_runtime.planner.costs.samples import Sample, get_lane, group_by_op
-from dbo_runtime.program import SIDE
 
 # Sharing a device or its memory may slow a lane by this factor; a greater one is a disturbed measurement.
 MAX_CONTENTION = 10.0
 
 
 def fit_contention(costs: Mapping[str, OpCost], samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the factor by which each measured lane is slower while another lane runs; 1 if none ran concurrently.
+    """Return the factor by which each lane is slower while another lane runs; without lanes that never did.
 
-    `side` is left out in that case: that two lanes which compute do not slow each other down has to be measured.
+    That lanes do not slow each other down has to be measured: of `compute` and `comm`, decisions doubt it where it was
+    not (`predictor.make_worst_cases`), and `side` is not used then.
 
     An op that takes d seconds, o of them concurrent with another lane, does (d - o) + o / factor of work, which is the
     time that it takes alone: measured alone with the same features, or predicted. So the time beyond that grows with o
@@ -45,7 +45,7 @@ def fit_contention(costs: Mapping[str, OpCost], samples: Iterable[Sample]) -> di
         slopes[get_lane(op, of_op)] += [
             _compute_slope(*pair) for pair in pairs if pair[0].concurrent != pair[1].concurrent
         ]
-    return {lane: _compute_factor(weighted) for lane, weighted in slopes.items() if weighted or lane != SIDE}
+    return {lane: _compute_factor(weighted) for lane, weighted in slopes.items() if weighted}
 
 
 class _Overlap(NamedTuple):

@@ -229,9 +229,9 @@ class CostTable:
         origin: where the costs come from.
         program: the program they belong to.
         ops: by op name without the layer; ops of one name share one cost.
-        contention: factor by which a lane is slower while another one runs, by lane; 1 for lanes left out. Two lanes
-            that compute share more than one that communicates does: `compute/side` is the factor of `compute` while
-            `side` runs, if that was measured separately.
+        contention: factor by which a lane is slower while another one runs, by lane; 1 for lanes left out, which
+            decisions doubt (`predictor.make_worst_cases`). Two lanes that compute share more than one that communicates
+            does: `compute/side` is the factor of `compute` while `side` runs, if that was measured separately.
         host: the time that the host adds.
         errors: relative error of the fit by op name; empty if modelled.
         split_error: share of their time by which split steps may take longer than predicted, compared with unsplit

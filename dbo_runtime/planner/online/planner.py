@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly, slice_batch
@@ -19,6 +19,7 @@ from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis, c
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.orders import Orders
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Predictor, get_bucket, make_worst_cases
+from dbo_runtime.planner.online.probation import Kind, Probation, get_kind
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.schedule import Schedule
 
@@ -26,6 +27,7 @@ MAX_MICRO_BATCHES = 3  # that `auto` tries: more add little if phases match, and
 ONLINE_SEARCH_STATES = 40_000  # of the search for an order while a step waits: about a second
 DEFAULT_UNCERTAINTY = 0.2  # share by which costs may be wrong whose errors are not known
 MAX_UNCERTAINTY = 0.3
+TRIED_BELOW_MARGIN = 0.1  # by which a predicted gain may miss the margin of a split that is tried nevertheless
 MAX_REMEMBERED_BATCHES = 4096  # batches whose decision is kept
 
 
@@ -38,12 +40,16 @@ class SplitChoice:
         prediction: of the step's time.
         slices: one per micro-batch; empty where data parallel ranks share a step and each has slices of its own.
         sizes: tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; empty without such ranks.
+        kind: of the step, if its time is compared with that of unsplit ones; see `Probation`.
+        doubt: why the prediction alone would leave the step unsplit; None if it would not.
     """
 
     order: NamedOrder
     prediction: Prediction
     slices: tuple[BatchSlice, ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
+    kind: Kind | None = None
+    doubt: Decline | None = None
 
 
 class Planner:
@@ -63,6 +69,7 @@ class Planner:
         self.program = program
         self.table = table
         self.correction = Correction()
+        self.probation = Probation()
         self._predictor = Predictor(program, table)
         worst_tables = make_worst_cases(table, get_uncertainty(table))
         self._worst_cases = [Predictor(program, worst_case) for worst_case in worst_tables]
@@ -97,10 +104,11 @@ class Planner:
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
 
-        Decisions are cached until the correction changes.
+        Decisions are cached until the correction changes, but for those of `Probation`.
         """
         known = self._decisions.get((batch, config))
-        return self._remember(batch, config, self._choose(batch, config)) if known is None else known
+        decision = self._remember(batch, config, self._choose(batch, config)) if known is None else known
+        return self._check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how all data parallel ranks split a step, from the *tokens* of each [ranks].
@@ -110,7 +118,7 @@ class Planner:
         """
         key = tuple(tokens)
         if (key, config) in self._decisions:
-            return self._decisions[key, config]
+            return self._check_measured(self._decisions[key, config], config)
         features = BatchFeatures(max(tokens))
         options = []
         for parts in self.list_parts(config):
@@ -118,7 +126,7 @@ class Planner:
             if not isinstance(sizes, Decline):
                 slice_features = [BatchFeatures(max(part)) for part in sizes]
                 options.extend(self._make_choices(features, slice_features, config, sizes=sizes))
-        return self._remember(key, config, self._decide(options, features, config))
+        return self._check_measured(self._remember(key, config, self._decide(options, features, config)), config)
 
     def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
         """Return the numbers of micro-batches to choose from; also one, if its ops may run concurrently on `side`."""
@@ -142,9 +150,12 @@ class Planner:
         """Return the schedule of a step split into micro-batches with these features."""
         return self._orders.choose_best(slice_features, config).schedule
 
-    def note(self, mode: str, predicted: float, measured: float) -> None:
+    def note(self, mode: str, predicted: float, measured: float, kind: Kind | None = None) -> None:
         """Learn from a step: *predicted* with the present correction, and *measured*, in seconds."""
-        self.correction.note(mode, predicted / self.correction.factor(mode), measured)
+        uncorrected = predicted / self.correction.factor(mode)
+        self.correction.note(mode, uncorrected, measured)
+        if kind is not None:
+            self.probation.note(kind, mode, uncorrected, measured)
 
     def correct(self, proposals: Sequence[dict[str, float]]) -> None:
         """Apply the proposals of all ranks, and forget cached decisions."""
@@ -158,6 +169,16 @@ class Planner:
             self._decisions.clear()
         self._decisions[key, config] = decision
         return decision
+
+    def _check_measured(self, decision: SplitChoice | Decline, config: RuntimeConfig) -> SplitChoice | Decline:
+        """Return a decision by prediction, or what measured steps of the kind say against it."""
+        if isinstance(decision, Decline) or decision.kind is None:
+            return decision
+        if not config.probation or decision.prediction.split <= 0:  # costs that are nothing have no ratio
+            return decision if decision.doubt is None else decision.doubt
+        correction = self.correction.factor(SPLIT) / self.correction.factor(UNSPLIT)
+        margin = 0.0 if decision.doubt is None else config.margin
+        return self.probation.check(decision.kind, decision.prediction, decision.doubt, margin, correction) or decision
 
     def _judge_size(self, tokens: int) -> Decline | None:
         features = BatchFeatures(tokens)
@@ -247,8 +268,12 @@ class Planner:
         bucket = get_bucket(features, BUCKETS_PER_OCTAVE)
         for choice in ranked:  # the fastest may lose in the worst case where a slower one does not
             if self._hysteresis.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
-                return choice
-        return _decline(ranked[0].prediction, config)
+                return replace(choice, kind=get_kind(features, choice.prediction, config.policy))
+        fastest = ranked[0]
+        if fastest.prediction.gain <= config.margin - TRIED_BELOW_MARGIN:
+            return _decline(fastest.prediction, config)
+        kind = get_kind(features, fastest.prediction, config.policy)
+        return replace(fastest, kind=kind, doubt=replace(_decline(fastest.prediction, config), kind=kind))
 
 
 def _changes(choice: SplitChoice) -> bool:

@@ -14,13 +14,16 @@ from dbo_runtime.planner.costs.op_times import OpTimes
 from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.named_order import NamedOrder, compute_end
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.program import SIDE, Program
+from dbo_runtime.program import COMM, COMPUTE, SIDE, Program
 from dbo_runtime.schedule import Instruction, Schedule
 
 BUCKETS_PER_OCTAVE = 8  # of batch features: one simulation serves a bucket
 MAX_SIMULATED = 4096  # simulations that are remembered
 # Costs that every micro-batch pays in full.
 PAID_PER_MICRO_BATCH = frozenset({"fixed", "weights", "per_prefill", "per_context", "alpha"})
+
+# Factor by which compute or comm may be slower while the other one runs, where that is not known.
+DOUBTED_CONTENTION = 1.15
 
 Bucket = tuple[int, ...]
 """Rounded log2 of the tokens, and of each other feature per token, in parts of an octave [features]."""
@@ -91,9 +94,13 @@ def make_worst_cases(table: CostTable, share: float) -> tuple[CostTable, ...]:
     a corner of what is possible: where the costs that micro-batches divide are small, for they are what overlap hides,
     and the costs paid per micro-batch are large on the busiest lane, and small on the other. Which lane is busiest
     differs, and may change during the step: hence three corners. Two lanes that compute gain what they do not slow each
-    other by, so these factors are wrong, too.
+    other by, so these factors are wrong, too. Where the contention of `compute` or `comm` is not known, it may be
+    `DOUBTED_CONTENTION`.
     """
-    contention = {lane: _worsen_factor(lane, factor, share) for lane, factor in table.contention.items()}
+    communicates = any(isinstance(cost, CommCost) for cost in table.ops.values())
+    doubted = dict.fromkeys((COMPUTE, COMM) if communicates else (), DOUBTED_CONTENTION)
+    known = {lane: _worsen_factor(lane, factor, share) for lane, factor in table.contention.items()}
+    contention = doubted | known
     return tuple(
         replace(
             table,

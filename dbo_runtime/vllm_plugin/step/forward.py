@@ -79,7 +79,7 @@ class SplitForward:
         self.decider = decider
         self.recording = Recording() if recording is None else recording
         self.last_step: StepTime | None = None
-        self._timers: deque[tuple[str, float | None, Timer]] = deque()
+        self._timers: deque[tuple[ExecutionPlan | Decline, Timer]] = deque()
         self._model = model
         self._forward = forward
         self._agreement = agreement
@@ -174,17 +174,20 @@ class SplitForward:
         if timer is None:
             return
         timer.stop()
-        self._timers.append((UNSPLIT if isinstance(plan, Decline) else SPLIT, plan.expected, timer))
+        self._timers.append((plan, timer))
         planner = self.runtime.planner
-        while self._timers and (seconds := self._timers[0][2].read()) is not None:
-            mode, expected, _ = self._timers.popleft()
+        while self._timers and (seconds := self._timers[0][1].read()) is not None:
+            ran, _ = self._timers.popleft()
+            mode, expected = UNSPLIT if isinstance(ran, Decline) else SPLIT, ran.expected
             self.last_step = StepTime(mode, expected, seconds)
             if planner is not None and expected is not None:
-                planner.note(mode, expected, seconds)
+                planner.note(mode, expected, seconds, ran.kind)
             if self._metrics is not None and expected is not None:
                 self._metrics.count_time(mode, expected, seconds)
         if planner is not None and planner.correction.count():
-            planner.correct(self._agreement.gather(planner.correction.propose()))
+            proposals = self._agreement.gather((planner.correction.propose(), planner.probation.propose()))
+            planner.probation.apply([pairs for _, pairs in proposals])
+            planner.correct([errors for errors, _ in proposals])
 
 
 def compare_split(split: Mapping[str, torch.Tensor], unsplit: Mapping[str, torch.Tensor], plan: ExecutionPlan) -> None:

@@ -540,7 +540,7 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
     assert planner.correction._steps == 4
     assert isinstance(choice, SplitChoice)
     assert [step[:2] for step in noted] == [("split", choice.prediction.split), ("unsplit", choice.prediction.unsplit)]
-    assert all(seconds > 0 for *_, seconds in noted)
+    assert all(seconds > 0 for _, _, seconds, _ in noted)
 
 
 def test_steps_before_vllm_has_warmed_up_are_not_counted() -> None:
@@ -577,8 +577,9 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
         run(forward)
     assert (other_rank.compared, planner.correction.factor("split")) == ([], 1.0)
     run(forward)
-    (proposal,) = other_rank.compared
-    assert proposal.keys() == {"split"}
+    ((errors, measured),) = other_rank.compared
+    assert errors.keys() == {"split"}
+    assert measured.pairs == {}  # nothing is on probation where all steps are split
     assert planner.correction.factor("split") == pytest.approx(math.exp(MAX_LOG_CHANGE))  # far slower than predicted
     assert planner.correction.factor("unsplit") == 1.0
     after = planner.choose(BATCH, config)
