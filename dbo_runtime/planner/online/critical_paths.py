@@ -2,9 +2,9 @@
 
 As long as lanes do not slow each other down, an op starts as soon as the last of a few things has happened: the host
 has issued it, its lane is free, what it waits for has ended. So the end of a schedule is the maximum over all paths of
-the sum of what lies on a path: a polynomial in the max-plus algebra (Baccelli, Cohen, Olsder and Quadrat, "Synchronization
-and Linearity", 1992). Layers repeat, so that of all paths only about ten are critical for any durations that occur: they
-are found by running through the schedule for many durations at once.
+the sum of what lies on a path: a polynomial in the max-plus algebra (Baccelli, Cohen, Olsder and Quadrat 1992). Layers
+repeat, so that of all paths only about ten are critical for any durations that occur: they are found by running through
+the schedule for many durations at once.
 """
 
 from __future__ import annotations

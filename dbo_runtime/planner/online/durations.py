@@ -22,8 +22,8 @@ _ATTENTION_FEATURES = [FEATURES.index(name) for name in ATTENTION.values()]
 class DurationLayout:
     """Where a vector of durations has which: of schedules whose micro-batches all run one program.
 
-    It holds the seconds of each kind of op of each micro-batch, the credit of each kind of communication op of each (see
-    `CommCost`), what the host takes to issue an instruction, and what a handover between lanes takes.
+    It holds the seconds of each kind of op of each micro-batch, the credit of each kind of communication op of each
+    (see `CommCost`), what the host takes to issue an instruction, and what a handover between lanes takes.
 
     Args:
         program: of each micro-batch.
@@ -83,7 +83,8 @@ class DurationTables:
         """Return the seconds of each kind of op [tables, batches, kinds] for features [batches, features]."""
         sized = features[:, :1] * self._per_token - self._free
         seconds: Vector = self._fixed + np.maximum(self._floor, sized)
-        return seconds + features[:, _ATTENTION_FEATURES] @ self._attention
+        seconds += features[:, _ATTENTION_FEATURES] @ self._attention
+        return seconds
 
     def sum_ops(self, features: Vector) -> Vector:
         """Return the seconds of all ops one after another [tables, batches] for features [batches, features]."""
@@ -104,7 +105,7 @@ class DurationTables:
         return np.concatenate([ops, credits, np.broadcast_to(self._host, (*ops.shape[:2], 2))], axis=2)
 
     def compute_work(self, durations: Vector) -> Vector:
-        """Return the seconds of all ops of each kind [..., kinds of all micro-batches] for durations [..., durations]."""
+        """Return the seconds of all ops of each kind [..., kinds of all micro-batches] for [..., durations]."""
         micro_batches = (durations.shape[-1] - 2) // (len(self._counts) + len(self._credited))
         counts = self.repeat_counts(micro_batches)
         work: Vector = durations[..., : len(counts)] * counts
@@ -122,6 +123,8 @@ def stack_features(slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
 
 def _collect(costs: Sequence[Sequence[OpCost]], *names: str) -> Vector:
     """Return the first of these numbers that each cost has, 0 if it has none [tables, 1, kinds]."""
-    return np.array(
-        [[next((getattr(cost, name) for name in names if hasattr(cost, name)), 0.0) for cost in row] for row in costs]
-    )[:, None]
+
+    def read(cost: OpCost) -> float:
+        return next((float(getattr(cost, name)) for name in names if hasattr(cost, name)), 0.0)
+
+    return np.array([[read(cost) for cost in of_table] for of_table in costs])[:, None]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from dbo_runtime.planner.online.bounded import BoundedDict
+
+MAX_KINDS = 4096  # of steps of which is remembered that they are split
 REMAIN_SHARE_OF_MARGIN = 0.5  # what steps that are split already have to gain
 
 
@@ -52,7 +55,7 @@ class SplitHysteresis:
     """
 
     def __init__(self) -> None:
-        self._split: set[Hashable] = set()
+        self._split: BoundedDict[Hashable, None] = BoundedDict(MAX_KINDS)
 
     def decide(self, key: Hashable, prediction: Prediction, margin: float) -> bool:
         """Return whether to split steps like *key*, for which *margin* is a share of the unsplit time."""
@@ -61,9 +64,9 @@ class SplitHysteresis:
             and prediction.worst_case >= -margin * REMAIN_SHARE_OF_MARGIN
         )
         if prediction.pays(margin) or (key in self._split and still_pays):
-            self._split.add(key)
+            self._split[key] = None
             return True
-        self._split.discard(key)
+        self._split.pop(key, None)
         return False
 
 

@@ -12,6 +12,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable
+from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
 from dbo_runtime.planner.online.cuts import CostSums, balance_targets, compute_density, measure_slices
@@ -76,8 +77,10 @@ class Planner:
         self._hysteresis = SplitHysteresis()
         self._density = compute_density(table, program)
         self._orders = Orders(program, table, self._predictor, max_states)
-        self._decisions: dict[tuple[Batch | tuple[int, ...], RuntimeConfig], SplitChoice | Decline] = {}
-        self._too_small: dict[int, Decline | None] = {}
+        self._decisions: BoundedDict[tuple[Batch | tuple[int, ...], RuntimeConfig], SplitChoice | Decline] = (
+            BoundedDict(MAX_REMEMBERED_BATCHES)
+        )
+        self._too_small: BoundedDict[int, Decline | None] = BoundedDict(MAX_REMEMBERED_BATCHES)
 
     @property
     def unsplit_program(self) -> Program:
@@ -128,6 +131,14 @@ class Planner:
                 options.extend(self._make_choices(features, slice_features, config, sizes=sizes))
         return self._check_measured(self._remember(key, config, self._decide(options, features, config)), config)
 
+    @property
+    def orders(self) -> Sequence[NamedOrder]:
+        """The orders that are prepared: none, for this planner searches when it is asked."""
+        return ()
+
+    def prepare(self, config: RuntimeConfig) -> None:
+        """Do under these settings, before steps are planned, what takes long: nothing here."""
+
     def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
         """Return the numbers of micro-batches to choose from; also one, if its ops may run concurrently on `side`."""
         parts = list_parts(config)
@@ -165,8 +176,6 @@ class Planner:
     def _remember(
         self, key: Batch | tuple[int, ...], config: RuntimeConfig, decision: SplitChoice | Decline
     ) -> SplitChoice | Decline:
-        if len(self._decisions) >= MAX_REMEMBERED_BATCHES:
-            self._decisions.clear()
         self._decisions[key, config] = decision
         return decision
 

@@ -133,14 +133,13 @@ class PreparedPlanner(Planner):
         features = measure_features(batch.query_lens, batch.context_lens, batch.decode_len)
         kind = self._get_kind(features, batch.cuttable)
         remembered = self._remembered.get(kind)
-        if remembered is not None:
-            decision = self._apply(remembered, batch, features)
-            if decision is not None:
-                return decision
-        decision = self._evaluate(features, self._list_cuts_of(batch, self.list_parts(config)), config)
-        slices = () if isinstance(decision, Decline) else decision.slices[1:]
-        self._remembered[kind] = _Remembered(decision, tuple(piece.first_token / features.tokens for piece in slices))
-        return decision
+        decision = None if remembered is None else self._apply(remembered, batch, features)
+        if decision is None:
+            decision = self._evaluate(features, self._list_cuts_of(batch, self.list_parts(config)), config)
+            slices = () if isinstance(decision, Decline) else decision.slices[1:]
+            shares = tuple(piece.first_token / features.tokens for piece in slices)
+            self._remembered[kind] = _Remembered(decision, shares)
+        return self._check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how all data parallel ranks split a step, from the *tokens* of each [ranks]; see `Planner`."""
@@ -151,7 +150,7 @@ class PreparedPlanner(Planner):
             sizes = share_data_parallel(tokens, parts)
             if not isinstance(sizes, Decline):
                 cuts.append(_Cut(tuple(BatchFeatures(max(part)) for part in sizes), sizes=sizes))
-        return self._evaluate(features, cuts, config)
+        return self._check_measured(self._evaluate(features, cuts, config), config)
 
     def correct(self, proposals: Sequence[dict[str, float]]) -> None:
         """Apply the proposals of all ranks, and forget decisions."""
@@ -184,7 +183,8 @@ class PreparedPlanner(Planner):
         known = decision.prediction
         if split > unsplit * known.split / known.unsplit * (1.0 + ALIKE):
             return None
-        return SplitChoice(decision.order, known._replace(unsplit=unsplit, split=split), slices)
+        prediction = known._replace(unsplit=unsplit, split=split)
+        return SplitChoice(decision.order, prediction, slices, (), decision.kind, decision.doubt)
 
     def _evaluate(self, features: BatchFeatures, cuts: Sequence[_Cut], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return what is best of all cuts and orders."""
