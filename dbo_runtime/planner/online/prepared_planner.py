@@ -43,10 +43,10 @@ from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
 from dbo_runtime.program import Program
 
 MAX_REMEMBERED_KINDS = 4096
-SIZES_PER_OCTAVE = 8  # of the tokens of a step: those between are of a kind
-ATTENTION_SHARES = 16  # of the time of a step: between none and all
+SIZES_PER_OCTAVE = 6  # of the tokens of a step: those between are of a kind
+ATTENTION_SHARES = 12  # of the time of a step: between none and all
 
-ALIKE = 5e-3  # share of a step's time by which a remembered decision may be worse for another step of the kind
+ALIKE = 0.015  # share of a step's time by which a remembered decision may be worse for another step of the kind
 
 SliceFeatures = tuple[BatchFeatures, ...]
 
