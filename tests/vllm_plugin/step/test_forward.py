@@ -27,7 +27,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import ConfigError, ScheduleError, SplitError
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import MAX_LOG_CHANGE, PERIOD_STEPS
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.program import ProgramBuilder
