@@ -100,6 +100,7 @@ class Metrics:
         for name, bounds in HISTOGRAMS.items():
             for bound in bounds:
                 self._put("histogram", name, "_bucket", 0, {"le": str(float(bound))})
+            self._put("histogram", name, "_sum", 0, {})  # `LLM.get_metrics()` asserts that buckets have a sum
 
     def count_step(self, plan: ExecutionPlan | Decline) -> None:
         """Count a step by its mode, and by its reason if it was declined."""

@@ -23,7 +23,7 @@ from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
-from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
+from dbo_runtime.vllm_plugin.telemetry.metrics import HISTOGRAMS, Metrics
 from tests.programs import record_toy
 
 NOTHING = {
@@ -151,6 +151,8 @@ def test_an_engine_that_has_run_nothing_yet_shows_zeros(folder: Path) -> None:
     assert set(found["vllm:dbo_steps_total"].values()) == {0}
     assert set(found["vllm:dbo_micro_batch_tokens_bucket"].values()) == {0}
     assert set(found["vllm:dbo_planning_seconds_bucket"].values()) == {0}
+    for name in HISTOGRAMS:  # without one of these `LLM.get_metrics()` fails
+        assert [list(found[f"vllm:dbo_{name}_{part}"].values()) for part in ("sum", "count")] == [[0], [0]]
 
 
 def test_with_several_api_servers_counts_lie_where_vllm_has_its_own(
