@@ -14,7 +14,8 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Provenance
+from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.named_order import NamedOrder

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dbo_runtime.planner.costs.cost_file import save_costs
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
+from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
 
 PUBLISHED = Path(__file__).parents[1] / "dbo_runtime" / "planner" / "whatif" / "published"

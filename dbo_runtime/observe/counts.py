@@ -19,6 +19,7 @@ HELP: Mapping[str, str] = MappingProxyType(
         "declines": "Steps that were not split, by reason.",
         "micro_batches": "Micro-batches of split steps.",
         "micro_batch_tokens": "Tokens in a micro-batch.",
+        "planning_seconds": "Seconds that a step waited on the host for its decision, the agreement of ranks included.",
         "predicted_seconds": "Predicted seconds of the steps with a prediction.",
         "measured_seconds": "Measured seconds of the steps in predicted_seconds.",
         "sampled_steps": "Split steps that were recorded op by op, one in 64.",
@@ -37,9 +38,9 @@ def statistics() -> dict[str, Any]:
     """Return the counts of all engines on this host, from any process of the server.
 
     `split`, `unsplit` and `concurrent` steps; `micro_batches`, and their `tokens` in total; `declined`: steps by
-    reason; `encoder_forwards` of a vision encoder by mode (`split`, `unsplit`); `predicted_seconds` and
-    `measured_seconds` by mode, of the steps with a prediction; `communication_seconds` and `hidden_seconds` of the
-    `sampled` split steps, one in 64. All zero where overlap is off.
+    reason; `encoder_forwards` of a vision encoder by mode (`split`, `unsplit`); `planning_seconds` of all steps, in
+    total; `predicted_seconds` and `measured_seconds` by mode, of the steps with a prediction; `communication_seconds`
+    and `hidden_seconds` of the `sampled` split steps, one in 64. All zero where overlap is off.
     """
     folder = get_folder()
     files = [] if folder is None else sorted(map(str, Path(folder).glob("*_dbo*.db")))
@@ -66,7 +67,7 @@ def _sum_up(counts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     def count(name: str, label: str = "") -> int:
         return round(counts.get(name, {}).get(label, 0))
 
-    def sum_seconds(name: str) -> float:
+    def get_seconds(name: str) -> float:
         return counts.get(name, {}).get("", 0.0)
 
     return {
@@ -77,9 +78,10 @@ def _sum_up(counts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         "micro_batches": count("micro_batches"),
         "tokens": count("micro_batch_tokens_sum"),
         "declined": {reason: round(number) for reason, number in counts.get("declines", {}).items()},
+        "planning_seconds": get_seconds("planning_seconds_sum"),
         "predicted_seconds": dict(counts.get("predicted_seconds", {})),
         "measured_seconds": dict(counts.get("measured_seconds", {})),
         "sampled": count("sampled_steps"),
-        "communication_seconds": sum_seconds("communication_seconds"),
-        "hidden_seconds": sum_seconds("hidden_seconds"),
+        "communication_seconds": get_seconds("communication_seconds"),
+        "hidden_seconds": get_seconds("hidden_seconds"),
     }

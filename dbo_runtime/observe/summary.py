@@ -21,6 +21,7 @@ class Summary:
         hidden: the share of the communication concurrent with computation; None without communication.
         overlap: E_overlap, see `measure_overlap`; None without communication.
         bound: a lower bound for any issue order, given the ops' durations of this step; None if not computed.
+        planning: that the host took to decide the step, before its first op; None if not recorded.
         lost: seconds that each lane lost to each cause [lanes][causes].
     """
 
@@ -29,6 +30,7 @@ class Summary:
     hidden: float | None
     overlap: float | None
     bound: float | None
+    planning: float | None
     lost: Mapping[str, Mapping[str, float]]
 
     @property
@@ -51,6 +53,8 @@ class Summary:
         if self.bound is not None and self.efficiency is not None:
             bound = f"{self.bound * 1e3:.2f} ms is a lower bound for ops of these durations"
             rows.append(f"{bound}: LB/T {self.efficiency:.3f}")
+        if self.planning is not None:
+            rows.append(f"planning took {self.planning * 1e3:.3f} ms before the first op")
         for lane, causes in self.lost.items():
             each = ", ".join(f"{cause} {causes[cause] * 1e3:.2f}" for cause in CAUSES if cause in causes)
             rows.append(f"{lane} idle for {sum(causes.values()) * 1e3:.2f} ms: {each}")
@@ -67,6 +71,7 @@ def summarize(timeline: Timeline) -> Summary:
         hidden=hidden / communication if communication else None,
         overlap=measure_overlap(timeline),
         bound=timeline.bound,
+        planning=timeline.planning,
         lost=sum_causes(find_gaps(timeline)),
     )
 

@@ -36,21 +36,23 @@ class Timeline:
 
     Attributes:
         bound: seconds, a lower bound for any issue order given the durations here; None if not computed.
+        planning: seconds that the host took to decide the step, before its first op; None if not recorded.
     """
 
     spans: tuple[Span, ...]
     bound: float | None = None
+    planning: float | None = None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
         """Return the timeline of `as_dict`, also if tuples have become lists on the way."""
         rows = (dict(zip(Span._fields, row, strict=True)) for row in data["spans"])
         spans = (Span(**{**row, "waits": tuple((op, part) for op, part in row["waits"])}) for row in rows)
-        return cls(tuple(spans), data["bound"])
+        return cls(tuple(spans), data["bound"], data.get("planning"))
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, for RPC."""
-        return {"spans": [tuple(span) for span in self.spans], "bound": self.bound}
+        return {"spans": [tuple(span) for span in self.spans], "bound": self.bound, "planning": self.planning}
 
     @property
     def lanes(self) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ def make_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     `compute` first. Arrows lead from the end of an op to the start of each op that waited for it. Times are in
     microseconds since the first event, rounded to nanoseconds. An op is named `op/micro-batch`; its `args` have both,
     the layer, if it belongs to one, when it was issued and for what it waited. A viewer drops an op that crosses
-    another on its lane, which ops of an in-order lane never do.
+    another on its lane, which ops of an in-order lane never do. `otherData` has `bound_seconds` and `planning_seconds`
+    by name of the timeline, where they are known.
     """
     spans = [span for timeline in timelines.values() for span in timeline.spans]
     origin = min((_find_first(span) for span in spans), default=0.0)
@@ -40,7 +41,9 @@ def make_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     for process, (name, timeline) in enumerate(timelines.items(), start=1):
         events.extend(_Process(process, timeline, origin).make_events(name))
     bounds = {name: timeline.bound for name, timeline in timelines.items() if timeline.bound is not None}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"bound_seconds": bounds}}
+    planning = {name: timeline.planning for name, timeline in timelines.items() if timeline.planning is not None}
+    other = {"bound_seconds": bounds, "planning_seconds": planning}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
 def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:

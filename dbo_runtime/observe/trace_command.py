@@ -67,7 +67,7 @@ def _describe(traces: dict[str, dict[str, Timeline]]) -> dict[str, Any]:
 
 
 def _tabulate(traces: dict[str, dict[str, Timeline]]) -> str:
-    """Return a row for each rank of each step, and one of medians."""
+    """Return a row for each rank of each step, one of medians, and what planning took, where that is known."""
     steps = [(file, name, summarize(line)) for file, lines in traces.items() for name, line in lines.items()]
     widths = max(len(file) for file, _, _ in steps), max(len("median"), *(len(name) for _, name, _ in steps))
     rows = [_align(widths, "step", "rank", HEADS, "most time lost to")]
@@ -76,7 +76,11 @@ def _tabulate(traces: dict[str, dict[str, Timeline]]) -> str:
         for file, name, summary in steps
     ]
     medians = map(_compute_median, zip(*(_figures(summary) for _, _, summary in steps), strict=True))
-    return "\n".join([*rows, _align(widths, "", "median", _cells(tuple(medians)))])
+    rows.append(_align(widths, "", "median", _cells(tuple(medians))))
+    planning = [summary.planning * 1e3 for _, _, summary in steps if summary.planning is not None]
+    if planning:
+        rows.append(f"planning before a step: median {statistics.median(planning):.3f}, maximum {max(planning):.3f} ms")
+    return "\n".join(rows)
 
 
 def _figures(summary: Summary) -> Figures:

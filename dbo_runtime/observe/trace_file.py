@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,24 @@ def read_trace(path: str | Path) -> dict[str, Timeline]:
 def _read_timelines(trace: Mapping[str, Any]) -> dict[str, Timeline]:
     events = trace["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    bounds = trace["otherData"]["bound_seconds"]
+    other = trace["otherData"]
+    bounds = _read_seconds("bound_seconds", other["bound_seconds"])
+    planning = _read_seconds("planning_seconds", other.get("planning_seconds", {}))  # older traces have none
     spans: dict[int, list[Span]] = {process: [] for process in processes}
     for event in events:
         if event["ph"] == "X":
             spans[event["pid"]].append(_read_span(event))
-    return {name: Timeline(tuple(spans[process]), bounds.get(name)) for process, name in processes.items()}
+    return {
+        name: Timeline(tuple(spans[process]), bounds.get(name), planning.get(name))
+        for process, name in processes.items()
+    }
+
+
+def _read_seconds(what: str, by_name: Mapping[str, Any]) -> Mapping[str, float]:
+    for name, seconds in by_name.items():
+        if type(seconds) not in (int, float) or not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"{what} of {name!r} is {seconds!r}")
+    return by_name
 
 
 def _read_span(event: Mapping[str, Any]) -> Span:

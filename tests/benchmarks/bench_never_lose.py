@@ -26,7 +26,7 @@ from typing import NamedTuple
 from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
-from dbo_runtime.planner.costs.cost_table import OpCost
+from dbo_runtime.planner.costs.op_cost import OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction

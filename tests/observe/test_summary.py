@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_people_read_milliseconds_and_shares() -> None:
     assert "60.0% of the communication was hidden behind computation; E_overlap 60.0%" in text
     assert "LB/T 0.950" in text
     assert "compute idle for 2000.00 ms: nothing left 2000.00" in text
+
+
+def test_the_planning_time_is_told_where_it_was_recorded() -> None:
+    planned = summarize(replace(STEP, planning=0.00125))
+    assert (planned.planning, planned.as_dict()["planning"]) == (0.00125, 0.00125)
+    assert "\nplanning took 1.250 ms before the first op\n" in str(planned)
+    assert summarize(STEP).as_dict()["planning"] is None
+    assert "planning" not in str(summarize(STEP))
 
 
 def test_a_step_without_overlap_has_none_and_one_that_hides_all_has_all() -> None:

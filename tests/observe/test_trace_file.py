@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,29 @@ def test_a_folder_of_traces_becomes_a_table_with_medians(tmp_path: Path, capsys:
     assert medians.split() == ["median", "2000.00", "0.0%", "0.0%", "0.500"]
 
 
+def test_planning_is_summed_up_over_the_steps_where_it_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, planning in enumerate((0.0005, None, 0.25, 0.001)):
+        save_trace({"rank 0": replace(TOY, planning=planning)}, tmp_path / f"step-{step}.json")
+    *_, medians, last = run_command(capsys, tmp_path).splitlines()
+    assert medians.split()[0] == "median"
+    assert last == "planning before a step: median 1.000, maximum 250.000 ms"
+    figures = json.loads(run_command(capsys, tmp_path, "--json"))
+    assert [figures[f"step-{step}.json"]["rank 0"]["planning"] for step in range(4)] == [0.0005, None, 0.25, 0.001]
+    assert "planning took 250.000 ms" in run_command(capsys, tmp_path / "step-2.json")
+
+
+def test_a_trace_from_before_planning_was_recorded_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    save_trace({"rank 0": replace(TOY, bound=1.5, planning=0.25)}, path)
+    assert [(line.bound, line.planning) for line in read_trace(path).values()] == [(1.5, 0.25)]
+    trace = json.loads(path.read_text())
+    del trace["otherData"]["planning_seconds"]
+    path.write_text(json.dumps(trace))
+    assert [(line.bound, line.planning) for line in read_trace(path).values()] == [(1.5, None)]
+
+
 def test_a_figure_has_a_panel_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path, figure = tmp_path / "step.json", tmp_path / "step.png"
@@ -101,6 +125,10 @@ def test_a_folder_without_traces_is_said_to_be_one(tmp_path: Path, capsys: pytes
         b"{}",
         b'{"traceEvents": 3, "otherData": {"bound_seconds": {}}}',
         b'{"traceEvents": [{"ph": "X", "name": "op"}], "otherData": {"bound_seconds": {}}}',
+        b'{"traceEvents": [], "otherData": {"bound_seconds": {"rank 0": -1}}}',
+        b'{"traceEvents": [], "otherData": {"bound_seconds": {}, "planning_seconds": [1]}}',
+        b'{"traceEvents": [], "otherData": {"bound_seconds": {}, "planning_seconds": {"rank 0": "1"}}}',
+        b'{"traceEvents": [], "otherData": {"bound_seconds": {}, "planning_seconds": {"rank 0": NaN}}}',
         b'{"traceEvents": [{"ph": "X", "name": "aten::mm", "ts": 1, "dur": 2, "pid": 7}]}',  # of another profiler
     ],
 )

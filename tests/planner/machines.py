@@ -10,7 +10,8 @@ from typing import NamedTuple
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import SplitChoice

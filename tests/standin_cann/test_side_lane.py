@@ -24,7 +24,8 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, Outputs, run_sequential
 from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
+from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner, SplitChoice

@@ -6,7 +6,8 @@ import math
 from typing import Any
 from unittest.mock import patch
 
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
+from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.program import Program

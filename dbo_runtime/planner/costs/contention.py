@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs.cost_table import OpCost
+from dbo_runtime.planner.costs.op_cost import OpCost
 from dbo_runtime.planner.costs.samples import Sample, get_lane, group_by_op
 
 # Sharing a device or its memory may slow a lane by this factor; a greater one is a disturbed measurement.

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, Provenance, name_field
+from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, name_field
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
 
 FORMAT = 1

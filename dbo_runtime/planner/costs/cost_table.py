@@ -1,186 +1,25 @@
-"""The costs of ops: seconds as a function of batch features."""
+"""The costs of a program on one machine: of each op and of the host, and where they come from."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import date
 from types import MappingProxyType
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost, name_field
 from dbo_runtime.planner.costs.program_spec import OpSpec, ProgramSpec
 from dbo_runtime.program import COMM, COMPUTE, Program
 
 CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
 
-
-ATTENTION = MappingProxyType(
-    {
-        "per_pair": "pairs",
-        "per_context_pair": "context_pairs",
-        "per_prefill": "prefills",
-        "per_context": "context",
-        "per_decode": "decodes",
-        "per_decode_pair": "decode_pairs",
-    }
-)
-"""The terms that attention may add: name of the cost -> name of the feature that it is multiplied with."""
-
 # Class names in digests. They stay when classes are renamed, so that the digest of a cost file does.
 _DIGEST_NAMES = MappingProxyType({"ProgramSpec": "Sketch", "Provenance": "Origin"})
-
-
-def _in_file(name: str, least: float = 0.0, optional: bool = False, is_new: bool = False) -> dict[str, Any]:
-    """Describe a number of a cost file: its name there, with `_us` if it is in microseconds, and its minimum.
-
-    An optional number is left out of files if it is its default; a new one of digests, too, so that those of files from
-    before stay.
-    """
-    return {"name": name, "least": least, "is_time": "_us" in name, "optional": optional, "is_new": is_new}
-
-
-def _imbalance() -> float:
-    """Declare the tokens of the busiest rank by the mean, a number of ops on dispatched tokens."""
-    number: float = field(default=1.0, metadata=_in_file("imbalance", least=1.0, optional=True, is_new=True))
-    return number
-
-
-class _Numbers:
-    """A group of numbers and switches of a cost file. Times are rounded to the digits that the file keeps."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]  # all subclasses are dataclasses
-            if item.metadata:
-                value = float(getattr(self, item.name))
-                kept = to_microseconds(value) / 1e6 if item.metadata["is_time"] else value
-                object.__setattr__(self, item.name, kept + 0.0)  # no -0.0, which is equal but written differently
-
-    def list_numbers(self) -> Iterator[tuple[str, float | bool, float]]:
-        """Yield the name in a cost file, the value (times in microseconds) and the minimum of each."""
-        for item in fields(self):  # type: ignore[arg-type]  # as above
-            value = getattr(self, item.name)
-            if item.metadata.get("optional") and value == item.default:
-                continue
-            is_time = item.metadata.get("is_time", False)
-            yield name_field(item), to_microseconds(value) if is_time else value, item.metadata.get("least", 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeCost(_Numbers):
-    """The time of a compute op: fixed + max(weights, per_token * imbalance * tokens) + attention terms: `ATTENTION`.
-
-    The maximum is the roofline (Williams, Waterman and Patterson 2009): with few tokens, reading the weights dominates.
-
-    Attributes:
-        fixed: seconds, independent of the batch.
-        per_token: seconds a token.
-        weights: seconds to read the weights.
-        per_pair: seconds a query-key pair among the new tokens of a prefill. A kernel that computes masked pairs, too,
-            computes two for each that is counted.
-        per_context_pair: seconds a pair of a new token and a cached one.
-        per_prefill: seconds a prefill, independent of its length.
-        per_context: seconds a token of prefills that is fetched from the KV cache.
-        per_decode: seconds a token of decodes, in addition to `per_token`.
-        per_decode_pair: seconds a query-key pair of decodes.
-        imbalance: tokens of the busiest rank by the mean; all wait for that rank. Above 1 for experts only.
-    """
-
-    fixed: float = field(default=0.0, metadata=_in_file("fixed_us"))
-    per_token: float = field(default=0.0, metadata=_in_file("per_token_us"))
-    weights: float = field(default=0.0, metadata=_in_file("weights_us"))
-    per_pair: float = field(default=0.0, metadata=_in_file("per_pair_us"))
-    per_context_pair: float = field(default=0.0, metadata=_in_file("per_context_pair_us"))
-    per_prefill: float = field(default=0.0, metadata=_in_file("per_prefill_us", optional=True))
-    per_context: float = field(default=0.0, metadata=_in_file("per_context_us", optional=True))
-    per_decode: float = field(default=0.0, metadata=_in_file("per_decode_us", optional=True))
-    per_decode_pair: float = field(default=0.0, metadata=_in_file("per_decode_pair_us", optional=True))
-    imbalance: float = _imbalance()
-
-    @property
-    def token_seconds(self) -> float:
-        """Seconds a token, on the busiest rank."""
-        return self.per_token * self.imbalance
-
-    def time(self, features: BatchFeatures) -> float:
-        """Return seconds."""
-        attention: float = sum(getattr(self, rate) * getattr(features, amount) for rate, amount in ATTENTION.items())
-        return self.fixed + max(self.weights, self.token_seconds * features.tokens) + attention
-
-
-@dataclass(frozen=True, slots=True)
-class CommCost(_Numbers):
-    """The time of a communication op: alpha + beta * (bytes - free_bytes), Hockney's model (1994) with a buffer.
-
-    The buffer empties while nothing is sent: an op that directly follows another finds it full and takes
-    `credit` longer.
-
-    Attributes:
-        alpha: seconds, independent of the size.
-        beta: seconds a byte.
-        bytes_per_token: bytes that a token adds to the message.
-        free_bytes: bytes of a message that cost nothing, because buffers take them at once.
-        imbalance: bytes of the busiest rank by the mean; all wait for that rank. Above 1 for dispatched tokens only.
-    """
-
-    alpha: float = field(metadata=_in_file("alpha_us"))
-    beta: float = field(metadata=_in_file("beta_us_per_byte"))
-    bytes_per_token: float = field(metadata=_in_file("bytes_per_token"))
-    free_bytes: float = field(default=0.0, metadata=_in_file("free_bytes", optional=True))
-    imbalance: float = _imbalance()
-
-    @property
-    def token_seconds(self) -> float:
-        """Seconds to send what a token adds to the message, on the busiest rank."""
-        return self.beta * self.bytes_per_token * self.imbalance
-
-    @property
-    def free_seconds(self) -> float:
-        """Seconds that buffers save at most."""
-        return self.beta * self.free_bytes
-
-    def time(self, features: BatchFeatures) -> float:
-        """Return seconds."""
-        return self.alpha + self.beta * max(self._count_bytes(features) - self.free_bytes, 0.0)
-
-    def credit(self, features: BatchFeatures) -> float:
-        """Return the seconds that an empty buffer saves."""
-        return self.beta * min(self._count_bytes(features), self.free_bytes)
-
-    def _count_bytes(self, features: BatchFeatures) -> float:
-        return self.bytes_per_token * self.imbalance * features.tokens
-
-
-OpCost = ComputeCost | CommCost
-"""The cost of an op, by the kind of its lane."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostCost(_Numbers):
-    """The time that the host adds.
-
-    Attributes:
-        issue: seconds to issue one op.
-        handover: seconds from an op's end until one on another lane that waits for it can start.
-        computes: the compute lane is the issuing thread itself (CPU), so nothing is issued while it computes.
-        unsplit: seconds of an unsplit step outside its ops; negative if the step is compiled as one graph and its
-            ops are not.
-        split: seconds of a split step outside its ops, such as for the metadata of the slices.
-        unsplit_per_token, split_per_token: the same for each token, such as for the embedding.
-    """
-
-    issue: float = field(default=0.0, metadata=_in_file("issue_us"))
-    computes: bool = False
-    unsplit: float = field(default=0.0, metadata=_in_file("whole_us", least=-math.inf))
-    split: float = field(default=0.0, metadata=_in_file("split_us", least=-math.inf))
-    unsplit_per_token: float = field(default=0.0, metadata=_in_file("whole_us_per_token", -math.inf, optional=True))
-    split_per_token: float = field(default=0.0, metadata=_in_file("split_us_per_token", -math.inf, optional=True))
-    handover: float = field(default=0.0, metadata=_in_file("handover_us", optional=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,16 +129,6 @@ class CostTable:
     def digest(self) -> str:
         """A short hash of the whole table. Ranks with equal digests make equal plans."""
         return hashlib.sha256(repr(_canonicalise(self)).encode()).hexdigest()[:16]
-
-
-def to_microseconds(seconds: float) -> float:
-    """Return microseconds to 12 digits; converting them to seconds and back does not change them."""
-    return float(f"{seconds * 1e6:.12g}")
-
-
-def name_field(item: Field[Any]) -> str:
-    """Return the name of a field in cost files."""
-    return str(item.metadata.get("name", item.name))
 
 
 def _freeze(part: Any, name: str, convert: Any = None) -> None:

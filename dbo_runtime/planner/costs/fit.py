@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, ComputeCost, OpCost
+from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.samples import Sample, get_lane, group_by_op
 from dbo_runtime.program import COMM
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, CostTable
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost
 from dbo_runtime.program import Program
 
 

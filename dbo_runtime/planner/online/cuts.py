@@ -11,7 +11,8 @@ import numpy as np
 
 from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.planner.costs.cost_table import ComputeCost, CostTable
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_cost import ComputeCost
 from dbo_runtime.program import Program
 
 

@@ -11,7 +11,8 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
 from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.planner.costs.cost_table import ATTENTION, CommCost, ComputeCost, CostTable, OpCost
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun
 
 # Dense layers, then layers with experts, as the models' published configurations have them.

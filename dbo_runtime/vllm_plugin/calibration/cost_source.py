@@ -15,8 +15,9 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.planner.costs.contention import fit_contention
 from dbo_runtime.planner.costs.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
-from dbo_runtime.planner.costs.cost_table import CostTable, HostCost, Provenance
+from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.fit import fit_costs
+from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits

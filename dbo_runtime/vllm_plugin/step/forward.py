@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -118,7 +119,9 @@ class SplitForward:
         tokens = positions.shape[-1]
         run_unsplit = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         unsupported = _check_arguments(kwargs) or self._stage.check_inputs(intermediate_tensors, tokens)
+        start = time.perf_counter()
         plan, contexts, statement = self.decider.decide(tokens, unsupported)
+        planning = time.perf_counter() - start
         is_checked = self.runtime.config.check
         if is_checked:
             self._agreement.compare(statement)
@@ -130,10 +133,11 @@ class SplitForward:
                 inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
                 intermediate_tensors = copy_tensors(intermediate_tensors)
             inputs = self._take_inputs(input_ids, intermediate_tensors, inputs_embeds)
-            results = self._run(plan, contexts, {**inputs, POSITIONS: positions})
+            results = self._run(plan, contexts, {**inputs, POSITIONS: positions}, planning)
         self._learn(plan, timer)
         if self._metrics is not None and self.decider.phase is Phase.SERVING:
             self._metrics.count_step(plan)
+            self._metrics.count_planning(planning)
         if is_checked and isinstance(plan, ExecutionPlan):
             compare_split(name_results(results), name_results(run_unsplit()), plan)
         return results
@@ -150,7 +154,9 @@ class SplitForward:
         x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
         return {X: x if self._add_inputs is None else self._add_inputs(self._model, x, self.runtime.config.check)}
 
-    def _run(self, plan: ExecutionPlan, contexts: list[ForwardContext], inputs: dict[str, torch.Tensor]) -> Results:
+    def _run(
+        self, plan: ExecutionPlan, contexts: list[ForwardContext], inputs: dict[str, torch.Tensor], planning: float
+    ) -> Results:
         program = self.runtime.program
         cut = [program.cut_inputs(inputs, piece.tokens, piece.requests) for piece in plan.slices]
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
@@ -158,7 +164,7 @@ class SplitForward:
         with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
             outputs = self.runtime.run(plan, cut, partial(_enter, contexts), recorder)
         if recorder is not None:
-            self.recording.end(recorder, plan.executor.schedule)
+            self.recording.end(recorder, plan.executor.schedule, planning)
         return self._stage.join(program, outputs)
 
     def _start_timer(self) -> Timer | None:

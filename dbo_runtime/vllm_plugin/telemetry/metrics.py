@@ -8,14 +8,17 @@ Counts of a rank on another host than the API server stay on that host.
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import shutil
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, get_args
 
 from dbo_runtime.decline import Decline
@@ -26,8 +29,15 @@ from dbo_runtime.runtime import ExecutionPlan, Mode
 if TYPE_CHECKING:
     from prometheus_client.mmap_dict import MmapedDict
 
-# Upper bounds of the histogram of tokens in a micro-batch: those of vLLM's `iteration_tokens_total`.
-BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+HISTOGRAMS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        # The bounds of vLLM's `iteration_tokens_total`.
+        "micro_batch_tokens": (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, math.inf),
+        # From a decision that is remembered to one that takes as long as a step.
+        "planning_seconds": (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1, 1, math.inf),
+    }
+)
+"""The upper bounds of each histogram's buckets, inclusive."""
 
 
 def open_folder() -> None:
@@ -87,8 +97,10 @@ class Metrics:
         self._keys: dict[tuple[str, ...], str] = {}
         for mode in get_args(Mode):
             self._add("steps", 0, mode=mode)
-        for bound in (*map(float, BUCKETS), float("inf")):
-            self._put("histogram", "micro_batch_tokens", "_bucket", 0, {"le": str(bound)})
+        for name, bounds in HISTOGRAMS.items():
+            for bound in bounds:
+                self._put("histogram", name, "_bucket", 0, {"le": str(float(bound))})
+            self._put("histogram", name, "_sum", 0, {})  # `LLM.get_metrics()` asserts that buckets have a sum
 
     def count_step(self, plan: ExecutionPlan | Decline) -> None:
         """Count a step by its mode, and by its reason if it was declined."""
@@ -101,9 +113,11 @@ class Metrics:
             return
         self._add("micro_batches", len(plan.slices))
         for piece in plan.slices:
-            bound = next((float(bound) for bound in BUCKETS if piece.size <= bound), float("inf"))
-            self._put("histogram", "micro_batch_tokens", "_bucket", 1, {"le": str(bound)})
-            self._put("histogram", "micro_batch_tokens", "_sum", piece.size, {})
+            self._observe("micro_batch_tokens", piece.size)
+
+    def count_planning(self, seconds: float) -> None:
+        """Count the seconds that a step, split or not, waited for its decision."""
+        self._observe("planning_seconds", seconds)
 
     def count_encoder(self, plan: ExecutionPlan | Decline) -> None:
         """Count a forward of the vision encoder by its mode."""
@@ -124,6 +138,13 @@ class Metrics:
     def _add(self, name: str, amount: float, **labels: str) -> None:
         self._put("counter", name, "_total", amount, labels)
 
+    def _observe(self, name: str, value: float) -> None:
+        """Add *value* to a histogram, in one bucket only: prometheus_client accumulates buckets when it reads."""
+        bounds = HISTOGRAMS[name]
+        bound = bounds[bisect_left(bounds, value)]
+        self._put("histogram", name, "_bucket", 1, {"le": str(float(bound))})
+        self._put("histogram", name, "_sum", value, {})
+
     def _put(self, kind: str, name: str, suffix: str, amount: float, labels: dict[str, str]) -> None:
         file = self._files[kind]
         key = self._get_key(name, suffix, labels)
@@ -131,10 +152,10 @@ class Metrics:
 
     def _get_key(self, name: str, suffix: str, labels: dict[str, str]) -> str:
         """Return the key in the format of prometheus_client; cached, because making one takes longer than counting."""
-        from prometheus_client.mmap_dict import mmap_key
-
         short = (name, suffix, *labels.values())
         if short not in self._keys:
+            from prometheus_client.mmap_dict import mmap_key
+
             full = {**self._labels, **labels}
             self._keys[short] = mmap_key(
                 PREFIX + name, PREFIX + name + suffix, list(full), list(full.values()), HELP[name]

@@ -48,15 +48,18 @@ class Recording:
         is_read = self._requested or (self._traces is not None and self._traces.is_open)
         return Recorder() if is_read or self._is_sample() else None
 
-    def end(self, recorder: Recorder, schedule: Schedule) -> None:
-        """Pass on the timeline of a step that ran by *schedule*. Waits for the device unless it is only a sample."""
+    def end(self, recorder: Recorder, schedule: Schedule, planning: float) -> None:
+        """Pass on the timeline of a step that ran by *schedule*, and the seconds that deciding it took.
+
+        Waits for the device unless the step is only a sample.
+        """
         if self._is_sample():
             self._sample = recorder
         traces = self._traces if self._traces is not None and self._traces.is_open else None
         if not self._requested and traces is None:
             return
         timeline = recorder.timeline()
-        timeline = replace(timeline, bound=compute_bound_of(timeline, schedule))
+        timeline = replace(timeline, bound=compute_bound_of(timeline, schedule), planning=planning)
         if self._requested:
             self.timeline, self._requested = timeline, False
         if traces is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -135,7 +136,7 @@ def _read_clock() -> tuple[str, float]:
 def _shift(timeline: Timeline, seconds: float) -> Timeline:
     if not seconds:
         return timeline
-    return Timeline(tuple(_shift_span(span, seconds) for span in timeline.spans), timeline.bound)
+    return replace(timeline, spans=tuple(_shift_span(span, seconds) for span in timeline.spans))
 
 
 def _shift_span(span: Span, seconds: float) -> Span:

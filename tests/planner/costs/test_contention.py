@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.contention import MAX_CONTENTION, fit_contention
-from dbo_runtime.planner.costs.cost_table import ComputeCost, OpCost
+from dbo_runtime.planner.costs.op_cost import ComputeCost, OpCost
 from dbo_runtime.planner.costs.samples import Sample
 from tests.planner.costs.test_fit import HINGE, LINE, PROMPTS, REDUCE, measure
 

@@ -20,7 +20,7 @@ from dbo_runtime.planner.costs.cost_file import (
     parse_costs,
     save_costs,
 )
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.program import Program
 from tests.planner.costs.test_cost_table import make_provenance, make_table

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost, Provenance
+from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from tests.programs import record_chain, record_toy
 

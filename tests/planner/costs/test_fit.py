@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.fit import fit_costs
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.samples import Sample
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

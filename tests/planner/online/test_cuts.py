@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, slice_batch
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import ComputeCost
+from dbo_runtime.planner.costs.op_cost import ComputeCost
 from dbo_runtime.planner.online.cuts import CostSums, Density, balance_targets, compute_density, measure_slices
 from tests.planner.costs.test_cost_table import make_table
 from tests.programs import record_toy

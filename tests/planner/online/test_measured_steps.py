@@ -9,7 +9,7 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT, UNSPLIT
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from tests.planner.machines import BYTES, PROGRAM, make_table

@@ -10,7 +10,7 @@ import pytest
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.planner.costs.cost_table import OpCost
+from dbo_runtime.planner.costs.op_cost import OpCost
 from dbo_runtime.planner.online.planner import Planner
 from tests.planner.machines import PROGRAM, Machine, compute_gain, list_machines, make_table
 

@@ -14,7 +14,7 @@ from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.costs.cost_table import HostCost
+from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import Program, ProgramBuilder

@@ -12,7 +12,8 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, OpCost
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.hysteresis import Prediction

@@ -17,7 +17,8 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_file import format_costs, parse_costs, save_costs
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec, build_program
 from dbo_runtime.planner.online.planner import Planner, Prediction
 from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch

@@ -18,7 +18,7 @@ from dbo_runtime.decline import DeclineError
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_file import load_costs
-from dbo_runtime.planner.costs.cost_table import HostCost
+from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.runtime import Statistics

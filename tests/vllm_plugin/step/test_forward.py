@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import ConfigError, ScheduleError, SplitError
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import MAX_LOG_CHANGE, PERIOD_STEPS
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.program import ProgramBuilder
@@ -37,9 +38,12 @@ from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from dbo_runtime.vllm_plugin.step import forward as forward_module
 from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from tests.planner.machines import make_table
+from tests.vllm_plugin.telemetry.test_metrics import scrape
 
 BATCH = Batch((4, 4), prefill_tokens=8)
 IDS = torch.arange(8)
@@ -650,6 +654,61 @@ def test_a_timeline_is_kept_of_the_one_step_it_was_asked_for() -> None:
     lengths = {span[1:3]: span.end - span.start for span in spans}
     paths = [lengths["compute", part] + lengths["reduce", part] for part in range(2)]
     assert max(paths) <= first["bound"] <= sum(lengths.values())
+
+
+class Clock:
+    """Stands still, but for what is added to it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class SlowSplitter(Splitter):
+    """Takes a quarter of a second to read a batch."""
+
+    def __init__(self, clock: Clock, batch: Batch | Decline = BATCH) -> None:
+        super().__init__(batch)
+        self._clock = clock
+
+    def read_batch(self, context: Any, tokens: int) -> Batch | Decline:
+        self._clock.now += 0.25
+        return super().read_batch(context, tokens)
+
+
+class SlowModel(Model):
+    """Takes 4 s for each forward."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def embed_input_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        self._clock.now += 4.0
+        return super().embed_input_ids(ids)
+
+
+@pytest.mark.parametrize("batch", [BATCH, Decline("padded batch")])
+def test_the_time_that_a_served_step_waits_for_its_decision_is_counted_without_the_model_s(
+    batch: Batch | Decline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(forward_module, "time", clock)
+    forward = make_forward(SlowModel(clock), SlowSplitter(clock, batch), metrics=Metrics(tmp_path, "tiny", 0))
+    forward.recording.request()
+    forward.decider.phase = Phase.STARTING
+    run(forward)
+    forward.start_serving()
+    for _ in range(2):
+        run(forward)
+    found = scrape(tmp_path)
+    buckets = {float(labels[-1]): value for labels, value in found["vllm:dbo_planning_seconds_bucket"].items()}
+    assert (buckets[0.1], buckets[1.0]) == (0, 2)
+    assert list(found["vllm:dbo_planning_seconds_sum"].values()) == [0.5]
+    timeline = forward.recording.timeline
+    assert (None if timeline is None else timeline.planning) == (0.25 if isinstance(batch, Batch) else None)
 
 
 def test_a_worker_whose_model_is_not_split_has_nothing_to_tell() -> None:

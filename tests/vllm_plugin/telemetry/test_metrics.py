@@ -23,7 +23,7 @@ from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
-from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
+from dbo_runtime.vllm_plugin.telemetry.metrics import HISTOGRAMS, Metrics
 from tests.programs import record_toy
 
 NOTHING = {
@@ -34,6 +34,7 @@ NOTHING = {
     "micro_batches": 0,
     "tokens": 0,
     "declined": {},
+    "planning_seconds": 0.0,
     "predicted_seconds": {},
     "measured_seconds": {},
     "sampled": 0,
@@ -96,11 +97,25 @@ def test_steps_are_counted_by_mode_and_reason(folder: Path) -> None:
     assert list(found["vllm:dbo_micro_batch_tokens_count"].values()) == [5]
 
 
+def test_a_planning_time_counts_in_the_buckets_whose_bounds_it_does_not_exceed(folder: Path) -> None:
+    metrics = Metrics(folder, "tiny", 0)
+    times = (0.0, 4e-5, 5e-5, 0.003, 0.75, 3.0)
+    for seconds in times:
+        metrics.count_planning(seconds)
+    found = scrape(folder)
+    buckets = {float(labels[-1]): value for labels, value in found["vllm:dbo_planning_seconds_bucket"].items()}
+    assert {1e-5, 1e-3, 1.0, float("inf")} < set(buckets)
+    assert buckets == {bound: sum(seconds <= bound for seconds in times) for bound in buckets}
+    assert list(found["vllm:dbo_planning_seconds_count"].values()) == [len(times)]
+    assert list(found["vllm:dbo_planning_seconds_sum"].values()) == [pytest.approx(sum(times))]
+
+
 def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
     for engine in range(2):
         metrics = Metrics(folder, "tiny", engine)
         metrics.count_step(make_plan(100, 28))
         metrics.count_step(Decline("nowhere to cut"))
+        metrics.count_planning(0.125)
         metrics.count_time("split", 0.5, 0.75)
         metrics.count_encoder(make_plan(16, 16))
         spans = (Span("compute", "a", 0, 0.0, 3.0), Span("comm", "b", 1, 2.0, 6.0), Span("aux", "c", 0, 2.5, 3.5))
@@ -113,6 +128,7 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         "micro_batches": 4,
         "tokens": 256,
         "declined": {"nowhere to cut": 2},
+        "planning_seconds": 0.25,
         "predicted_seconds": {"split": 1.0},
         "measured_seconds": {"split": 1.5},
         "sampled": 2,
@@ -134,6 +150,9 @@ def test_an_engine_that_has_run_nothing_yet_shows_zeros(folder: Path) -> None:
     found = scrape(folder)
     assert set(found["vllm:dbo_steps_total"].values()) == {0}
     assert set(found["vllm:dbo_micro_batch_tokens_bucket"].values()) == {0}
+    assert set(found["vllm:dbo_planning_seconds_bucket"].values()) == {0}
+    for name in HISTOGRAMS:  # without one of these `LLM.get_metrics()` fails
+        assert [list(found[f"vllm:dbo_{name}_{part}"].values()) for part in ("sum", "count")] == [[0], [0]]
 
 
 def test_with_several_api_servers_counts_lie_where_vllm_has_its_own(

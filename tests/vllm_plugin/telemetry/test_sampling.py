@@ -50,6 +50,8 @@ class Samples:
 
     def count_step(self, plan: Any) -> None: ...
 
+    def count_planning(self, seconds: float) -> None: ...
+
 
 def open_folder(path: Path, log: Any, steps: int = 2, group: Any = ALONE, device: Device | None = None) -> TraceFolder:
     return TraceFolder(str(path), steps, group, device or open_device("virtual"), log)
@@ -66,6 +68,8 @@ def test_the_first_split_steps_become_traces_and_what_that_cost_is_told_once(tmp
     assert name == "rank 0"
     assert len(timeline.spans) == 4
     assert timeline.bound == 3.0  # two micro-batches of two ops that cost 1 s each
+    assert timeline.planning is not None
+    assert timeline.planning > 0
     ((event, values),) = log.told
     assert event == "traces are written"
     assert values["steps"] == 2
