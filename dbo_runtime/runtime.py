@@ -161,6 +161,11 @@ class MicroBatchRuntime:
             return Thresholds()
         return Thresholds(self.config.min_tokens, self.config.min_prefill_tokens, MIN_SHARE)
 
+    def describe_caches(self) -> dict[str, tuple[int, int]]:
+        """Return how many entries each cache of plans has, and how many it may have."""
+        planned = {} if self._planner is None else self._planner.describe_caches()
+        return {"executors": (len(self._executors), self._executors.max_size), **planned}
+
     def prepare(self, config: RuntimeConfig) -> None:
         """Obey *config* from the next step on, and do before that what would take long in a step.
 

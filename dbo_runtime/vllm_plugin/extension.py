@@ -32,9 +32,14 @@ class WorkerExtension:
     model_runner: GPUModelRunner
 
     def dbo_statistics(self) -> dict[str, Any] | None:
-        """Return the counts of split and declined steps, or None if no step of the model is split."""
+        """Return the counts of split and declined steps, or None if no step of the model is split.
+
+        `caches` has for each cache of plans how many entries it has, and how many it may have.
+        """
         forward = self._dbo_forward()
-        return None if forward is None else forward.runtime.statistics.as_dict()
+        if forward is None:
+            return None
+        return {**forward.runtime.statistics.as_dict(), "caches": forward.runtime.describe_caches()}
 
     def dbo_encoder_statistics(self) -> dict[str, Any] | None:
         """Return the counts of the vision encoder's forwards, or None if none of them is split."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
@@ -43,6 +44,11 @@ class Orders:
         self._candidates = [Candidates(program, max_states) for program in self.placements]
         self._found: BoundedDict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = BoundedDict(MAX_FOUND)
         self._policies: dict[tuple[int, int, tuple[str, int]], NamedOrder] = {}
+
+    @property
+    def caches(self) -> dict[str, BoundedDict[Any, Any]]:
+        """What is remembered, by name."""
+        return {"orders": self._found, "simulations": self._predictor.simulated}
 
     def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
         """Return the program with its ops on the lanes that the settings allow and the costs cover."""

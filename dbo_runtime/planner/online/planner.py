@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
@@ -139,6 +140,15 @@ class Planner:
 
     def prepare(self, config: RuntimeConfig) -> None:
         """Do under these settings, before steps are planned, what takes long: nothing here."""
+
+    def describe_caches(self) -> dict[str, tuple[int, int]]:
+        """Return how many entries each cache has, and how many it may have."""
+        caches: dict[str, BoundedDict[Any, Any]] = {
+            "decisions": self._decisions,
+            "sizes": self._too_small,
+            **self._orders.caches,
+        }
+        return {name: (len(cache), cache.max_size) for name, cache in caches.items()}
 
     def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
         """Return the numbers of micro-batches to choose from; also one, if its ops may run concurrently on `side`."""

@@ -37,6 +37,9 @@ class Predictor:
         program: of one micro-batch.
         table: the costs of its ops.
 
+    Attributes:
+        simulated: ends of steps by the sum of their ops, by order and buckets.
+
     Raises:
         ConfigError: if an op has no cost.
     """
@@ -46,7 +49,7 @@ class Predictor:
         self._program = program
         self._table = table
         self._times = OpTimes(program, table)
-        self._simulated: BoundedDict[tuple[str, tuple[Bucket, ...]], float] = BoundedDict(MAX_SIMULATED)
+        self.simulated: BoundedDict[tuple[str, tuple[Bucket, ...]], float] = BoundedDict(MAX_SIMULATED)
 
     def predict_unsplit(self, features: BatchFeatures) -> float:
         """Return the seconds of an unsplit step: of its ops in sequence, or of issuing them if that is longer."""
@@ -61,11 +64,11 @@ class Predictor:
         It is simulated for the midpoints of their buckets, and scaled.
         """
         shape = tuple(get_bucket(features, BUCKETS_PER_OCTAVE) for features in slice_features)
-        if (ordered.name, shape) not in self._simulated:
+        if (ordered.name, shape) not in self.simulated:
             middles = [compute_midpoint(bucket, BUCKETS_PER_OCTAVE) for bucket in shape]
             ops = sum(map(self._times.sum, middles))
-            self._simulated[ordered.name, shape] = self.simulate_end(ordered, middles) / (ops or 1.0)
-        ratio = self._simulated[ordered.name, shape]
+            self.simulated[ordered.name, shape] = self.simulate_end(ordered, middles) / (ops or 1.0)
+        ratio = self.simulated[ordered.name, shape]
         host, tokens = self._table.host, sum(features.tokens for features in slice_features)
         seconds = ratio * sum(map(self._times.sum, slice_features)) + host.split + host.split_per_token * tokens
         return max(seconds, 0.0)

@@ -113,6 +113,10 @@ class PreparedPlanner(Planner):
         """The orders that are prepared."""
         return [order for book in self._books.values() for order in book.orders]
 
+    def describe_caches(self) -> dict[str, tuple[int, int]]:
+        """Return how many entries each cache has, and how many it may have."""
+        return {**super().describe_caches(), "kinds": (len(self._remembered), self._remembered.max_size)}
+
     def prepare(self, config: RuntimeConfig) -> None:
         """Find the orders for all steps under these settings, which takes a second or two; nothing if that is done."""
         if config is self._config or config == self._config:
