@@ -71,7 +71,7 @@ class Engine:
     def statistics(self) -> list[dict[str, Any]]:
         """Return the counts of each rank."""
         found: list[dict[str, Any]] = self.llm.collective_rpc("dbo_statistics")
-        for of_rank in found:
+        for of_rank in filter(None, found):
             del of_rank["caches"]  # which depend on what ran before
         return found
 
