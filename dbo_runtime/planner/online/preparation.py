@@ -25,6 +25,7 @@ MAX_SEARCHES = 4  # for each number of micro-batches, by all placements
 COMPARED_SAMPLES = 4  # to tell which placement is best
 SEARCHED_GAP = 0.01  # share by which a step has to take longer than a bound says for a search to be worthwhile
 USEFUL_GAIN = 1e-3  # share of some step's time that an order has to save to be kept
+SHORTEST_STEP = 1e-12  # seconds: so that there are ratios of steps whose ops cost nothing
 
 Samples = Sequence[Sequence[BatchFeatures]]
 """Features of each micro-batch of steps that stand for all [steps][micro-batches]."""
@@ -121,12 +122,13 @@ class _Steps:
         """Find the critical paths of an order."""
         host = self._tables.tables[0].host
         ends, paths = CriticalPaths(order.schedule, self._layout, host.computes).find(self._durations)
-        return _Option(PreparedOrder(order, list_different(paths)), ends[: len(self._samples)])
+        ends = np.maximum(ends[: len(self._samples)], SHORTEST_STEP)
+        return _Option(PreparedOrder(order, list_different(paths)), ends)
 
     def estimate(self, order: NamedOrder) -> float:
         """Return how long steps take by an order, as a mean of logarithms over a few samples."""
         few = self._samples[:: max(len(self._samples) // COMPARED_SAMPLES, 1)]
-        return sum(math.log(self._predictor.simulate_end(order, features)) for features in few)
+        return sum(math.log(max(self._predictor.simulate_end(order, features), SHORTEST_STEP)) for features in few)
 
     def estimate_bounds(self, program: Program) -> Vector:
         """Return seconds that hardly any order can beat [samples]: of the busiest lane, or of one micro-batch alone."""
@@ -134,8 +136,8 @@ class _Steps:
         lane_of = np.array([lanes[name] for name in self._layout.names] * self.micro_batches)
         on_lanes = [self._work[:, lane_of == lane].sum(axis=1) for lane in program.lanes]
         alone = self._work.reshape(len(self._samples), self.micro_batches, -1).sum(axis=2).max(axis=1)
-        bounds: Vector = np.maximum(np.max(on_lanes, axis=0), alone)
-        return bounds
+        bounds: Vector = np.max([*on_lanes, alone], axis=0)
+        return np.maximum(bounds, SHORTEST_STEP)
 
     def compute_times(self, program: Program, sample: int) -> list[list[float]]:
         """Return the expected seconds of each op [micro-batches][ops]."""
