@@ -57,7 +57,8 @@ def _list_batches(tokens: int, limits: ServingLimits) -> Iterator[Batch]:
         yield _make_batch(0, 0, tokens, prompts)
     decodes = min(int(DECODE_SHARE * tokens), limits.requests - fewest)
     if decodes > 0:
-        yield _make_batch(decodes, min(limits.context // PROMPTS, limits.context - 1), tokens - decodes, fewest)
+        prompts = math.ceil((tokens - decodes) / limits.context)
+        yield _make_batch(decodes, min(limits.context // PROMPTS, limits.context - 1), tokens - decodes, prompts)
     if 1 < tokens <= limits.requests:
         for share in DECODE_CONTEXT_SHARES:
             yield Batch((1,) * tokens, 0, context_lens=(int(share * (limits.context - 1)),) * tokens)
