@@ -18,6 +18,8 @@ from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.lowering import lower
 from dbo_runtime.observe.declines import count_declined
 from dbo_runtime.observe.instrument import Instrument
+from dbo_runtime.planner.online.bounded import BoundedDict
+from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.policies import get_policy
 from dbo_runtime.program import SIDE, Program
@@ -29,6 +31,8 @@ from dbo_runtime.validate import validate
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
+
+MAX_PLANS = 64  # executors that are kept: those made last
 
 Mode = Literal["split", "unsplit", "concurrent"]
 """How a step ran: in micro-batches; by the model's own forward; or as one batch with concurrent ops on `side`."""
@@ -132,8 +136,8 @@ class MicroBatchRuntime:
         self._ranks = ranks
         self._events = EventTable(device)
         self._planner: Planner | None = None
-        self._named: dict[tuple[object, ...], str] = {}
-        self._executors: dict[str, Executor] = {}
+        self._named: BoundedDict[tuple[object, ...], str] = BoundedDict(MAX_PLANS)
+        self._executors: BoundedDict[str, Executor] = BoundedDict(MAX_PLANS)
 
     @property
     def planner(self) -> Planner | None:
@@ -156,6 +160,21 @@ class MicroBatchRuntime:
         if self.config.mode != "auto":
             return Thresholds()
         return Thresholds(self.config.min_tokens, self.config.min_prefill_tokens, MIN_SHARE)
+
+    def prepare(self, config: RuntimeConfig) -> None:
+        """Obey *config* from the next step on, and do before that what would take long in a step.
+
+        With a planner, all orders that it may choose are found, proven and made into executors: seconds. Ranks do so
+        together, and each of them raises the same errors.
+
+        Raises:
+            ScheduleError: if an order is not safe.
+        """
+        if self._planner is not None and config.mode != "off":
+            self._planner.prepare(config)
+            for order in self._planner.orders:
+                self._name_order(order)
+        self.config = config
 
     def check_transport(self, transport: str) -> Decline | None:
         """Decline every step if there is no communication to hide; `auto` only.
@@ -254,17 +273,25 @@ class MicroBatchRuntime:
 
     def _name_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
         """Return the digest of the schedule; make its executor if it is new."""
+        if choice is not None:
+            return self._name_order(choice.order)
         policy = self.config.policy
-        key = (policy if choice is None else choice.order.name), micro_batches, self.forces_side
-        if key not in self._named:
-            if choice is not None:
-                schedule, name = choice.order.schedule, choice.order.name
-            else:
-                programs = (self.program if self.forces_side else self.program.fold_side(),) * micro_batches
-                schedule = lower(programs, get_policy(*policy)(programs))
-                name = name_policy(*(("alternate", 0) if policy[0] == "optimal" else policy))
-            self._named[key] = self._make_executor(schedule, name)
-        return self._named[key]
+        key = policy, micro_batches, self.forces_side
+        name = self._named.get(key)
+        if name is None or name not in self._executors:
+            programs = (self.program if self.forces_side else self.program.fold_side(),) * micro_batches
+            followed = ("alternate", 0) if policy[0] == "optimal" else policy
+            name = self._make_executor(lower(programs, get_policy(*policy)(programs)), name_policy(*followed))
+            self._named[key] = name
+        return name
+
+    def _name_order(self, order: NamedOrder) -> str:
+        """Return the digest of the schedule of a planner's order; make its executor if it is new."""
+        key = order.name, len(order.programs)
+        name = self._named.get(key)
+        if name is None or name not in self._executors:
+            self._named[key] = name = self._make_executor(order.schedule, order.name)
+        return name
 
     def _make_executor(self, schedule: Schedule, policy: str) -> str:
         name = digest(schedule)

@@ -103,7 +103,8 @@ class PreparedPlanner(Planner):
         self._times = OpTimes(program, table)
         self._tables = DurationTables(program, [table, *make_worst_cases(table, get_uncertainty(table))])
         self._preparation = Preparation(self._orders.placements, self._tables, max_states)
-        self._prepared_for: RuntimeConfig | None = None
+        self._config: RuntimeConfig | None = None
+        self._prepared_for: tuple[object, ...] = ()
         self._books: dict[int, OrderBook] = {}
         self._remembered: BoundedDict[_Kind, _Remembered] = BoundedDict(MAX_REMEMBERED_KINDS)
 
@@ -114,15 +115,18 @@ class PreparedPlanner(Planner):
 
     def prepare(self, config: RuntimeConfig) -> None:
         """Find the orders for all steps under these settings, which takes a second or two; nothing if that is done."""
-        if config is self._prepared_for or config == self._prepared_for:
+        if config is self._config or config == self._config:
             return
-        self._prepared_for = config
+        self._config = config
         self._remembered.clear()
-        allowed = self._orders.list_allowed(config)
-        self._books = {
-            count: self._preparation.make_book(samples, allowed, config)
-            for count, samples in self._list_samples(self.list_parts(config)).items()
-        }
+        prepared_for = config.policy, config.side, config.micro_batches
+        if prepared_for != self._prepared_for:
+            allowed = self._orders.list_allowed(config)
+            self._books = {
+                count: self._preparation.make_book(samples, allowed, config)
+                for count, samples in self._list_samples(self.list_parts(config)).items()
+            }
+            self._prepared_for = prepared_for
 
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.

@@ -18,7 +18,8 @@ from dbo_runtime.planner.costs.cost_file import format_costs, load_costs, name_s
 from dbo_runtime.planner.costs.cost_table import CostTable, HostCost, Provenance
 from dbo_runtime.planner.costs.fit import fit_costs
 from dbo_runtime.planner.costs.program_spec import describe_program
-from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
+from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.calibration.identity import Identity
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
@@ -88,6 +89,12 @@ class CostSource:
         self._host_computes = rank.platform.host_computes
         self._log = rank.log
         self._stage = rank.stage.name
+        scheduler = rank.vllm_config.scheduler_config
+        self._limits = ServingLimits(
+            tokens=scheduler.max_num_batched_tokens,
+            requests=scheduler.max_num_seqs,
+            context=rank.vllm_config.model_config.max_model_len,
+        )
 
     @property
     def _runtime(self) -> MicroBatchRuntime:
@@ -204,7 +211,22 @@ class CostSource:
         return table
 
     def _use(self, table: CostTable, source: str) -> None:
-        self._runtime.planner = Planner(self._runtime.program, table)
+        """Plan by *table* from now on, with all orders prepared.
+
+        Raises:
+            ConfigError: on all ranks, if any of them cannot prepare; the planner that was in use stays.
+        """
+        runtime, before, start = self._runtime, self._runtime.planner, time.perf_counter()
+        problem = ""
+        try:
+            runtime.planner = PreparedPlanner(runtime.program, table, self._limits)
+            runtime.prepare(runtime.config)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; it may be a lack of memory
+            problem = f"issue orders cannot be prepared: {error!r}"
+        problems = gather(self._group, problem)
+        if any(problems):
+            runtime.planner = before
+            raise ConfigError(next(filter(None, problems)))
         self._log.info(
             "planning by costs",
             source=source,
@@ -213,6 +235,7 @@ class CostSource:
             digest=table.digest,
             worst_fit=f"{max(table.errors.values(), default=0.0):.1%}",
             split_error=f"{table.split_error:.1%}",
+            seconds=f"{time.perf_counter() - start:.1f}",
         )
 
 

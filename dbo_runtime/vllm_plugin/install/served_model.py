@@ -72,7 +72,7 @@ class ServedModel:
             )
         for split in (self.forward, self.encoder):
             if split is not None:
-                split.runtime.config = config
+                split.runtime.prepare(config)
 
 
 def get_served_model(model: VllmModel) -> ServedModel | None:
