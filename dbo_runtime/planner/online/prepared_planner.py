@@ -142,7 +142,8 @@ class PreparedPlanner(Planner):
             decision = self._evaluate(features, self._list_cuts_of(batch, self._list_prepared_parts(config)), config)
             slices = () if isinstance(decision, Decline) else decision.slices[1:]
             shares = tuple(piece.first_token / features.tokens for piece in slices)
-            self._remembered[kind] = _Remembered(decision, shares)
+            if isinstance(decision, SplitChoice) or (batch.cuttable and decision.expected is not None):
+                self._remembered[kind] = _Remembered(decision, shares)  # elsewhere requests decide where to cut
         return self._check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
@@ -192,7 +193,8 @@ class PreparedPlanner(Planner):
         if split * known.unsplit > unsplit * known.split * (1.0 + ALIKE):
             return None
         prediction = known._replace(unsplit=unsplit, split=split)
-        return SplitChoice(decision.order, prediction, slices, (), decision.kind, decision.doubt)
+        doubt = None if decision.doubt is None else replace(decision.doubt, expected=unsplit)
+        return SplitChoice(decision.order, prediction, slices, (), decision.kind, doubt)
 
     def _evaluate(self, features: BatchFeatures, cuts: Sequence[_Cut], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return what is best of all cuts and orders."""

@@ -20,7 +20,7 @@ from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.durations import DurationTables
 from dbo_runtime.planner.online.named_order import NamedOrder, compute_end
-from dbo_runtime.planner.online.order_book import OrderBook
+from dbo_runtime.planner.online.order_book import SIMULATED_STEPS, OrderBook, PreparedOrder, _spread
 from dbo_runtime.planner.online.placements import list_placements
 from dbo_runtime.planner.online.predictor import Predictor, make_worst_cases
 from dbo_runtime.planner.online.preparation import (
@@ -28,7 +28,6 @@ from dbo_runtime.planner.online.preparation import (
     SHORTEST_STEP,
     USEFUL_GAIN,
     Preparation,
-    PreparedOrder,
     _Option,
     list_useful,
 )
@@ -82,13 +81,13 @@ def make_book(machine: PreparedMachine, micro_batches: int, config: RuntimeConfi
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_samples_are_predicted_as_they_are_simulated(name: str) -> None:
-    """Exactly, where lanes do not slow each other, or alike: the others are interpolated between a few."""
+    """Exactly, where lanes do not slow each other; where they do, steps that are hardly different share a mean."""
     opened = open_book(name)
-    chosen = opened.samples[::5]
+    is_contended = any(factor > 1.0 for factor in opened.machine.table.contention.values())
+    chosen = _spread(opened.samples, SIMULATED_STEPS)[::4] if is_contended else opened.samples[::4]
     predicted = opened.book.predict(chosen)[0]
     simulated = [[opened.simulate(order, features) for order in opened.book.orders] for features in chosen]
-    exact = not any(factor > 1.0 for factor in opened.machine.table.contention.values())
-    assert predicted == pytest.approx(np.array(simulated), rel=1e-9 if exact else 0.01)
+    assert predicted == pytest.approx(np.array(simulated), rel=5e-3 if is_contended else 1e-9)
 
 
 @pytest.mark.parametrize("name", ["alike", "unlike", "alike, contended", "side"])
@@ -102,7 +101,7 @@ def test_other_steps_are_predicted_closely_too(name: str) -> None:
             features.append(measure_slices(batch, slice_batch(batch, cuts)))
     predicted = opened.book.predict(features)[0]
     simulated = np.array([[opened.simulate(order, each) for order in opened.book.orders] for each in features])
-    assert predicted == pytest.approx(simulated, rel=0.02)
+    assert predicted == pytest.approx(simulated, rel=0.03)
     if name in ("alike", "unlike"):
         assert (predicted <= simulated * (1 + 1e-9)).all()
 
