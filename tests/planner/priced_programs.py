@@ -117,5 +117,7 @@ def steps(draw: st.DrawFn, micro_batches: int) -> tuple[BatchFeatures, ...]:
     lengths = (*batch.query_lens, *[1] * missing)
     contexts = tuple(draw(st.integers(0, 500)) for _ in lengths)
     batch = replace(batch, query_lens=lengths, context_lens=contexts)
-    cuts = draw(st.sets(st.integers(1, max(batch.tokens - 1, 1)), min_size=micro_batches - 1, max_size=micro_batches - 1))
+    cuts = draw(
+        st.sets(st.integers(1, max(batch.tokens - 1, 1)), min_size=micro_batches - 1, max_size=micro_batches - 1)
+    )
     return measure_slices(batch, slice_batch(replace(batch, cuttable=True), sorted(cuts), agreed=True))

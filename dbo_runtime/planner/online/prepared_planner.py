@@ -124,7 +124,7 @@ class PreparedPlanner(Planner):
             allowed = self._orders.list_allowed(config)
             self._books = {
                 count: self._preparation.make_book(samples, allowed, config)
-                for count, samples in self._list_samples(self.list_parts(config)).items()
+                for count, samples in self._list_samples(_list_counts(self.list_parts(config))).items()
             }
             self._prepared_for = prepared_for
 
@@ -260,6 +260,11 @@ class PreparedPlanner(Planner):
                     if len(cut) == count - 1 and all(left < right for left, right in pairwise((0, *cut, batch.tokens))):
                         samples[count][_measure_cut(batch, cut).slice_features] = None
         return {count: list(of_count) for count, of_count in samples.items()}
+
+
+def _list_counts(parts: Sequence[int]) -> list[int]:
+    """Return the numbers of micro-batches that may result: fewer than asked for where a batch allows no more cuts."""
+    return sorted({*parts, *range(2, max(parts))})
 
 
 def _measure_cut(batch: Batch, cut: Sequence[int]) -> _Cut:

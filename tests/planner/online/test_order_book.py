@@ -207,7 +207,9 @@ def test_all_movable_ops_are_tried_on_side() -> None:
 
 def test_ops_that_cost_nothing_are_predicted_to_take_nothing() -> None:
     program, table = MACHINES["side"]
-    nothing = {name: type(cost)(*[0.0] * (1 if isinstance(cost, ComputeCost) else 3)) for name, cost in table.ops.items()}
+    nothing = {
+        name: type(cost)(*[0.0] * (1 if isinstance(cost, ComputeCost) else 3)) for name, cost in table.ops.items()
+    }
     machine = PreparedMachine(program, make_table(program, nothing, contention=dict(table.contention)))
     book = make_book(machine, 2, RuntimeConfig(), range(len(list_placements(program)))).book
     predicted = book.predict([(BatchFeatures(10), BatchFeatures(20))])

@@ -118,7 +118,9 @@ def points(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     """Shares of a few orders, and the work of steps that differ by more than what is alike."""
     kinds = draw(st.integers(2, 4))
     rows = draw(
-        st.lists(st.lists(st.integers(1, 9), min_size=kinds, max_size=kinds), min_size=1, max_size=5, unique_by=normalise)
+        st.lists(
+            st.lists(st.integers(1, 9), min_size=kinds, max_size=kinds), min_size=1, max_size=5, unique_by=normalise
+        )
     )
     orders = draw(st.integers(1, 3))
     shares = [[draw(st.integers(0, 100)) / 100 for _ in range(orders)] for _ in rows]
