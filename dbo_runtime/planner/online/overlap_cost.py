@@ -1,11 +1,10 @@
 """How much later a schedule ends because its lanes slow each other down.
 
 While two lanes run, everything takes longer. If both are slower by the same factor f, that is as if time itself passed
-more slowly while they overlap: nothing happens in another order, and the end is later by (f - 1) times the overlap. That
-is what the sum of all ops is longer than the step, as long as at least one lane is always busy and ops take what they
-cost. Where lanes wait for the host or for a handover, or messages lack credit, it is less than the overlap by that
-much, so the end is predicted too early by (f - 1) times that: by at most 0.5 % for r1-decode-910c with 5 us of both, or
-with buffers for 200 tokens.
+more slowly while they overlap: nothing happens in another order, and the end is later by (f - 1) times the overlap.
+The overlap is what the sum of all ops is longer than the step, as long as a lane is always busy and ops take what they
+cost. Where all lanes wait for the host or a handover, or messages lack credit, that is too little, and the end is
+predicted too early: by up to 0.5 % for r1-decode-910c with 5 us of both, or with buffers for 200 tokens.
 
 If the factors differ, or there are three lanes, the share of the overlap by which the end is later depends on what is
 critical: it is simulated for a few steps, and interpolated between them.

@@ -131,7 +131,7 @@ class _Steps:
         return _Option(PreparedOrder(order, list_different(paths)), ends)
 
     def _make_uneven(self, durations: Vector) -> Iterator[Vector]:
-        """Yield *durations* of steps in which one micro-batch is small, or all others: as requests may have to be cut."""
+        """Yield *durations* of steps in which one micro-batch is small, or all others: requests may allow no other."""
         if self.micro_batches == 1:
             return
         kinds = len(self._layout.names)

@@ -13,7 +13,6 @@ from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.overlap_cost import (
-    SMALLEST_DISTANCE,
     OverlapCost,
     compute_share,
     find_common_factor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +36,7 @@ def test_they_go_from_small_ones_to_the_largest_and_each_is_listed_once(limits: 
     assert len(set(shapes)) == len(shapes) <= 200
     assert sizes[-1] == largest
     assert sizes[0] == min(SMALLEST_STEP, largest)
-    assert all(right <= 2 * left for left, right in zip(sizes, sizes[1:], strict=False))
+    assert all(right <= 2 * left for left, right in pairwise(sizes))
 
 
 def test_there_are_prompts_alone_several_after_a_context_and_with_decodes_and_decodes_alone() -> None:
