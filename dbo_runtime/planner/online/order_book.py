@@ -134,4 +134,5 @@ class OrderBook:
 def _spread(samples: Sequence[Sequence[BatchFeatures]], count: int) -> list[Sequence[BatchFeatures]]:
     """Return so many of *samples*, evenly spread over those with most tokens, whose overlap is worth most."""
     largest = sorted(samples, key=lambda features: -sum(each.tokens for each in features))
-    return largest[: len(largest) * 2 // 3 : max(len(largest) * 2 // 3 // count, 1)]
+    most = max(len(largest) * 2 // 3, 1)
+    return largest[: most : max(most // count, 1)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ MAX_SEARCHES = 4  # for each number of micro-batches, by all placements
 COMPARED_SAMPLES = 4  # to tell which placement is best
 SEARCHED_GAP = 0.01  # share by which a step has to take longer than a bound says for a search to be worthwhile
 USEFUL_GAIN = 1e-3  # share of some step's time that an order has to save to be kept
+UNEVEN_SHARES = (0.03, 0.3)  # of the time of a large micro-batch that a small one takes
+UNEVEN_STRIDE = 4  # one in so many samples stands for steps that are cut unevenly
+SHORTEST_STEP = 1e-12  # seconds: so that there are ratios of steps whose ops cost nothing
 
 Samples = Sequence[Sequence[BatchFeatures]]
 """Features of each micro-batch of steps that stand for all [steps][micro-batches]."""
@@ -113,7 +117,9 @@ class _Steps:
         self._tables = tables
         self._layout = DurationLayout(program, self.micro_batches)
         durations = tables.compute_durations(stack_features(samples))
-        self._durations = np.concatenate([durations[0], durations[-1]])  # as expected, and in the worst case
+        self._durations = np.concatenate(  # as expected, in the worst case, and cut unevenly
+            [durations[0], durations[-1], *self._make_uneven(durations[0, ::UNEVEN_STRIDE])]
+        )
         self._work = tables.compute_work(durations[0])
         self._predictor = Predictor(program, tables.tables[0])
 
@@ -121,12 +127,26 @@ class _Steps:
         """Find the critical paths of an order."""
         host = self._tables.tables[0].host
         ends, paths = CriticalPaths(order.schedule, self._layout, host.computes).find(self._durations)
-        return _Option(PreparedOrder(order, list_different(paths)), ends[: len(self._samples)])
+        ends = np.maximum(ends[: len(self._samples)], SHORTEST_STEP)
+        return _Option(PreparedOrder(order, list_different(paths)), ends)
+
+    def _make_uneven(self, durations: Vector) -> Iterator[Vector]:
+        """Yield *durations* of steps in which one micro-batch is small, or all others: requests may allow no other."""
+        if self.micro_batches == 1:
+            return
+        kinds = len(self._layout.names)
+        for micro_batch, share in product(range(self.micro_batches), UNEVEN_SHARES):
+            own = slice(micro_batch * kinds, (micro_batch + 1) * kinds)
+            small, large = np.ones(self._layout.size), np.ones(self._layout.size)
+            small[own] = share
+            large[: self.micro_batches * kinds] = share
+            large[own] = 1.0
+            yield from (durations * small, durations * large)
 
     def estimate(self, order: NamedOrder) -> float:
         """Return how long steps take by an order, as a mean of logarithms over a few samples."""
         few = self._samples[:: max(len(self._samples) // COMPARED_SAMPLES, 1)]
-        return sum(math.log(self._predictor.simulate_end(order, features)) for features in few)
+        return sum(math.log(max(self._predictor.simulate_end(order, features), SHORTEST_STEP)) for features in few)
 
     def estimate_bounds(self, program: Program) -> Vector:
         """Return seconds that hardly any order can beat [samples]: of the busiest lane, or of one micro-batch alone."""
@@ -134,8 +154,8 @@ class _Steps:
         lane_of = np.array([lanes[name] for name in self._layout.names] * self.micro_batches)
         on_lanes = [self._work[:, lane_of == lane].sum(axis=1) for lane in program.lanes]
         alone = self._work.reshape(len(self._samples), self.micro_batches, -1).sum(axis=2).max(axis=1)
-        bounds: Vector = np.maximum(np.max(on_lanes, axis=0), alone)
-        return bounds
+        bounds: Vector = np.max([*on_lanes, alone], axis=0)
+        return np.maximum(bounds, SHORTEST_STEP)
 
     def compute_times(self, program: Program, sample: int) -> list[list[float]]:
         """Return the expected seconds of each op [micro-batches][ops]."""

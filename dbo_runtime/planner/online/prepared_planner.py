@@ -128,7 +128,7 @@ class PreparedPlanner(Planner):
             allowed = self._orders.list_allowed(config)
             self._books = {
                 count: self._preparation.make_book(samples, allowed, config)
-                for count, samples in self._list_samples(self.list_parts(config)).items()
+                for count, samples in self._list_samples(_list_counts(self.list_parts(config))).items()
             }
             self._prepared_for = prepared_for
 
@@ -143,10 +143,11 @@ class PreparedPlanner(Planner):
         remembered = self._remembered.get(kind)
         decision = None if remembered is None else self._apply(remembered, batch, features)
         if decision is None:
-            decision = self._evaluate(features, self._list_cuts_of(batch, self.list_parts(config)), config)
+            decision = self._evaluate(features, self._list_cuts_of(batch, self._list_prepared_parts(config)), config)
             slices = () if isinstance(decision, Decline) else decision.slices[1:]
             shares = tuple(piece.first_token / features.tokens for piece in slices)
-            self._remembered[kind] = _Remembered(decision, shares)
+            if isinstance(decision, SplitChoice) or (batch.cuttable and decision.expected is not None):
+                self._remembered[kind] = _Remembered(decision, shares)  # elsewhere requests decide where to cut
         return self._check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
@@ -154,7 +155,7 @@ class PreparedPlanner(Planner):
         self.prepare(config)
         features = BatchFeatures(max(tokens))
         cuts = []
-        for parts in self.list_parts(config):
+        for parts in self._list_prepared_parts(config):
             sizes = share_data_parallel(tokens, parts)
             if not isinstance(sizes, Decline):
                 cuts.append(_Cut(tuple(BatchFeatures(max(part)) for part in sizes), sizes=sizes))
@@ -164,6 +165,10 @@ class PreparedPlanner(Planner):
         """Apply the proposals of all ranks, and forget decisions."""
         super().correct(proposals)
         self._remembered.clear()
+
+    def _list_prepared_parts(self, config: RuntimeConfig) -> list[int]:
+        """Return the numbers of micro-batches to choose from, but for more than the largest steps have tokens."""
+        return [count for count in self.list_parts(config) if count in self._books]
 
     def _get_kind(self, features: BatchFeatures, cuttable: bool) -> _Kind:
         seconds, attention = self._times.sum(features), self._times.sum_attention(features)
@@ -189,10 +194,11 @@ class PreparedPlanner(Planner):
         host = self.table.host
         split = max(ops + host.split + host.split_per_token * features.tokens, 0.0) * self.correction.factor(SPLIT)
         known = decision.prediction
-        if split > unsplit * known.split / known.unsplit * (1.0 + ALIKE):
+        if split * known.unsplit > unsplit * known.split * (1.0 + ALIKE):
             return None
         prediction = known._replace(unsplit=unsplit, split=split)
-        return SplitChoice(decision.order, prediction, slices, (), decision.kind, decision.doubt)
+        doubt = None if decision.doubt is None else replace(decision.doubt, expected=unsplit)
+        return SplitChoice(decision.order, prediction, slices, (), decision.kind, doubt)
 
     def _evaluate(self, features: BatchFeatures, cuts: Sequence[_Cut], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return what is best of all cuts and orders."""
@@ -210,8 +216,9 @@ class PreparedPlanner(Planner):
         ops = book.predict([cut.slice_features for cut in cuts])
         split = np.maximum(ops + outside, 0.0) * self.correction.factor(SPLIT)
         longer = np.concatenate([split[1:], split[:1] * (1.0 + self.table.split_error)])
-        reference = np.append(unsplit[1:], unsplit[0])
-        worst_cases = (1.0 - longer / reference[:, None, None]).min(axis=0).tolist()
+        reference = np.broadcast_to(np.append(unsplit[1:], unsplit[0])[:, None, None], longer.shape)
+        ratios = np.divide(longer, reference, out=np.ones_like(longer), where=reference > 0)  # see `compute_gain`
+        worst_cases = (1.0 - ratios).min(axis=0).tolist()
         return [
             SplitChoice(
                 order, Prediction(float(unsplit[0]), seconds, count, worst, order.side_ops), cut.slices, cut.sizes
@@ -257,6 +264,11 @@ class PreparedPlanner(Planner):
                     if len(cut) == count - 1 and all(left < right for left, right in pairwise((0, *cut, batch.tokens))):
                         samples[count][_measure_cut(batch, cut).slice_features] = None
         return {count: list(of_count) for count, of_count in samples.items()}
+
+
+def _list_counts(parts: Sequence[int]) -> list[int]:
+    """Return the numbers of micro-batches that may result: fewer than asked for where a batch allows no more cuts."""
+    return sorted({*parts, *range(2, max(parts))})
 
 
 def _measure_cut(batch: Batch, cut: Sequence[int]) -> _Cut:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ SMALLEST_STEP = 32  # tokens; smaller ones are not worth splitting on any machin
 PROMPTS = 4  # of the steps with several
 DECODE_SHARE = 0.25  # of the tokens, in steps with decodes and a prompt
 CONTEXT_SHARES = (0.0, 0.125, 0.5)  # of the longest context, before the tokens of a prompt
+DECODE_CONTEXT_SHARES = (0.05, 0.25, 1.0)  # the same, of each decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,8 @@ def list_shapes(limits: ServingLimits) -> list[Batch]:
 
     Sizes double from one to the next: what is found for one holds for those between, too (see `critical_paths`).
     """
-    return list(
-        dict.fromkeys(batch for tokens in _list_sizes(limits.tokens) for batch in _list_batches(tokens, limits))
-    )
+    largest = min(limits.tokens, limits.requests * limits.context)
+    return list(dict.fromkeys(batch for tokens in _list_sizes(largest) for batch in _list_batches(tokens, limits)))
 
 
 def _list_sizes(largest: int) -> Iterator[int]:
@@ -47,17 +48,23 @@ def _list_sizes(largest: int) -> Iterator[int]:
 
 
 def _list_batches(tokens: int, limits: ServingLimits) -> Iterator[Batch]:
-    room = max(limits.context - tokens, 0)
-    for share in CONTEXT_SHARES:
-        yield Batch((tokens,), tokens, context_lens=(int(share * room),))
-    prompts = min(PROMPTS, limits.requests)
+    fewest = math.ceil(tokens / limits.context)  # requests that so many tokens need
+    if fewest == 1:
+        for share in CONTEXT_SHARES:
+            yield _make_batch(0, 0, tokens, 1, int(share * (limits.context - tokens)))
+    prompts = min(max(PROMPTS, fewest), limits.requests, tokens)
     if prompts > 1:
-        yield Batch((tokens // prompts,) * prompts, tokens // prompts * prompts, context_lens=(0,) * prompts)
-    decodes = min(int(DECODE_SHARE * tokens), limits.requests - 1)
-    context = limits.context // PROMPTS
+        yield _make_batch(0, 0, tokens, prompts)
+    decodes = min(int(DECODE_SHARE * tokens), limits.requests - fewest)
     if decodes > 0:
-        prompt = tokens - decodes
-        yield Batch((*[1] * decodes, prompt), prompt, context_lens=(*[context] * decodes, 0))
+        prompts = math.ceil((tokens - decodes) / limits.context)
+        yield _make_batch(decodes, min(limits.context // PROMPTS, limits.context - 1), tokens - decodes, prompts)
     if 1 < tokens <= limits.requests:
-        for share in (0.05, 0.25, 1.0):
+        for share in DECODE_CONTEXT_SHARES:
             yield Batch((1,) * tokens, 0, context_lens=(int(share * (limits.context - 1)),) * tokens)
+
+
+def _make_batch(decodes: int, decode_context: int, tokens: int, prompts: int, context: int = 0) -> Batch:
+    """Return a batch of decodes, and of prompts of *tokens* tokens together, as even as possible."""
+    lengths = [tokens * (number + 1) // prompts - tokens * number // prompts for number in range(prompts)]
+    return Batch((*[1] * decodes, *lengths), tokens, context_lens=(*[decode_context] * decodes, *[context] * prompts))

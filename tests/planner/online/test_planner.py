@@ -19,6 +19,7 @@ from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, O
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.search.search import ROUNDING
 from dbo_runtime.policies import staggered
 from dbo_runtime.validate import validate
@@ -40,8 +41,11 @@ COSTS: dict[str, OpCost] = {
 }
 
 
-def open_planner(error: float = 0.0, **changes: object) -> Planner:
-    return Planner(PROGRAM, make_table(PROGRAM, COSTS, error, **changes), FEW_STATES)
+BOTH = pytest.mark.parametrize("kind", [Planner, PreparedPlanner], ids=["searching", "prepared"])
+
+
+def open_planner(error: float = 0.0, kind: type[Planner] = Planner, **changes: object) -> Planner:
+    return kind(PROGRAM, make_table(PROGRAM, COSTS, error, **changes), max_states=FEW_STATES)
 
 
 def split(planner: Planner, batch: Batch, config: RuntimeConfig) -> SplitChoice:
@@ -64,46 +68,54 @@ def simulate_exactly(planner: Planner, batch: Batch, choice: SplitChoice) -> flo
 # What is chosen
 
 
-def test_a_prompt_is_split_where_that_pays() -> None:
-    choice = split(open_planner(), PROMPT, AUTO)
+@BOTH
+def test_a_prompt_is_split_where_that_pays(kind: type[Planner]) -> None:
+    choice = split(open_planner(kind=kind), PROMPT, AUTO)
     assert sum(piece.size for piece in choice.slices) == PROMPT.tokens
     assert len(choice.slices) == choice.prediction.micro_batches >= 2
     assert choice.prediction.gain > 0.2
     assert choice.sizes == ()
 
 
-def test_a_prompt_stays_unsplit_where_split_steps_took_longer_than_predicted_by_as_much_as_is_gained() -> None:
-    sure = split(open_planner(), PROMPT, AUTO).prediction
+@BOTH
+def test_a_prompt_stays_unsplit_where_split_steps_took_longer_than_predicted_by_as_much_as_is_gained(
+    kind: type[Planner],
+) -> None:
+    sure = split(open_planner(kind=kind), PROMPT, AUTO).prediction
     longer = sure.unsplit / sure.split - 1
-    assert split(open_planner(split_error=longer * 0.99), PROMPT, AUTO).prediction.worst_case > 0
-    declined = decline(open_planner(split_error=longer * 1.01), PROMPT, AUTO)
+    assert split(open_planner(kind=kind, split_error=longer * 0.99), PROMPT, AUTO).prediction.worst_case > 0
+    declined = decline(open_planner(kind=kind, split_error=longer * 1.01), PROMPT, AUTO)
     assert declined.reason == "no gain predicted"
-    assert split(open_planner(split_error=longer * 1.01), PROMPT, ALWAYS)
+    assert split(open_planner(kind=kind, split_error=longer * 1.01), PROMPT, ALWAYS)
 
 
-def test_an_order_that_is_chosen_is_safe() -> None:
+@BOTH
+def test_an_order_that_is_chosen_is_safe(kind: type[Planner]) -> None:
     for parts in (2, 3, 4):
-        choice = split(open_planner(), PROMPT, replace(AUTO, micro_batches=parts))
+        choice = split(open_planner(kind=kind), PROMPT, replace(AUTO, micro_batches=parts))
         assert len(choice.order.schedule.programs) == parts
         validate(choice.order.schedule)
 
 
-def test_always_splits_even_where_it_loses() -> None:
-    planner = open_planner()
+@BOTH
+def test_always_splits_even_where_it_loses(kind: type[Planner]) -> None:
+    planner = open_planner(kind=kind)
     small = Batch((64,), 64)
     assert split(planner, small, ALWAYS).prediction.gain < 0
     decline(planner, small, AUTO)
 
 
-def test_a_margin_that_is_not_reached_leaves_the_step_unsplit() -> None:
-    planner = open_planner()
+@BOTH
+def test_a_margin_that_is_not_reached_leaves_the_step_unsplit(kind: type[Planner]) -> None:
+    planner = open_planner(kind=kind)
     gain = split(planner, PROMPT, AUTO).prediction.gain
-    decline(open_planner(), PROMPT, replace(AUTO, margin=gain + 1e-3))
-    split(open_planner(), PROMPT, replace(AUTO, margin=gain - 1e-3))
+    decline(open_planner(kind=kind), PROMPT, replace(AUTO, margin=gain + 1e-3))
+    split(open_planner(kind=kind), PROMPT, replace(AUTO, margin=gain - 1e-3))
 
 
-def test_a_decline_carries_what_was_predicted() -> None:
-    planner = open_planner()
+@BOTH
+def test_a_decline_carries_what_was_predicted(kind: type[Planner]) -> None:
+    planner = open_planner(kind=kind)
     batch = Batch((64,), 64)
     declined = decline(planner, batch, replace(AUTO, margin=0.03))
     assert declined.reason == "no gain predicted"
@@ -113,16 +125,18 @@ def test_a_decline_carries_what_was_predicted() -> None:
     assert declined.expected == planner.predict_unsplit(measure_unsplit(batch))
 
 
+@BOTH
 @pytest.mark.parametrize("parts", [2, 3, 5])
-def test_as_many_micro_batches_as_the_settings_say(parts: int) -> None:
-    choice = split(open_planner(), PROMPT, replace(ALWAYS, micro_batches=parts))
+def test_as_many_micro_batches_as_the_settings_say(kind: type[Planner], parts: int) -> None:
+    choice = split(open_planner(kind=kind), PROMPT, replace(ALWAYS, micro_batches=parts))
     assert len(choice.slices) == choice.prediction.micro_batches == parts
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("ops", "best"), [(("attention", "reduce"), 2), (("long", "reduce", "short", "long_reduce"), 3)]
 )
-def test_without_a_number_the_best_is_taken(ops: Sequence[str], best: int) -> None:
+def test_without_a_number_the_best_is_taken(kind: type[Planner], ops: Sequence[str], best: int) -> None:
     """Alike phases of high fixed cost gain nothing by a third micro-batch; unlike ones do."""
     costs: dict[str, OpCost] = {
         "attention": ComputeCost(20e-6, 0.1e-6),
@@ -132,15 +146,16 @@ def test_without_a_number_the_best_is_taken(ops: Sequence[str], best: int) -> No
         "long_reduce": CommCost(1e-6, 0.5e-6 / BYTES, BYTES),
     }
     program = record_layers(8, ops)
-    planner = Planner(program, make_table(program, {op: costs[op] for op in ops}), FEW_STATES)
+    planner = kind(program, make_table(program, {op: costs[op] for op in ops}), max_states=FEW_STATES)
     taken = {parts: split(planner, PROMPT, replace(ALWAYS, micro_batches=parts)).prediction.split for parts in (2, 3)}
     choice = split(planner, PROMPT, AUTO)
     assert min(taken, key=taken.__getitem__) == choice.prediction.micro_batches == best
     assert choice.prediction.split == taken[best]
 
 
-def test_the_order_that_the_settings_name_is_taken() -> None:
-    choice = split(open_planner(), PROMPT, replace(AUTO, policy=("staggered", 1), micro_batches=2))
+@BOTH
+def test_the_order_that_the_settings_name_is_taken(kind: type[Planner]) -> None:
+    choice = split(open_planner(kind=kind), PROMPT, replace(AUTO, policy=("staggered", 1), micro_batches=2))
     assert choice.order.order == staggered((PROGRAM,) * 2, 1)
 
 
@@ -164,28 +179,32 @@ def test_no_policy_is_predicted_faster_than_what_is_searched_for(
         assert found <= planner.predict_split(features, replace(ALWAYS, policy=policy)) * 1.01  # shares are rounded
 
 
-def test_attention_moves_the_cut_to_where_both_parts_cost_the_same() -> None:
+@BOTH
+def test_attention_moves_the_cut_to_where_both_parts_cost_the_same(kind: type[Planner]) -> None:
     quadratic = {**COSTS, "attention": ComputeCost(per_pair=1e-10, per_context_pair=1e-10)}
-    planner = Planner(PROGRAM, make_table(PROGRAM, quadratic), FEW_STATES)
+    planner = kind(PROGRAM, make_table(PROGRAM, quadratic), max_states=FEW_STATES)
     choice = split(planner, PROMPT, replace(AUTO, micro_batches=2))
     assert choice.slices[0].size == pytest.approx(PROMPT.tokens / 2**0.5, rel=0.01)
 
 
+@BOTH
 @pytest.mark.parametrize("batch", [Batch((1,), 1), Batch((1,), 0), Batch((500,), 500, cuttable=False)])
 @pytest.mark.parametrize("config", [AUTO, ALWAYS], ids=["auto", "always"])
-def test_what_cannot_be_cut_is_declined(batch: Batch, config: RuntimeConfig) -> None:
-    assert decline(open_planner(), batch, config).reason == "nowhere to cut"
+def test_what_cannot_be_cut_is_declined(kind: type[Planner], batch: Batch, config: RuntimeConfig) -> None:
+    assert decline(open_planner(kind=kind), batch, config).reason == "nowhere to cut"
 
 
-def test_decodes_that_wait_for_weights_stay_unsplit() -> None:
-    declined = decline(open_planner(), DECODES, AUTO)
+@BOTH
+def test_decodes_that_wait_for_weights_stay_unsplit(kind: type[Planner]) -> None:
+    declined = decline(open_planner(kind=kind), DECODES, AUTO)
     assert declined.reason == "no gain predicted"
     assert declined.expected is not None
 
 
-def test_decodes_are_split_where_communication_is_what_they_wait_for() -> None:
+@BOTH
+def test_decodes_are_split_where_communication_is_what_they_wait_for(kind: type[Planner]) -> None:
     costs = {"attention": ComputeCost(1e-6, 1e-6), "reduce": CommCost(1e-6, 1e-6 / BYTES, BYTES)}
-    planner = Planner(PROGRAM, make_table(PROGRAM, costs), FEW_STATES)
+    planner = kind(PROGRAM, make_table(PROGRAM, costs), max_states=FEW_STATES)
     choice = split(planner, DECODES, replace(AUTO, micro_batches=2))
     assert [piece.size for piece in choice.slices] == [32, 32]
 
@@ -300,14 +319,16 @@ def test_a_batch_that_was_seen_is_decided_by_the_same_object_until_something_is_
         assert again == first
 
 
-def test_settings_are_remembered_separately() -> None:
-    planner = open_planner()
+@BOTH
+def test_settings_are_remembered_separately(kind: type[Planner]) -> None:
+    planner = open_planner(kind=kind)
     assert len(split(planner, PROMPT, replace(ALWAYS, micro_batches=2)).slices) == 2
     assert len(split(planner, PROMPT, replace(ALWAYS, micro_batches=3)).slices) == 3
 
 
-def test_steps_that_take_longer_than_predicted_are_not_split_any_more() -> None:
-    planner = open_planner()
+@BOTH
+def test_steps_that_take_longer_than_predicted_are_not_split_any_more(kind: type[Planner]) -> None:
+    planner = open_planner(kind=kind)
     predicted = split(planner, PROMPT, AUTO).prediction
     learn(planner, SPLIT, 1.5)
     declined = decline(planner, PROMPT, AUTO)
@@ -327,8 +348,9 @@ def test_what_is_learnt_does_not_build_up() -> None:
     assert planner.predict_unsplit(features) == pytest.approx(corrected)
 
 
-def test_a_split_stays_while_half_of_the_margin_is_left() -> None:
-    planner, other = open_planner(), open_planner()
+@BOTH
+def test_a_split_stays_while_half_of_the_margin_is_left(kind: type[Planner]) -> None:
+    planner, other = open_planner(kind=kind), open_planner(kind=kind)
     prediction = split(planner, PROMPT, AUTO).prediction
     gain = 0.7 * AUTO.margin
     for each in (planner, other):
@@ -358,9 +380,10 @@ def learn(planner: Planner, mode: str, ratio: float, times: int = 40) -> None:
 # Data parallel ranks
 
 
-def test_ranks_that_share_a_step_get_sizes_that_add_up() -> None:
+@BOTH
+def test_ranks_that_share_a_step_get_sizes_that_add_up(kind: type[Planner]) -> None:
     tokens = (4096, 1001, 3000)
-    choice = open_planner().choose_data_parallel(tokens, AUTO)
+    choice = open_planner(kind=kind).choose_data_parallel(tokens, AUTO)
     assert isinstance(choice, SplitChoice)
     assert choice.slices == ()
     assert len(choice.sizes) == choice.prediction.micro_batches
@@ -369,15 +392,19 @@ def test_ranks_that_share_a_step_get_sizes_that_add_up() -> None:
     validate(choice.order.schedule)
 
 
-def test_every_rank_comes_to_the_same_choice() -> None:
+@BOTH
+def test_every_rank_comes_to_the_same_choice(kind: type[Planner]) -> None:
     tokens = (4096, 1001, 3000)
-    assert open_planner().choose_data_parallel(tokens, AUTO) == open_planner().choose_data_parallel(tokens, AUTO)
+    assert open_planner(kind=kind).choose_data_parallel(tokens, AUTO) == open_planner(kind=kind).choose_data_parallel(
+        tokens, AUTO
+    )
 
 
+@BOTH
 @pytest.mark.parametrize("largest", [64, 512, 4096])
-def test_the_largest_rank_decides(largest: int) -> None:
+def test_the_largest_rank_decides(kind: type[Planner], largest: int) -> None:
     shared, break_even = (
-        open_planner().choose_data_parallel(tokens, AUTO) for tokens in ((40, largest), (largest, largest))
+        open_planner(kind=kind).choose_data_parallel(tokens, AUTO) for tokens in ((40, largest), (largest, largest))
     )
     assert isinstance(shared, SplitChoice) == isinstance(break_even, SplitChoice) == (largest > 64)
     if isinstance(shared, SplitChoice) and isinstance(break_even, SplitChoice):
@@ -386,7 +413,8 @@ def test_the_largest_rank_decides(largest: int) -> None:
         assert shared == break_even
 
 
-def test_ranks_with_too_little_to_share_stay_unsplit() -> None:
-    declined = open_planner().choose_data_parallel((4096, 1), ALWAYS)
+@BOTH
+def test_ranks_with_too_little_to_share_stay_unsplit(kind: type[Planner]) -> None:
+    declined = open_planner(kind=kind).choose_data_parallel((4096, 1), ALWAYS)
     assert isinstance(declined, Decline)
     assert declined.reason == "nowhere to cut"
