@@ -46,6 +46,7 @@ MAX_REMEMBERED_KINDS = 4096
 SIZES_PER_OCTAVE = 6  # of the tokens of a step: those between are of a kind
 ATTENTION_SHARES = 12  # of the time of a step: between none and all
 
+NOTICEABLE_LOG = 0.005  # of a factor of the correction: decisions do not follow smaller changes at once
 ALIKE = 0.015  # share of a step's time by which a remembered decision may be worse for another step of the kind
 
 SliceFeatures = tuple[BatchFeatures, ...]
@@ -64,14 +65,19 @@ class _Cut(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What a decision depends on: steps that are equal in this are decided alike."""
+    """What a decision depends on: steps that are equal in this are decided alike.
+
+    Attributes:
+        size, attention: tokens, and attention's share of the time, in coarse units.
+        prefills, several: whether there are prefills, and more than one.
+        cuttable: whether requests may be cut inside.
+    """
 
     size: int
     attention: int
     prefills: bool
     several: bool
     cuttable: bool
-    is_data_parallel: bool = False
 
 
 class _Remembered(NamedTuple):
@@ -106,6 +112,7 @@ class PreparedPlanner(Planner):
         self._config: RuntimeConfig | None = None
         self._prepared_for: tuple[object, ...] = ()
         self._books: dict[int, OrderBook] = {}
+        self._remembered_logs = [0.0, 0.0]  # of the factors for unsplit and split steps with which decisions were made
         self._remembered: BoundedDict[_Kind, _Remembered] = BoundedDict(MAX_REMEMBERED_KINDS)
 
     @property
@@ -162,9 +169,12 @@ class PreparedPlanner(Planner):
         return self._check_measured(self._evaluate(features, cuts, config), config)
 
     def correct(self, proposals: Sequence[dict[str, float]]) -> None:
-        """Apply the proposals of all ranks, and forget decisions."""
+        """Apply the proposals of all ranks, and forget decisions once factors differ noticeably from theirs."""
         super().correct(proposals)
-        self._remembered.clear()
+        logs = [math.log(self.correction.factor(mode)) for mode in (UNSPLIT, SPLIT)]
+        if max(abs(log - known) for log, known in zip(logs, self._remembered_logs, strict=True)) > NOTICEABLE_LOG:
+            self._remembered_logs = logs
+            self._remembered.clear()
 
     def _list_prepared_parts(self, config: RuntimeConfig) -> list[int]:
         """Return the numbers of micro-batches to choose from, but for more than the largest steps have tokens."""
