@@ -76,7 +76,7 @@ class Server:
             data=json.dumps({"model": str(self.model), "temperature": 0, **body}).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             return json.load(response)["choices"][0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -78,6 +79,7 @@ class Planner:
         self._worst_cases = [Predictor(program, worst_case) for worst_case in worst_tables]
         self._hysteresis = SplitHysteresis()
         self._density = compute_density(table, program)
+        self._counts = Counter(op.name for op in program.ops)
         self._orders = Orders(program, table, self._predictor, max_states)
         self._decisions: BoundedDict[tuple[Batch | tuple[int, ...], RuntimeConfig], SplitChoice | Decline] = (
             BoundedDict(MAX_REMEMBERED_BATCHES)
@@ -202,13 +204,12 @@ class Planner:
 
     def _judge_size(self, tokens: int) -> Decline | None:
         features = BatchFeatures(tokens)
-        costs = [self.table.ops[op.name] for op in self.program.ops]
-        hidden = sum(cost.time(features) for cost in costs if isinstance(cost, CommCost))
-        cheaper = max(
-            self._density.pair - self._density.context_pair, 0.0
-        )  # what is new in one micro-batch is context in another
+        costs = [(self.table.ops[name], count) for name, count in self._counts.items()]
+        hidden = sum(count * cost.time(features) for cost, count in costs if isinstance(cost, CommCost))
+        # What is new in one micro-batch is context in another.
+        cheaper = max(self._density.pair - self._density.context_pair, 0.0)
         hidden += cheaper * tokens**2 / 2
-        paid = sum(cost.fixed for cost in costs if isinstance(cost, ComputeCost))  # other costs may be hidden
+        paid = sum(count * cost.fixed for cost, count in costs if isinstance(cost, ComputeCost))  # others may be hidden
         paid += self.table.host.split - self.table.host.unsplit
         if hidden >= paid:
             return None
