@@ -63,12 +63,16 @@ class OrderBook:
         self._tables = tables
         self._paths = np.concatenate([paths for _, paths in prepared]).T
         self._begins = np.cumsum([0, *(len(paths) for _, paths in prepared[:-1])])
-        self._overlap_costs: list[OverlapCost | None] = [None] * len(tables.tables)
+        self._overlap_costs: list[OverlapCost | None] = []  # by table
+        measured: dict[tuple[tuple[str, float], ...], OverlapCost | None] = {}
         for number, table in enumerate(tables.tables):
-            few = _spread(samples, SIMULATED_WORST_CASES if number else SIMULATED_STEPS)
-            durations = tables.compute_durations(stack_features(few))
-            alone, work = self._predict_alone(durations)[number], tables.compute_work(durations)[number]
-            self._overlap_costs[number] = self._measure_overlap_cost(program, table, few, alone, work)
+            contention = tuple(sorted(table.contention.items()))
+            if contention not in measured:  # it depends on contention and the shares of work, whatever the table
+                few = _spread(samples, SIMULATED_WORST_CASES if number else SIMULATED_STEPS)
+                durations = tables.compute_durations(stack_features(few))
+                alone, work = self._predict_alone(durations)[number], tables.compute_work(durations)[number]
+                measured[contention] = self._measure_overlap_cost(program, table, few, alone, work)
+            self._overlap_costs.append(measured[contention])
 
     def predict(self, slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
         """Return the seconds of all ops of steps by each order [tables, steps, orders].

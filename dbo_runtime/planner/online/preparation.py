@@ -84,8 +84,9 @@ class Preparation:
         Each search is for the sample whose best known order is farthest from a bound.
         """
         candidates, program = self._candidates[number], self._placements[number]
-        policies = candidates.list_policies(steps.micro_batches)
-        options = [steps.prepare(order) for order in policies[:PREPARED_LEADS]]
+        leads = range(PREPARED_LEADS)
+        policies = [candidates.make_policy("staggered", lead, steps.micro_batches, "optimal") for lead in leads]
+        options = [steps.prepare(order) for order in policies]
         names = {option.prepared.order.name for option in options}
         bounds = steps.estimate_bounds(program)
         for _ in range(searches):
