@@ -65,13 +65,14 @@ class OrderJudge:
 def draw_features(rng: random.Random, case: PublishedCase) -> tuple[BatchFeatures, ...]:
     """Draw the micro-batches of a step: prompts, some after a context, or decodes, as the case is about."""
     while True:
-        batch = _draw_prompts(rng) if case.step.prefill_tokens else _draw_decodes(rng)
+        batch = draw_prompts(rng) if case.step.prefill_tokens else _draw_decodes(rng)
         cuts = place_cuts(batch, share_evenly(batch, rng.choice((2, 2, 3))))
         if cuts:
             return measure_slices(batch, slice_batch(batch, cuts))
 
 
-def _draw_prompts(rng: random.Random) -> Batch:
+def draw_prompts(rng: random.Random) -> Batch:
+    """Draw a step of a few prompts, some after a context, with or without decodes."""
     prompts = [rng.randint(16, rng.choice((800, 4096))) for _ in range(rng.randint(1, 6))]
     decodes = rng.choice((0, 0, rng.randint(1, 128)))
     contexts = [*rng.choices(CONTEXTS[2:], k=decodes), *rng.choices(CONTEXTS, k=len(prompts))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
+from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online import named_order, predictor, probation, simulation
 from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import Candidates
@@ -25,6 +27,7 @@ from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.prepared_planner import ALIKE, MAX_REMEMBERED_KINDS, PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
+from dbo_runtime.planner.whatif.published_cases import get_case
 from dbo_runtime.program import SIDE
 from dbo_runtime.validate import validate
 from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit
@@ -36,6 +39,7 @@ from tests.planner.online.prepared_machines import (
     draw_batch,
     make_alike,
 )
+from tests.planner.online.served_orders import draw_prompts
 from tests.profiles import scale
 from tests.strategies import batches
 
@@ -437,3 +441,24 @@ def test_unsplit_steps_that_are_predicted_to_take_no_time_stay_unsplit() -> None
         for _ in range(2):
             assert decline(planner, Batch((tokens,), tokens)).expected == 0
             assert split(planner, Batch((tokens,), tokens), ALWAYS).prediction.gain == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a3-layer-4894", "r1-tp16-941", "910b-profile-4894"])
+def test_published_models_of_all_layers_are_planned_as_by_a_search(name: str) -> None:
+    case = get_case(name)
+    machine = PreparedMachine(build_program(case.table.program), case.table)
+    planner, searching = PreparedPlanner(*machine, ServingLimits(tokens=16_384)), Planner(*machine)
+    rng = random.Random(name)
+    differing, errors, longer = 0, [], []
+    for batch in (draw_prompts(rng) for _ in range(30)):
+        decision, searched = planner.choose(batch, AUTO), searching.choose(batch, AUTO)
+        differing += isinstance(decision, SplitChoice) != isinstance(searched, SplitChoice)
+        if isinstance(decision, SplitChoice) and isinstance(searched, SplitChoice):
+            seconds = simulate(machine, batch, decision)
+            errors.append(abs(decision.prediction.split / seconds - 1.0))
+            longer.append(seconds / simulate(machine, batch, searched) - 1.0)
+    assert errors, "a case of prompts that are split"
+    assert differing <= 1
+    assert mean(errors) <= 0.005
+    assert mean(longer) <= 0.005
