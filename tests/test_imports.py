@@ -59,7 +59,8 @@ def test_every_module_of_the_core_imports_where_nothing_foreign_can_be() -> None
 
 
 def test_importing_dbo_runtime_pulls_in_nothing_foreign() -> None:
-    printed = run_fresh(f"import sys, dbo_runtime; print([name for name in {(*FOREIGN, "numpy")} if name in sys.modules])")
+    names = (*FOREIGN, "numpy")
+    printed = run_fresh(f"import sys, dbo_runtime; print([name for name in {names} if name in sys.modules])")
     assert printed == "[]"
 
 
