@@ -126,6 +126,7 @@ def test_a_step_that_is_not_cut_says_what_is_concurrent(tmp_path: Path, capsys: 
     assert "leave unsplit" in left
 
 
+@pytest.mark.slow
 def test_measurements_are_beside_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
     note, blank, head, *rows = run_plan(capsys, "--measurements").splitlines()
     assert note.startswith("times faster in two micro-batches than unsplit; ! where the measurement contradicts")
@@ -134,6 +135,7 @@ def test_measurements_are_beside_what_the_model_says(capsys: pytest.CaptureFixtu
     assert not any("!" in row for row in rows)
 
 
+@pytest.mark.usefixtures("_no_break_even")
 def test_the_machine_s_network_and_the_busiest_rank_are_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--micro-batches", "2", "--json")
 

@@ -82,6 +82,7 @@ def test_the_runtime_declines_few_decodes_and_splits_many(name: str) -> None:
     assert "ms in 1 micro-batch, keys concurrent: " in str(chosen)
 
 
+@pytest.mark.slow
 def test_experts_beside_the_other_micro_batch_s_attention_gain_what_no_single_lane_does() -> None:
     """Both lanes compute, so work is hidden behind work: CloudMatrix-Infer's two streams, with the same costs."""
     for count in (64, 96):

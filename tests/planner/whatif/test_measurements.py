@@ -15,12 +15,20 @@ DECODES = [each for each in MEASUREMENTS if each.case == "r1-decode-12708"]
 NAMES = [f"{each.case}-{each.size}" for each in MEASUREMENTS]
 
 
-@pytest.mark.parametrize("measurement", MEASUREMENTS, ids=NAMES)
+@pytest.mark.parametrize(
+    "measurement",
+    [
+        # A decode of two micro-batches with movable ops is searched for seconds.
+        pytest.param(each, marks=[pytest.mark.slow] if each in DECODES else [], id=name)
+        for each, name in zip(MEASUREMENTS, NAMES, strict=True)
+    ],
+)
 def test_no_measurement_contradicts_the_model(measurement: Measurement) -> None:
     comparison = compare(measurement)
     assert comparison.agrees, comparison
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measurement", DECODES, ids=lambda each: str(each.size))
 def test_with_one_compute_lane_the_decodes_contradict_it(measurement: Measurement) -> None:
     comparison = compare(measurement)

@@ -12,9 +12,10 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import measure_features
+from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
-from dbo_runtime.runtime import Statistics
+from dbo_runtime.runtime import MAX_PLANS, Statistics
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.costs import (
     Lines,
@@ -33,7 +34,8 @@ LOSING = 20e-3  # seconds that a split costs: a little more than is gained of th
 def forward(one_rank: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[SplitForward]:
     """Return the forward of the served model, which counts and makes plans anew; afterwards it has no costs again."""
     forward: SplitForward = one_rank.runner.get_model().forward
-    for name, value in (("statistics", Statistics()), ("_named", {}), ("_executors", {})):
+    fresh = {"statistics": Statistics(), "_named": BoundedDict(MAX_PLANS), "_executors": BoundedDict(MAX_PLANS)}
+    for name, value in fresh.items():
         monkeypatch.setattr(forward.runtime, name, value)
     yield forward
     forward.runtime.planner = None
