@@ -22,6 +22,7 @@ from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.hysteresis import MAX_KINDS
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.planner import Planner, SplitChoice
 from dbo_runtime.planner.online.predictor import Predictor
@@ -263,10 +264,10 @@ def test_caches_do_not_grow_beyond_their_bounds() -> None:
 def test_years_of_serving_leave_bounded_caches() -> None:
     planner = MACHINES["side"].open_planner()
     ask_distinct(planner, 20_000)
-    before = count_entries(planner)
-    ask_distinct(planner, 20_000, first=20_000)
-    assert len(planner._remembered) <= MAX_REMEMBERED_KINDS
-    assert count_entries(planner) < before * 1.1
+    caches = {**planner.describe_caches(), "hysteresis": (len(planner._hysteresis._split), MAX_KINDS)}
+    assert caches["kinds"][1] == MAX_REMEMBERED_KINDS
+    assert {name for name, (entries, most) in caches.items() if entries > most} == set()
+    assert caches["kinds"][0] < caches["kinds"][1], "steps are of few kinds"
 
 
 def ask_distinct(planner: PreparedPlanner, count: int, first: int = 0) -> None:
