@@ -12,7 +12,7 @@ MODES = {  # what is compared -> its settings; engines have measured their costs
     OFF: {"DBO_MODE": "off"},
     SYNCHRONOUS: {"DBO_MODE": "always", "DBO_POLICY": "sequential", "DBO_MICRO_BATCHES": "2"},
     UNPLANNED: {"DBO_MODE": "always", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
-    PLANNED: {"DBO_MODE": "auto"},
+    PLANNED: {"DBO_MODE": "auto", "DBO_PROBATION": "0"},  # which would run some steps the other way
 }
 NO_LIMIT = "none"
 

@@ -1,4 +1,8 @@
-"""What the ops of micro-batches take, as vectors: for many steps and several cost tables at once."""
+"""What the ops of micro-batches take, as vectors: for many steps and several cost tables at once.
+
+Ranks on different hosts must get the same sums to the last bit, for they compare them. A BLAS adds in the order that
+suits the processor, so all durations are multiples of `RESOLUTION`: sums of such multiples are exact in any order.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from dbo_runtime.program import COMM, Program
 Vector: TypeAlias = NDArray[np.float64]
 
 FEATURES = BatchFeatures._fields
+RESOLUTION = 2.0**-43  # seconds, a tenth of a picosecond; sums up to 1024 seconds are exact
 _ATTENTION_FEATURES = [FEATURES.index(name) for name in ATTENTION.values()]
 
 
@@ -78,14 +83,15 @@ class DurationTables:
         self._free = _collect(costs, "free_seconds")
         self._attention = np.concatenate([_collect(costs, rate) for rate in ATTENTION], axis=1)
         self._credited = [layout.names.index(name) for name in layout.communication]
-        self._host = np.array([[table.host.issue, table.host.handover] for table in tables])[:, None]
+        self._host = round_durations(np.array([[table.host.issue, table.host.handover] for table in tables])[:, None])
 
     def compute_ops(self, features: Vector) -> Vector:
         """Return the seconds of each kind of op [tables, batches, kinds] for features [batches, features]."""
         sized = features[:, :1] * self._per_token - self._free
         seconds: Vector = self._fixed + np.maximum(self._floor, sized)
-        seconds += features[:, _ATTENTION_FEATURES] @ self._attention
-        return seconds
+        for number, column in enumerate(_ATTENTION_FEATURES):
+            seconds += features[:, column, None] * self._attention[:, number, None]
+        return round_durations(seconds)
 
     def sum_ops(self, features: Vector) -> Vector:
         """Return the seconds of all ops one after another [tables, batches] for features [batches, features]."""
@@ -103,7 +109,8 @@ class DurationTables:
         ops = self.compute_ops(features).reshape(size)
         sent = features[:, :1] * self._per_token[..., self._credited]
         credits = np.minimum(sent, self._free[..., self._credited]).reshape(size)
-        return np.concatenate([ops, credits, np.broadcast_to(self._host, (*ops.shape[:2], 2))], axis=2)
+        host = np.broadcast_to(self._host, (*ops.shape[:2], 2))
+        return np.concatenate([ops, round_durations(credits), host], axis=2)
 
     def compute_work(self, durations: Vector) -> Vector:
         """Return the seconds of all ops of each kind [..., kinds of all micro-batches] for [..., durations]."""
@@ -115,6 +122,12 @@ class DurationTables:
     def repeat_counts(self, micro_batches: int) -> Vector:
         """Return how many ops of each kind there are, for each micro-batch [kinds of all micro-batches]."""
         return np.tile(self._counts, micro_batches)
+
+
+def round_durations(seconds: Vector) -> Vector:
+    """Return *seconds* as multiples of `RESOLUTION`, whose sums are exact."""
+    rounded: Vector = np.rint(seconds / RESOLUTION) * RESOLUTION
+    return rounded
 
 
 def stack_features(slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:

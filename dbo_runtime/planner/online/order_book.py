@@ -6,6 +6,7 @@ then products of small matrices.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_times import OpTimes
-from dbo_runtime.planner.online.durations import DurationTables, Vector, stack_features
+from dbo_runtime.planner.online.durations import DurationTables, Vector, round_durations, stack_features
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.overlap_cost import OverlapCost, compute_share, find_common_factor, stack_shares
 from dbo_runtime.planner.online.predictor import Predictor
@@ -74,6 +75,14 @@ class OrderBook:
                 measured[contention] = self._measure_overlap_cost(program, table, few, alone, work)
             self._overlap_costs.append(measured[contention])
 
+    @property
+    def digest(self) -> str:
+        """A hash of all that predictions depend on, but for costs."""
+        numbers = hashlib.sha256(self._paths.tobytes())
+        for cost in self._overlap_costs:
+            numbers.update(b"" if cost is None else cost.shares.tobytes())
+        return "-".join([*self._numbers, numbers.hexdigest()[:16]])
+
     def predict(self, slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
         """Return the seconds of all ops of steps by each order [tables, steps, orders].
 
@@ -96,7 +105,7 @@ class OrderBook:
         kinds = len(durations)
         durations += [each for features in slice_features for each in self._times.list_credits(features)]
         durations += self._host
-        vector = np.array(durations)
+        vector = round_durations(np.array(durations))
         end = float((self._paths_of[number] @ vector).max())
         if cost is not None:
             work = vector[:kinds] * self._counts

@@ -20,8 +20,8 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.durations import Vector
 from dbo_runtime.program import Program
 
-DISTANCE_POWER = 2  # by which the inverse squared distance of a simulated step counts
 SMALLEST_DISTANCE = 1e-5  # squared, in shares of a step's work: closer steps are alike
+RESOLUTION = 2.0**-24  # of shares and their weights, so that products of both add up exactly, in any order
 ROUNDING = 1e-9  # share of a step's work: less overlap is none
 
 
@@ -31,23 +31,27 @@ class OverlapCost:
     Args:
         shares: of steps that were simulated [steps, orders], or of any step [1, orders].
         work: of these steps: the seconds of each kind of op [steps, kinds].
+
+    Attributes:
+        shares: as given, rounded.
     """
 
     def __init__(self, shares: Vector, work: Vector) -> None:
-        self._shares = shares
+        self.shares = _round(shares)
         self._points = _normalise(work)
 
     def estimate(self, work: Vector) -> Vector:
         """Return the shares [steps, orders] for steps whose kinds of op take these seconds [steps, kinds].
 
-        Interpolated by inverse distance (Shepard 1968) between the shares that kinds of op have of the work.
+        Interpolated by inverse distance to the power of four (Shepard 1968) between the shares that kinds of op have of
+        the work.
         """
-        if len(self._shares) == 1:
-            return self._shares
+        if len(self.shares) == 1:
+            return self.shares
         differences = _normalise(work)[:, None] - self._points
         distances = np.maximum((differences * differences).sum(axis=2), SMALLEST_DISTANCE)
-        weights = distances**-DISTANCE_POWER
-        estimated: Vector = weights @ self._shares / weights.sum(axis=1, keepdims=True)
+        weights = 1.0 / (distances * distances)
+        estimated: Vector = _round(weights / weights.sum(axis=1, keepdims=True)) @ self.shares
         return estimated
 
 
@@ -79,6 +83,11 @@ def _normalise(work: Vector) -> Vector:
     total = np.broadcast_to(work.sum(axis=1, keepdims=True), work.shape)
     normalised: Vector = np.divide(work, total, out=np.zeros_like(work), where=total > 0)
     return normalised
+
+
+def _round(shares: Vector) -> Vector:
+    rounded: Vector = np.rint(shares / RESOLUTION) * RESOLUTION
+    return rounded
 
 
 def stack_shares(columns: Sequence[Vector]) -> Vector:

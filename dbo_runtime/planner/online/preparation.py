@@ -166,7 +166,7 @@ class _Steps:
 def list_useful(options: Sequence[_Option]) -> list[_Option]:
     """Return as few options as needed for no sample to take noticeably longer than by the best of all."""
     best = np.min([option.ends for option in options], axis=0)
-    rest = sorted(options, key=lambda option: float(np.log(option.ends).sum()))
+    rest = sorted(options, key=lambda option: sum(map(math.log, option.ends)))
     kept = [rest.pop(0)]
     while rest:
         now = np.min([option.ends for option in kept], axis=0)

@@ -120,6 +120,11 @@ class PreparedPlanner(Planner):
         """The orders that are prepared."""
         return [order for book in self._books.values() for order in book.orders]
 
+    @property
+    def digest(self) -> str:
+        """Names what is prepared: ranks with the same costs and digest predict the same."""
+        return ", ".join(book.digest for book in self._books.values())
+
     def describe_caches(self) -> dict[str, tuple[int, int]]:
         """Return how many entries each cache has, and how many it may have."""
         return {**super().describe_caches(), "kinds": (len(self._remembered), self._remembered.max_size)}

@@ -212,22 +212,28 @@ class CostSource:
         return table
 
     def _use(self, table: CostTable, source: str) -> None:
-        """Plan by *table* from now on, with all orders prepared.
+        """Plan by *table* from now on, with all orders prepared, and for the limits of the first rank's scheduler.
 
         Raises:
-            ConfigError: on all ranks, if any of them cannot prepare; the planner that was in use stays.
+            ConfigError: on all ranks, if any of them cannot prepare, or they prepared different orders; the planner
+                that was in use stays.
         """
         runtime, before, start = self._runtime, self._runtime.planner, time.perf_counter()
-        problem = ""
+        limits = gather(self._group, self._limits)[0]  # of a node without a server, vLLM's defaults are others
+        prepared, problem = "", ""
         try:
-            runtime.planner = PreparedPlanner(runtime.program, table, self._limits)
+            runtime.planner = planner = PreparedPlanner(runtime.program, table, limits)
             runtime.prepare(runtime.config)
+            prepared = planner.digest
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; it may be a lack of memory
             problem = f"issue orders cannot be prepared: {error!r}"
-        problems = gather(self._group, problem)
-        if any(problems):
+        outcomes = gather(self._group, (prepared, problem))
+        problem = next((problem for _, problem in outcomes if problem), "")
+        if not problem and len(set(outcomes)) > 1:
+            problem = f"ranks prepared different issue orders. {format_ranks([prepared for prepared, _ in outcomes])}"
+        if problem:
             runtime.planner = before
-            raise ConfigError(next(filter(None, problems)))
+            raise ConfigError(problem)
         self._log.info(
             "planning by costs",
             source=source,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.runtime import ExecutionPlan
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _DECLINES = 0
+MAX_AGREED_PLANS = 256  # that are kept: all ranks forget the same, and agree on it again
 
 
 class Agreement:
@@ -37,7 +39,7 @@ class Agreement:
     def __init__(self, group: GroupCoordinator, votes: bool = False) -> None:
         self._group = group
         self._votes = votes
-        self._agreed: set[Hashable] = set()
+        self._agreed: BoundedDict[Hashable, None] = BoundedDict(MAX_AGREED_PLANS)
 
     def copy_for(self, group: GroupCoordinator) -> Agreement:
         """Return an agreement on which nothing is agreed yet."""
@@ -47,7 +49,7 @@ class Agreement:
         """Return what all ranks do: *own*, or the first rank's reason against it.
 
         Every rank must get here in the same steps with the same *key*, which names the plan before it is made.
-        *statement* is what must be equal on all of them. Ranks compare a key once; again only if they vote. Their
+        *statement* is what must be equal on all of them. Ranks compare a key once; again only if they vote, or have compared many others since. Their
         collective is one integer per rank. A plan that all of them have compared and do not vote on has no local
         reasons against it on any rank; a rank that finds one nevertheless cannot decline alone.
 
@@ -68,7 +70,7 @@ class Agreement:
             return self._get_first_decline(own)
         if len(set(gathered)) > 1:
             self.compare(statement)
-        self._agreed.add(key)
+        self._agreed[key] = None
         return own
 
     def compare(self, statement: str) -> None:

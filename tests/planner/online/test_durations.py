@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable, HostCost
-from dbo_runtime.planner.online.durations import DurationLayout, DurationTables, stack_features
+from dbo_runtime.planner.online.durations import RESOLUTION, DurationLayout, DurationTables, stack_features
 from dbo_runtime.program import COMM, COMPUTE, Program
 from tests.planner.priced_programs import MICROSECONDS, THREE_LANES, layered_programs, steps, tables
 from tests.profiles import scale
@@ -44,7 +44,8 @@ def test_they_are_those_of_each_table_and_step(case: Priced) -> None:
     assert durations.shape == (len(case.tables), len(case.steps), layout.size)
     for table, of_table in zip(case.tables, durations, strict=True):
         for features, vector in zip(case.steps, of_table, strict=True):
-            assert (vector[layout.issue], vector[layout.handover]) == (table.host.issue, table.host.handover)
+            assert vector[layout.issue] == pytest.approx(table.host.issue)
+            assert vector[layout.handover] == pytest.approx(table.host.handover)
             for micro_batch, own in enumerate(features):
                 seconds, credits = table.times(program, own), table.credits(program, own)
                 assert [vector[layout.find_op(micro_batch, op.name)] for op in program.ops] == pytest.approx(seconds)
@@ -52,6 +53,19 @@ def test_they_are_those_of_each_table_and_step(case: Priced) -> None:
                     place = layout.find_credit(micro_batch, op.name)
                     assert (place is None) == (op.lane != COMM)
                     assert place is None or vector[place] == pytest.approx(credit)
+
+
+@settings(max_examples=scale(100))
+@given(priced(), st.integers(0, 2**31))
+def test_their_sums_are_exact_in_any_order(case: Priced, seed: int) -> None:
+    """So that a BLAS, which adds in the order that suits the processor, gives the same on all hosts."""
+    vectors = DurationTables(case.program, case.tables).compute_durations(stack_features(case.steps))
+    numbers = np.random.default_rng(seed)
+    counts = numbers.integers(0, 200, vectors.shape[-1]).astype(np.float64)
+    for vector in vectors.reshape(-1, vectors.shape[-1]):
+        exact = sum(int(each / RESOLUTION) * int(count) for each, count in zip(vector, counts, strict=True))
+        order = numbers.permutation(len(vector))
+        assert float(vector[order] @ counts[order]) == exact * RESOLUTION
 
 
 @settings(max_examples=scale(100))

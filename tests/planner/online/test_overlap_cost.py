@@ -13,6 +13,7 @@ from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.overlap_cost import (
+    RESOLUTION,
     OverlapCost,
     compute_share,
     find_common_factor,
@@ -145,8 +146,8 @@ def test_shares_of_other_steps_are_between_those_of_simulated_ones(
 ) -> None:
     shares, work = points
     (estimated,) = OverlapCost(shares, work).estimate(np.array([other[: work.shape[1]]]))
-    assert (estimated >= shares.min(axis=0) - 1e-12).all()
-    assert (estimated <= shares.max(axis=0) + 1e-12).all()
+    assert (estimated >= shares.min(axis=0) - RESOLUTION * len(shares)).all()
+    assert (estimated <= shares.max(axis=0) + RESOLUTION * len(shares)).all()
 
 
 def test_a_step_half_way_between_two_has_the_mean_of_their_shares() -> None:

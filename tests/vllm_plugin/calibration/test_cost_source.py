@@ -10,6 +10,7 @@ from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,6 +22,8 @@ from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
+from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.calibration import cost_source
 from dbo_runtime.vllm_plugin.calibration.cost_source import Report
@@ -373,6 +376,44 @@ def test_ranks_calibrate_to_the_same_costs(two_ranks: Engine, tmp_path: Path) ->
     assert re.search(r"corrupt\.json: it is not JSON", corrupt[0])
     assert missing[0] == missing[1]
     assert re.search(r"missing\.json cannot be read", missing[0])
+
+
+def test_ranks_prepare_the_same_orders_or_do_not_plan(two_ranks: Engine, tmp_path: Path) -> None:
+    """vLLM's default of `max_num_seqs` is another one on a node without a server."""
+    path = tmp_path / "costs.json"
+    try:
+        two_ranks.llm.collective_rpc(calibrate_few, args=(str(path),))
+    finally:
+        two_ranks.llm.collective_rpc(forget_costs)
+    limits, digests = zip(*two_ranks.llm.collective_rpc(load_with_own_limits, args=(str(path),)), strict=True)
+    assert limits[0] == limits[1]
+    assert digests[0] == digests[1] != ""
+    first, second = two_ranks.llm.collective_rpc(load_with_own_digest, args=(str(path),))
+    assert first == second == "ranks prepared different issue orders. rank 0: orders of 0; rank 1: orders of 1"
+
+
+def load_with_own_limits(worker: Any, path: str) -> tuple[ServingLimits, str]:
+    """Load a file on a rank whose scheduler has limits of its own; return those it plans for, and what it prepared."""
+    forward = worker.model_runner.get_model().forward
+    costs = get_costs(forward)
+    own = replace(costs._limits, requests=costs._limits.requests * (1 + costs._group.rank_in_group))
+    try:
+        with mock.patch.object(costs, "_limits", own):
+            costs.load(path)
+        return forward.runtime.planner._limits, forward.runtime.planner.digest
+    finally:
+        forward.runtime.planner = None
+
+
+def load_with_own_digest(worker: Any, path: str) -> str:
+    """Load a file on a rank that prepares other orders than the other one; return why it does not plan."""
+    forward = worker.model_runner.get_model().forward
+    costs = get_costs(forward)
+    own = f"orders of {costs._group.rank_in_group}"
+    with mock.patch.object(PreparedPlanner, "digest", own), pytest.raises(ConfigError) as raised:
+        costs.load(path)
+    assert forward.runtime.planner is None
+    return str(raised.value)
 
 
 def load_on_rank(worker: Any, paths: tuple[str, str]) -> str:
