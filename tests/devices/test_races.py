@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.devices import open_device
-from dbo_runtime.errors import DboError, ScheduleError
+from dbo_runtime.errors import ScheduleError
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.lowering import lower

@@ -49,9 +49,10 @@ class Agreement:
         """Return what all ranks do: *own*, or the first rank's reason against it.
 
         Every rank must get here in the same steps with the same *key*, which names the plan before it is made.
-        *statement* is what must be equal on all of them. Ranks compare a key once; again only if they vote, or have compared many others since. Their
-        collective is one integer per rank. A plan that all of them have compared and do not vote on has no local
-        reasons against it on any rank; a rank that finds one nevertheless cannot decline alone.
+        *statement* is what must be equal on all of them. Ranks compare a key once; again only if they vote, or have
+        compared many others since. Their collective is one integer per rank. A plan that all of them have compared and
+        do not vote on has no local reasons against it on any rank; a rank that finds one nevertheless cannot decline
+        alone.
 
         Raises:
             ScheduleError: if the ranks are about to do different things, or this rank alone cannot follow.
