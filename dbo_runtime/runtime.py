@@ -12,27 +12,16 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
-from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
-from dbo_runtime.generated_executor import GeneratedExecutor
-from dbo_runtime.lowering import lower
+from dbo_runtime.executor_cache import ExecutorCache
 from dbo_runtime.observe.declines import count_declined
 from dbo_runtime.observe.instrument import Instrument
-from dbo_runtime.planner.online.bounded import BoundedDict
-from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
-from dbo_runtime.policies import get_policy
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.program import SIDE, Program
-from dbo_runtime.ranks import RankPlan, validate_ranks
-from dbo_runtime.render import digest
-from dbo_runtime.schedule import Schedule
-from dbo_runtime.setting_values import name_policy
-from dbo_runtime.validate import validate
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
-
-MAX_PLANS = 64  # executors that are kept: those made last
 
 Mode = Literal["split", "unsplit", "concurrent"]
 """How a step ran: in micro-batches; by the model's own forward; or as one batch with concurrent ops on `side`."""
@@ -133,11 +122,8 @@ class MicroBatchRuntime:
         self.config = config
         self.statistics = Statistics()
         self._log = log
-        self._ranks = ranks
-        self._events = EventTable(device)
         self._planner: Planner | None = None
-        self._named: BoundedDict[tuple[object, ...], str] = BoundedDict(MAX_PLANS)
-        self._executors: BoundedDict[str, Executor] = BoundedDict(MAX_PLANS)
+        self._executors = ExecutorCache(device, log, ranks)
 
     @property
     def planner(self) -> Planner | None:
@@ -147,7 +133,7 @@ class MicroBatchRuntime:
     @planner.setter
     def planner(self, planner: Planner | None) -> None:
         self._planner = planner
-        self._named.clear()  # by other costs, an order of the same name may be another
+        self._executors.forget_orders()
 
     @property
     def forces_side(self) -> bool:
@@ -164,7 +150,7 @@ class MicroBatchRuntime:
     def describe_caches(self) -> dict[str, tuple[int, int]]:
         """Return how many entries each cache of plans has, and how many it may have."""
         planned = {} if self._planner is None else self._planner.describe_caches()
-        return {"executors": (len(self._executors), self._executors.max_size), **planned}
+        return {"executors": self._executors.fill, **planned}
 
     def prepare(self, config: RuntimeConfig) -> None:
         """Obey *config* from the next step on, and do before that what would take long in a step.
@@ -178,7 +164,7 @@ class MicroBatchRuntime:
         if self._planner is not None and config.mode != "off":
             self._planner.prepare(config)
             for order in self._planner.orders:
-                self._name_order(order)
+                self._executors.make_by_order(order)
         self.config = config
 
     def check_transport(self, transport: str) -> Decline | None:
@@ -234,7 +220,7 @@ class MicroBatchRuntime:
             return slices
         if len(slices) < 2 and choice is None and not self.forces_side:
             return Decline("nowhere to cut", "no cuts were given")
-        name = self._name_executor(len(slices), choice)
+        name = self._make_executor(len(slices), choice)
         if choice is None:
             return ExecutionPlan(slices, self._executors[name], name)
         return ExecutionPlan(slices, self._executors[name], name, choice.prediction.split, choice.kind)
@@ -272,47 +258,12 @@ class MicroBatchRuntime:
 
     def close(self) -> None:
         """End the device's threads. Plans made so far cannot be run any more."""
-        self._named.clear()
         self._executors.clear()
         self.device.close()
 
-    def _name_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
+    def _make_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
         """Return the digest of the schedule; make its executor if it is new."""
         if choice is not None:
-            return self._name_order(choice.order)
-        policy = self.config.policy
-        key = policy, micro_batches, self.forces_side
-        name = self._named.get(key)
-        if name is None or name not in self._executors:
-            programs = (self.program if self.forces_side else self.program.fold_side(),) * micro_batches
-            followed = ("alternate", 0) if policy[0] == "optimal" else policy
-            name = self._make_executor(lower(programs, get_policy(*policy)(programs)), name_policy(*followed))
-            self._named[key] = name
-        return name
-
-    def _name_order(self, order: NamedOrder) -> str:
-        """Return the digest of the schedule of a planner's order; make its executor if it is new."""
-        key = order.name, len(order.programs)
-        name = self._named.get(key)
-        if name is None or name not in self._executors:
-            self._named[key] = name = self._make_executor(order.schedule, order.name)
-        return name
-
-    def _make_executor(self, schedule: Schedule, policy: str) -> str:
-        name = digest(schedule)
-        if name in self._executors:
-            return name
-        if self._ranks > 1:
-            validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same plan, so two represent any number
-        else:
-            validate(schedule)
-        self._executors[name] = GeneratedExecutor(schedule, self.device, self._events)
-        self._log.info(
-            "new plan",
-            micro_batches=len(schedule.programs),
-            policy=policy,
-            instructions=len(schedule.instructions),
-            waits=sum(len(instruction.waits) for instruction in schedule.instructions),
-            digest=name,
-        )
-        return name
+            return self._executors.make_by_order(choice.order)
+        program = self.program if self.forces_side else self.program.fold_side()
+        return self._executors.make_by_policy(program, micro_batches, self.config.policy)

@@ -19,7 +19,8 @@ from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.render import digest

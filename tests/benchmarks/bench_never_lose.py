@@ -31,10 +31,10 @@ from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.hysteresis import SplitHysteresis
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.online.probation import Probation
+from dbo_runtime.planner.online.selection import Selection
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.whatif.published_cases import PublishedCase, list_cases
 from dbo_runtime.program import COMM, COMPUTE
 from tests.benchmarks.page import Publish, find_command, make_table
@@ -208,7 +208,9 @@ def share_searches(first: Planner, second: Planner) -> None:
 
 def forget(planner: Planner) -> None:
     """Let a planner start anew, but for what it searched for and simulated."""
-    planner.correction, planner.probation, planner._hysteresis = Correction(), Probation(), SplitHysteresis()
+    planner.correction = Correction()
+    planner._selection = Selection(planner.correction)
+    planner.probation = planner._selection.probation
     planner.correct([])
 
 

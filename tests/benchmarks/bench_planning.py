@@ -31,9 +31,10 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_feat
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.whatif.published_cases import get_case
 from dbo_runtime.program import Program
 from tests.benchmarks.bench_core import LAYERS, record_decoder

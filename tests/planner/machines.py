@@ -14,8 +14,8 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import SplitChoice
 from dbo_runtime.planner.online.simulation import predict_timeline
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
 from tests.planner.costs.test_cost_table import make_provenance
 from tests.planner.shop import do_nothing

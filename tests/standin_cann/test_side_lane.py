@@ -28,7 +28,8 @@ from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program
 from dbo_runtime.schedule import Schedule

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly, slice_batch
@@ -19,41 +17,19 @@ from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
 from dbo_runtime.planner.online.cuts import CostSums, balance_targets, compute_density, measure_slices
-from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis, compute_gain
+from dbo_runtime.planner.online.hysteresis import Prediction, compute_gain
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.orders import Orders
-from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Predictor, get_bucket, make_worst_cases
-from dbo_runtime.planner.online.probation import Kind, Probation, get_kind
-from dbo_runtime.program import SIDE, Program
+from dbo_runtime.planner.online.predictor import Predictor, get_uncertainty, make_worst_cases
+from dbo_runtime.planner.online.probation import Kind
+from dbo_runtime.planner.online.selection import Selection, decline_unpaid
+from dbo_runtime.planner.online.split_choice import SplitChoice
+from dbo_runtime.program import Program
 from dbo_runtime.schedule import Schedule
 
 MAX_MICRO_BATCHES = 3  # that `auto` tries: more add little if phases match, and each pays the fixed costs
 ONLINE_SEARCH_STATES = 40_000  # of the search for an order while a step waits: about a second
-DEFAULT_UNCERTAINTY = 0.2  # share by which costs may be wrong whose errors are not known
-MAX_UNCERTAINTY = 0.3
-TRIED_BELOW_MARGIN = 0.1  # by which a predicted gain may miss the margin of a split that is tried nevertheless
 MAX_REMEMBERED_BATCHES = 4096  # batches whose decision is kept
-
-
-@dataclass(frozen=True, slots=True)
-class SplitChoice:
-    """How to split a step.
-
-    Attributes:
-        order: the issue order.
-        prediction: of the step's time.
-        slices: one per micro-batch; empty where data parallel ranks share a step and each has slices of its own.
-        sizes: tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; empty without such ranks.
-        kind: of the step, if its time is compared with that of unsplit ones; see `Probation`.
-        doubt: why the prediction alone would leave the step unsplit; None if it would not.
-    """
-
-    order: NamedOrder
-    prediction: Prediction
-    slices: tuple[BatchSlice, ...] = ()
-    sizes: tuple[tuple[int, ...], ...] = ()
-    kind: Kind | None = None
-    doubt: Decline | None = None
 
 
 class Planner:
@@ -73,11 +49,11 @@ class Planner:
         self.program = program
         self.table = table
         self.correction = Correction()
-        self.probation = Probation()
+        self._selection = Selection(self.correction)
+        self.probation = self._selection.probation
         self._predictor = Predictor(program, table)
         worst_tables = make_worst_cases(table, get_uncertainty(table))
         self._worst_cases = [Predictor(program, worst_case) for worst_case in worst_tables]
-        self._hysteresis = SplitHysteresis()
         self._density = compute_density(table, program)
         self._counts = Counter(op.name for op in program.ops)
         self._orders = Orders(program, table, self._predictor, max_states)
@@ -115,7 +91,7 @@ class Planner:
         """
         known = self._decisions.get((batch, config))
         decision = self._remember(batch, config, self._choose(batch, config)) if known is None else known
-        return self._check_measured(decision, config)
+        return self._selection.check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how all data parallel ranks split a step, from the *tokens* of each [ranks].
@@ -125,7 +101,7 @@ class Planner:
         """
         key = tuple(tokens)
         if (key, config) in self._decisions:
-            return self._check_measured(self._decisions[key, config], config)
+            return self._selection.check_measured(self._decisions[key, config], config)
         features = BatchFeatures(max(tokens))
         options = []
         for parts in self.list_parts(config):
@@ -133,7 +109,8 @@ class Planner:
             if not isinstance(sizes, Decline):
                 slice_features = [BatchFeatures(max(part)) for part in sizes]
                 options.extend(self._make_choices(features, slice_features, config, sizes=sizes))
-        return self._check_measured(self._remember(key, config, self._decide(options, features, config)), config)
+        decision = self._remember(key, config, self._selection.decide(options, features, config))
+        return self._selection.check_measured(decision, config)
 
     @property
     def orders(self) -> Sequence[NamedOrder]:
@@ -192,16 +169,6 @@ class Planner:
         self._decisions[key, config] = decision
         return decision
 
-    def _check_measured(self, decision: SplitChoice | Decline, config: RuntimeConfig) -> SplitChoice | Decline:
-        """Return a decision by prediction, or what measured steps of the kind say against it."""
-        if isinstance(decision, Decline) or decision.kind is None:
-            return decision
-        if not config.probation or decision.prediction.split <= 0:  # costs that are nothing have no ratio
-            return decision if decision.doubt is None else decision.doubt
-        correction = self.correction.factor(SPLIT) / self.correction.factor(UNSPLIT)
-        margin = 0.0 if decision.doubt is None else config.margin
-        return self.probation.check(decision.kind, decision.prediction, decision.doubt, margin, correction) or decision
-
     def _judge_size(self, tokens: int) -> Decline | None:
         features = BatchFeatures(tokens)
         costs = [(self.table.ops[name], count) for name, count in self._counts.items()]
@@ -230,7 +197,7 @@ class Planner:
             for slices in self._list_cuts(batch, parts)
             for choice in self._make_choices(features, measure_slices(batch, slices), config, slices=slices)
         ]
-        return self._decide(options, features, config)
+        return self._selection.decide(options, features, config)
 
     def _decline_decode(self, features: BatchFeatures, config: RuntimeConfig) -> Decline | None:
         """Return why an even split of decodes does not pay: they are frequent and short, so it is tried first."""
@@ -239,7 +206,7 @@ class Planner:
             return None
         evenly = [BatchFeatures(features.tokens // parts, *(amount / parts for amount in features[1:]))] * parts
         prediction = self._predict(self._orders.choose_best(evenly, config), features, evenly)
-        return None if prediction.gain > 0 else _decline(prediction, config)
+        return None if prediction.gain > 0 else decline_unpaid(prediction, config)
 
     def _list_cuts(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
         """Return the cuts to predict: even by tokens, and even by cost."""
@@ -278,43 +245,7 @@ class Planner:
         worst_case = min(longer, *(compute_gain(*predict(predictor)) for predictor in self._worst_cases))
         return Prediction(unsplit, split, len(slice_features), worst_case, list_side_ops(ordered.programs[0]))
 
-    def _decide(
-        self, options: Sequence[SplitChoice], features: BatchFeatures, config: RuntimeConfig
-    ) -> SplitChoice | Decline:
-        ranked = sorted(filter(_changes, options), key=lambda choice: choice.prediction.split)
-        if not ranked:
-            return Decline("nowhere to cut", f"{features.tokens} tokens")
-        if config.mode == "always":
-            return next((choice for choice in ranked if choice.prediction.micro_batches > 1), ranked[0])
-        bucket = get_bucket(features, BUCKETS_PER_OCTAVE)
-        for choice in ranked:  # the fastest may lose in the worst case where a slower one does not
-            if self._hysteresis.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
-                return replace(choice, kind=get_kind(features, choice.prediction, config.policy))
-        fastest = ranked[0]
-        if fastest.prediction.gain <= config.margin - TRIED_BELOW_MARGIN:
-            return _decline(fastest.prediction, config)
-        kind = get_kind(features, fastest.prediction, config.policy)
-        return replace(fastest, kind=kind, doubt=replace(_decline(fastest.prediction, config), kind=kind))
-
-
-def _changes(choice: SplitChoice) -> bool:
-    """Whether a choice differs from the unsplit step with all ops on the lanes on which a model runs them."""
-    return choice.prediction.micro_batches > 1 or SIDE in choice.order.programs[0].lanes
-
-
-def _decline(prediction: Prediction, config: RuntimeConfig) -> Decline:
-    figures = f"{prediction}; DBO_MARGIN asks for more than {config.margin:.1%} less, and no loss if costs are off"
-    return Decline("no gain predicted", figures, prediction.unsplit)
-
 
 def list_parts(config: RuntimeConfig) -> Sequence[int]:
     """Return the numbers of micro-batches to choose from."""
     return range(2, MAX_MICRO_BATCHES + 1) if config.micro_batches is None else (config.micro_batches,)
-
-
-def get_uncertainty(table: CostTable) -> float:
-    """Return the share by which all costs may be wrong at once: the median error of their fits, up to a maximum.
-
-    A single op may be off by more; but predictions are sums over several kinds of op, whose errors cancel in part.
-    """
-    return min(median(table.errors.values()), MAX_UNCERTAINTY) if table.errors else DEFAULT_UNCERTAINTY

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
+from statistics import median
 
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
@@ -23,6 +24,8 @@ MAX_SIMULATED = 4096  # simulations that are remembered
 # Costs that every micro-batch pays in full.
 PAID_PER_MICRO_BATCH = frozenset({"fixed", "weights", "per_prefill", "per_context", "alpha"})
 
+DEFAULT_UNCERTAINTY = 0.2  # share by which costs may be wrong whose errors are not known
+MAX_UNCERTAINTY = 0.3
 # Factor by which compute or comm may be slower while the other one runs, where that is not known.
 DOUBTED_CONTENTION = 1.15
 
@@ -146,3 +149,11 @@ def _worsen_factor(lane: str, factor: float, share: float) -> float:
 
 def _look_up(times: Sequence[Sequence[float]], instruction: Instruction) -> float:
     return times[instruction.issue.micro_batch][instruction.issue.position]
+
+
+def get_uncertainty(table: CostTable) -> float:
+    """Return the share by which all costs may be wrong at once: the median error of their fits, up to a maximum.
+
+    A single op may be off by more; but predictions are sums over several kinds of op, whose errors cancel in part.
+    """
+    return min(median(table.errors.values()), MAX_UNCERTAINTY) if table.errors else DEFAULT_UNCERTAINTY

@@ -36,10 +36,11 @@ from dbo_runtime.planner.online.durations import DurationTables, Vector
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.order_book import OrderBook
-from dbo_runtime.planner.online.planner import ONLINE_SEARCH_STATES, Planner, SplitChoice, get_uncertainty
-from dbo_runtime.planner.online.predictor import make_worst_cases
+from dbo_runtime.planner.online.planner import ONLINE_SEARCH_STATES, Planner
+from dbo_runtime.planner.online.predictor import get_uncertainty, make_worst_cases
 from dbo_runtime.planner.online.preparation import Preparation
 from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.program import Program
 
 MAX_REMEMBERED_KINDS = 4096
@@ -160,7 +161,7 @@ class PreparedPlanner(Planner):
             shares = tuple(piece.first_token / features.tokens for piece in slices)
             if isinstance(decision, SplitChoice) or (batch.cuttable and decision.expected is not None):
                 self._remembered[kind] = _Remembered(decision, shares)  # elsewhere requests decide where to cut
-        return self._check_measured(decision, config)
+        return self._selection.check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how all data parallel ranks split a step, from the *tokens* of each [ranks]; see `Planner`."""
@@ -171,7 +172,7 @@ class PreparedPlanner(Planner):
             sizes = share_data_parallel(tokens, parts)
             if not isinstance(sizes, Decline):
                 cuts.append(_Cut(tuple(BatchFeatures(max(part)) for part in sizes), sizes=sizes))
-        return self._check_measured(self._evaluate(features, cuts, config), config)
+        return self._selection.check_measured(self._evaluate(features, cuts, config), config)
 
     def correct(self, proposals: Sequence[dict[str, float]]) -> None:
         """Apply the proposals of all ranks, and forget decisions once factors differ noticeably from theirs."""
@@ -220,7 +221,7 @@ class PreparedPlanner(Planner):
         options: list[SplitChoice] = []
         for count in dict.fromkeys(len(cut.slice_features) for cut in cuts):
             options += self._predict_cuts(features, [cut for cut in cuts if len(cut.slice_features) == count])
-        return self._decide(options, features, config)
+        return self._selection.decide(options, features, config)
 
     def _predict_cuts(self, features: BatchFeatures, cuts: Sequence[_Cut]) -> list[SplitChoice]:
         """Return a choice for each cut and order; all cuts are into equally many micro-batches."""

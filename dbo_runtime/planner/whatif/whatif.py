@@ -15,7 +15,8 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.search import ROUNDING, find_order

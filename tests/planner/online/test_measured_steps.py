@@ -11,7 +11,8 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT, UNSPLIT
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.planner.machines import BYTES, PROGRAM, make_table
 
 PROMPT = Batch((4096,), 4096)

@@ -14,8 +14,9 @@ from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.placements import is_moved
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.whatif.published_cases import get_case, list_cases
 from dbo_runtime.validate import validate
 from tests.planner.online.served_orders import OrderJudge, draw_features

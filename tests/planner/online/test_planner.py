@@ -18,8 +18,9 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.search import ROUNDING
 from dbo_runtime.policies import staggered
 from dbo_runtime.validate import validate

@@ -24,10 +24,11 @@ from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.hysteresis import MAX_KINDS
 from dbo_runtime.planner.online.named_order import compute_end
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.prepared_planner import ALIKE, MAX_REMEMBERED_KINDS, PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.whatif.published_cases import get_case
 from dbo_runtime.program import SIDE
 from dbo_runtime.validate import validate
@@ -253,10 +254,10 @@ def test_caches_do_not_grow_beyond_their_bounds() -> None:
     planner = MACHINES["alike, doubted"].open_planner()
     planner.prepare(RuntimeConfig())
     planner._remembered = BoundedDict(16)
-    planner._hysteresis._split = BoundedDict(16)
+    planner._selection._hysteresis._split = BoundedDict(16)
     planner._too_small = BoundedDict(16)
     ask_distinct(planner, 1000)
-    assert {len(planner._remembered), len(planner._hysteresis._split), len(planner._too_small)} == {16}
+    assert {len(planner._remembered), len(planner._selection._hysteresis._split), len(planner._too_small)} == {16}
     before = count_entries(planner)
     ask_distinct(planner, 500, first=1000)
     assert count_entries(planner) <= before + probation.MAX_KINDS
@@ -266,7 +267,7 @@ def test_caches_do_not_grow_beyond_their_bounds() -> None:
 def test_years_of_serving_leave_bounded_caches() -> None:
     planner = MACHINES["side"].open_planner()
     ask_distinct(planner, 20_000)
-    caches = {**planner.describe_caches(), "hysteresis": (len(planner._hysteresis._split), MAX_KINDS)}
+    caches = {**planner.describe_caches(), "hysteresis": (len(planner._selection._hysteresis._split), MAX_KINDS)}
     assert caches["kinds"][1] == MAX_REMEMBERED_KINDS
     assert {name for name, (entries, most) in caches.items() if entries > most} == set()
     assert caches["kinds"][0] < caches["kinds"][1], "steps are of few kinds"

@@ -8,8 +8,9 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import DOUBTED_CONTENTION, make_worst_cases
+from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.planner.machines import BYTES, PROGRAM, make_table, record_layers
 
 PROMPT = Batch((4096,), 4096)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from dbo_runtime.errors import SplitError
-from dbo_runtime.planner.online.bounded import BoundedDict
-from dbo_runtime.runtime import MAX_PLANS, Statistics
+from dbo_runtime.executor_cache import ExecutorCache
+from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.engine import Engine, find_difference, make_prompt
 
@@ -190,8 +190,7 @@ def lines(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     log = Lines()
     monkeypatch.setattr(forward.runtime, "statistics", Statistics())
     monkeypatch.setattr(forward.runtime, "_log", log)
-    monkeypatch.setattr(forward.runtime, "_named", BoundedDict(MAX_PLANS))
-    monkeypatch.setattr(forward.runtime, "_executors", BoundedDict(MAX_PLANS))
+    monkeypatch.setattr(forward.runtime, "_executors", ExecutorCache(forward.runtime.device, log))
     return log.lines
 
 

@@ -11,11 +11,12 @@ import pytest
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.executor_cache import ExecutorCache
 from dbo_runtime.planner.costs.batch_features import measure_features
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT
-from dbo_runtime.planner.online.planner import Planner, SplitChoice
-from dbo_runtime.runtime import MAX_PLANS, Statistics
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.split_choice import SplitChoice
+from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.costs import (
     Lines,
@@ -34,9 +35,9 @@ LOSING = 20e-3  # seconds that a split costs: a little more than is gained of th
 def forward(one_rank: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[SplitForward]:
     """Return the forward of the served model, which counts and makes plans anew; afterwards it has no costs again."""
     forward: SplitForward = one_rank.runner.get_model().forward
-    fresh = {"statistics": Statistics(), "_named": BoundedDict(MAX_PLANS), "_executors": BoundedDict(MAX_PLANS)}
-    for name, value in fresh.items():
-        monkeypatch.setattr(forward.runtime, name, value)
+    runtime = forward.runtime
+    monkeypatch.setattr(runtime, "statistics", Statistics())
+    monkeypatch.setattr(runtime, "_executors", ExecutorCache(runtime.device, runtime._log))
     yield forward
     forward.runtime.planner = None
     one_rank.configure()
@@ -47,6 +48,7 @@ def log(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> Lines:
     """Return what is logged of plans and declines."""
     lines = Lines()
     monkeypatch.setattr(forward.runtime, "_log", lines)
+    monkeypatch.setattr(forward.runtime, "_executors", ExecutorCache(forward.runtime.device, lines))
     return lines
 
 
