@@ -127,7 +127,7 @@ def test_a_step_that_is_not_cut_says_what_is_concurrent(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_measurements_are_beside_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_are_compared_with_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
     note, blank, head, *rows = run_plan(capsys, "--measurements").splitlines()
     assert note.startswith("times faster in two micro-batches than unsplit; ! where the measurement contradicts")
     assert (blank, head.split()[:4]) == ("", ["published", "by", "case", "tokens"])

@@ -9,14 +9,12 @@ and what is assumed is said with the numbers here, and in `docs/planner.md`. Run
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from dbo_runtime.planner.costs.cost_file import save_costs
+from derived_costs import round_cost, write_files
+
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
-
-PUBLISHED = Path(__file__).parents[1] / "dbo_runtime" / "planner" / "whatif" / "published"
 
 # The model, from DeepSeek-R1's configuration.
 HIDDEN, Q_RANK, KV_RANK, ROTARY, HEADS, HEAD, VALUE = 7168, 1536, 512, 64, 128, 128, 128
@@ -214,23 +212,10 @@ def derive_table(machine: Machine) -> CostTable:
     return CostTable(provenance, program, ops, CONTENTION, host, {})
 
 
-def round_cost(cost: OpCost) -> OpCost:
-    """Return a cost with six digits of each number."""
-    numbers = (getattr(cost, name) for name in cost.__dataclass_fields__)
-    return type(cost)(*(float(f"{number:.6g}") for number in numbers))
-
-
 def derive_tables() -> dict[str, CostTable]:
     """Return the costs of each case, by its name."""
     return {machine.name: derive_table(machine) for machine in list_machines()}
 
 
-def main() -> None:
-    """Write all files."""
-    for name, table in derive_tables().items():
-        save_costs(table, PUBLISHED / f"{name}.json")
-        print(PUBLISHED / f"{name}.json")
-
-
 if __name__ == "__main__":
-    main()
+    write_files(derive_tables())

@@ -10,15 +10,13 @@ to write the files anew:
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+
+from derived_costs import round_cost, write_files
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.costs.cost_file import save_costs
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
-
-PUBLISHED = Path(__file__).parents[1] / "dbo_runtime" / "planner" / "whatif" / "published"
 
 WITHIN, BETWEEN = 121.3e9, 25e9  # bytes/s of a 910B: within a host (#4894's profile), to another (200 Gbit/s, assumed)
 FITTED_TO_941 = 1.41  # contention with which `r1-tp16-941` gains the published 1.12x
@@ -221,12 +219,6 @@ def scale_compute(cost: OpCost, rate: float) -> OpCost:
     return replace(cost, per_token=per_token, per_pair=per_pair, per_context_pair=per_pair)
 
 
-def round_cost(cost: OpCost) -> OpCost:
-    """Return a cost with six digits of each number."""
-    numbers = (getattr(cost, name) for name in cost.__dataclass_fields__)
-    return type(cost)(*(float(f"{number:.6g}") for number in numbers))
-
-
 def describe(source: str, chip: str, model: str, parallel: dict[str, int]) -> Provenance:
     """Return where costs come from."""
     machine = {"platform": "npu" if chip.startswith("Ascend") else "cuda", "chip": chip}
@@ -238,12 +230,5 @@ def derive_tables() -> dict[str, CostTable]:
     return {"r1-ep16-1589": derive_1589(), "qwen3-tp4-44677": derive_44677(), "qwen36-tp4-56126": derive_56126()}
 
 
-def main() -> None:
-    """Write all files."""
-    for name, table in derive_tables().items():
-        save_costs(table, PUBLISHED / f"{name}.json")
-        print(PUBLISHED / f"{name}.json")
-
-
 if __name__ == "__main__":
-    main()
+    write_files(derive_tables())

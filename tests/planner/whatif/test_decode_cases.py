@@ -83,7 +83,7 @@ def test_the_runtime_declines_few_decodes_and_splits_many(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_experts_beside_the_other_micro_batch_s_attention_gain_what_no_single_lane_does() -> None:
+def test_experts_concurrent_with_the_attention_of_the_other_micro_batch_gain_what_no_single_lane_does() -> None:
     """Both lanes compute, so work is hidden behind work: CloudMatrix-Infer's two streams, with the same costs."""
     for count in (64, 96):
         one_lane = list_options("r1-decode-910c", count, "off")[0]

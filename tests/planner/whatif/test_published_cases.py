@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,18 +36,9 @@ def test_digests_stay_what_they_were() -> None:
         ("derive_measured_cases", {"r1-ep16-1589", "qwen3-tp4-44677", "qwen36-tp4-56126"}),
     ],
 )
-def test_the_files_are_what_the_tools_derive(tool: str, names: set[str]) -> None:
-    derived = load_tool(tool).derive_tables()
+def test_the_files_are_what_the_tools_derive(tool: str, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(TOOLS)
+    derived = importlib.import_module(tool).derive_tables()
     assert derived.keys() == names
     for name, table in derived.items():
         assert get_case(name).table == table
-
-
-def load_tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there for the names of types
-    spec.loader.exec_module(module)
-    return module
