@@ -126,7 +126,7 @@ class DurationTables:
 
 def round_durations(seconds: Vector) -> Vector:
     """Return *seconds* as multiples of `RESOLUTION`, whose sums are exact."""
-    rounded: Vector = np.rint(seconds / RESOLUTION) * RESOLUTION
+    rounded: Vector = np.rint(seconds * (1.0 / RESOLUTION)) * RESOLUTION
     return rounded
 
 

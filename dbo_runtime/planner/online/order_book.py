@@ -103,13 +103,14 @@ class OrderBook:
         number, cost = self._numbers[order.name], self._overlap_costs[0]
         durations = [each for features in slice_features for each in self._times.list_seconds(features)]
         kinds = len(durations)
-        durations += [each for features in slice_features for each in self._times.list_credits(features)]
+        for features in slice_features:
+            durations += self._times.list_credits(features)
         durations += self._host
         vector = round_durations(np.array(durations))
-        end = float((self._paths_of[number] @ vector).max())
+        end = float(np.maximum.reduce(self._paths_of[number] @ vector))
         if cost is not None:
             work = vector[:kinds] * self._counts
-            end += float(cost.estimate(work[None])[0, number]) * max(float(work.sum()) - end, 0.0)
+            end += float(cost.estimate(work[None])[0, number]) * max(float(np.add.reduce(work)) - end, 0.0)
         return end
 
     def _predict_alone(self, durations: Vector) -> Vector:

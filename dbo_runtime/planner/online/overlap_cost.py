@@ -23,6 +23,7 @@ from dbo_runtime.program import Program
 SMALLEST_DISTANCE = 1e-5  # squared, in shares of a step's work: closer steps are alike
 RESOLUTION = 2.0**-24  # of shares and their weights, so that products of both add up exactly, in any order
 ROUNDING = 1e-9  # share of a step's work: less overlap is none
+SHORTEST_WORK = 1e-12  # seconds of a step: so that ops that cost nothing have shares
 
 
 class OverlapCost:
@@ -49,9 +50,10 @@ class OverlapCost:
         if len(self.shares) == 1:
             return self.shares
         differences = _normalise(work)[:, None] - self._points
-        distances = np.maximum((differences * differences).sum(axis=2), SMALLEST_DISTANCE)
-        weights = 1.0 / (distances * distances)
-        estimated: Vector = _round(weights / weights.sum(axis=1, keepdims=True)) @ self.shares
+        distances = np.maximum(np.einsum("spk,spk->sp", differences, differences), SMALLEST_DISTANCE)
+        ratios = distances.min(axis=1, keepdims=True) / distances
+        weights = _round(ratios * ratios)
+        estimated: Vector = (weights @ self.shares) / weights.sum(axis=1, keepdims=True)
         return estimated
 
 
@@ -80,13 +82,12 @@ def compute_share(end: Vector, alone: Vector, work: Vector) -> Vector:
 
 
 def _normalise(work: Vector) -> Vector:
-    total = np.broadcast_to(work.sum(axis=1, keepdims=True), work.shape)
-    normalised: Vector = np.divide(work, total, out=np.zeros_like(work), where=total > 0)
-    return normalised
+    """Return the shares of each step's work, rounded, so that squares of their differences add up exactly, too."""
+    return _round(work / np.maximum(work.sum(axis=1, keepdims=True), SHORTEST_WORK))
 
 
 def _round(shares: Vector) -> Vector:
-    rounded: Vector = np.rint(shares / RESOLUTION) * RESOLUTION
+    rounded: Vector = np.rint(shares * (1.0 / RESOLUTION)) * RESOLUTION
     return rounded
 
 

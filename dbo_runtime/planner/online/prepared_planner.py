@@ -26,12 +26,12 @@ from dbo_runtime.batch import (
 )
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
-from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_times import OpTimes
 from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
-from dbo_runtime.planner.online.cuts import CostSums, balance_targets, measure_slices
+from dbo_runtime.planner.online.cuts import CostSums, balance_targets, measure_batch, measure_slices
 from dbo_runtime.planner.online.durations import DurationTables, Vector
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.named_order import NamedOrder
@@ -150,7 +150,7 @@ class PreparedPlanner(Planner):
         Steps of a kind are cut, and predicted, in proportion to the first of them.
         """
         self.prepare(config)
-        features = measure_features(batch.query_lens, batch.context_lens, batch.decode_len)
+        features = measure_batch(batch)
         kind = self._get_kind(features, batch.cuttable)
         remembered = self._remembered.get(kind)
         decision = None if remembered is None else self._apply(remembered, batch, features)
@@ -158,8 +158,8 @@ class PreparedPlanner(Planner):
             decision = self._evaluate(features, self._list_cuts_of(batch, self._list_prepared_parts(config)), config)
             slices = () if isinstance(decision, Decline) else decision.slices[1:]
             shares = tuple(piece.first_token / features.tokens for piece in slices)
-            if isinstance(decision, SplitChoice) or (batch.cuttable and decision.expected is not None):
-                self._remembered[kind] = _Remembered(decision, shares)  # elsewhere requests decide where to cut
+            if isinstance(decision, SplitChoice) or _holds_for_all(decision, batch):
+                self._remembered[kind] = _Remembered(decision, shares)
         return self._check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
@@ -200,7 +200,7 @@ class PreparedPlanner(Planner):
         decision, shares = remembered
         unsplit = self.predict_unsplit(features)
         if isinstance(decision, Decline):
-            return replace(decision, expected=unsplit)
+            return decision if decision.expected is None else replace(decision, expected=unsplit)
         cut = place_cuts(batch, [round(share * features.tokens) for share in shares])
         if len(cut) < len(shares):
             return None
@@ -211,7 +211,7 @@ class PreparedPlanner(Planner):
         known = decision.prediction
         if split * known.unsplit > unsplit * known.split * (1.0 + ALIKE):
             return None
-        prediction = known._replace(unsplit=unsplit, split=split)
+        prediction = Prediction(unsplit, split, known.micro_batches, known.worst_case, known.side_ops)
         doubt = None if decision.doubt is None else replace(decision.doubt, expected=unsplit)
         return SplitChoice(decision.order, prediction, slices, (), decision.kind, doubt)
 
@@ -284,6 +284,11 @@ class PreparedPlanner(Planner):
 def _list_counts(parts: Sequence[int]) -> list[int]:
     """Return the numbers of micro-batches that may result: fewer than asked for where a batch allows no more cuts."""
     return sorted({*parts, *range(2, max(parts))})
+
+
+def _holds_for_all(decline: Decline, batch: Batch) -> bool:
+    """Return whether steps of the kind of *batch* are declined, too, wherever its requests begin and end."""
+    return batch.cuttable and (decline.expected is not None or batch.tokens == 1)
 
 
 def _measure_cut(batch: Batch, cut: Sequence[int]) -> _Cut:
