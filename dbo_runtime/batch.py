@@ -44,7 +44,7 @@ class Batch:
     decode_len: int = 1
     context_lens: tuple[int, ...] = ()
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         """Tokens of all requests together."""
         return self.starts[-1]
@@ -60,11 +60,12 @@ class Batch:
     @cached_property
     def long_requests(self) -> Sequence[int]:
         """The numbers of the requests that have not just one token; padding may have none."""
-        if isinstance(self.starts, range):
-            return ()
+        singles = self.query_lens.count(1)
+        if self.query_lens[:singles].count(1) == singles:  # decodes come first, as vLLM often has them
+            return range(singles, len(self.query_lens))
         return [number for number, length in enumerate(self.query_lens) if length != 1]
 
-    @cached_property
+    @property
     def contexts(self) -> tuple[int, ...]:
         """Tokens of each request that are in the KV cache already; 0 if they were not read."""
         return self.context_lens or (0,) * len(self.query_lens)

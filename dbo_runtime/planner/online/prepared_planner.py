@@ -218,16 +218,20 @@ class PreparedPlanner(Planner):
     def _evaluate(self, features: BatchFeatures, cuts: Sequence[_Cut], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return what is best of all cuts and orders."""
         options: list[SplitChoice] = []
+        unsplit = self._predict_unsplit(features)
         for count in dict.fromkeys(len(cut.slice_features) for cut in cuts):
-            options += self._predict_cuts(features, [cut for cut in cuts if len(cut.slice_features) == count])
+            of_count = [cut for cut in cuts if len(cut.slice_features) == count]
+            options += self._predict_cuts(features.tokens, unsplit, of_count)
         return self._decide(options, features, config)
 
-    def _predict_cuts(self, features: BatchFeatures, cuts: Sequence[_Cut]) -> list[SplitChoice]:
-        """Return a choice for each cut and order; all cuts are into equally many micro-batches."""
+    def _predict_cuts(self, tokens: int, unsplit: Vector, cuts: Sequence[_Cut]) -> list[SplitChoice]:
+        """Return a choice for each cut of *tokens* tokens and each order; *unsplit* are the seconds by each table.
+
+        All cuts are into equally many micro-batches.
+        """
         count = len(cuts[0].slice_features)
         book, host = self._books[count], self.table.host
-        unsplit = self._predict_unsplit(features)
-        outside = host.split + host.split_per_token * features.tokens
+        outside = host.split + host.split_per_token * tokens
         ops = book.predict([cut.slice_features for cut in cuts])
         split = np.maximum(ops + outside, 0.0) * self.correction.factor(SPLIT)
         longer = np.concatenate([split[1:], split[:1] * (1.0 + self.table.split_error)])
