@@ -39,11 +39,12 @@ from dbo_runtime.planner.online.order_book import OrderBook
 from dbo_runtime.planner.online.planner import ONLINE_SEARCH_STATES, Planner, SplitChoice, get_uncertainty
 from dbo_runtime.planner.online.predictor import make_worst_cases
 from dbo_runtime.planner.online.preparation import Preparation
+from dbo_runtime.planner.online.remembered import Remembered, add_decision
 from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
 from dbo_runtime.program import Program
 
 MAX_REMEMBERED_KINDS = 4096
-SIZES_PER_OCTAVE = 6  # of the tokens of a step: those between are of a kind
+SIZES_PER_OCTAVE = 5  # of the tokens of a step: those between are of a kind
 ATTENTION_SHARES = 12  # of the time of a step: between none and all
 
 NOTICEABLE_LOG = 0.005  # of a factor of the correction: decisions do not follow smaller changes at once
@@ -80,13 +81,6 @@ class _Kind(NamedTuple):
     cuttable: bool
 
 
-class _Remembered(NamedTuple):
-    """What was decided for a step of a kind, and the shares of its tokens at which it was cut."""
-
-    decision: SplitChoice | Decline
-    cut_shares: tuple[float, ...]
-
-
 class PreparedPlanner(Planner):
     """Plans steps by issue orders, and their critical paths, which it finds before serving.
 
@@ -113,7 +107,7 @@ class PreparedPlanner(Planner):
         self._prepared_for: tuple[object, ...] = ()
         self._books: dict[int, OrderBook] = {}
         self._remembered_logs = [0.0, 0.0]  # of the factors for unsplit and split steps with which decisions were made
-        self._remembered: BoundedDict[_Kind, _Remembered] = BoundedDict(MAX_REMEMBERED_KINDS)
+        self._remembered: BoundedDict[_Kind, tuple[Remembered, ...]] = BoundedDict(MAX_REMEMBERED_KINDS)
 
     @property
     def orders(self) -> list[NamedOrder]:
@@ -147,19 +141,21 @@ class PreparedPlanner(Planner):
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
 
-        Steps of a kind are cut, and predicted, in proportion to the first of them.
+        Steps of a kind are cut, and predicted, in proportion to the first of them; or to one that was decided later, if
+        that suits them better.
         """
         self.prepare(config)
         features = measure_batch(batch)
         kind = self._get_kind(features, batch.cuttable)
-        remembered = self._remembered.get(kind)
-        decision = None if remembered is None else self._apply(remembered, batch, features)
+        remembered = self._remembered.get(kind, ())
+        applied = (self._apply(each, batch, features) for each in remembered)
+        decision = next((each for each in applied if each is not None), None)
         if decision is None:
             decision = self._evaluate(features, self._list_cuts_of(batch, self._list_prepared_parts(config)), config)
             slices = () if isinstance(decision, Decline) else decision.slices[1:]
             shares = tuple(piece.first_token / features.tokens for piece in slices)
             if isinstance(decision, SplitChoice) or _holds_for_all(decision, batch):
-                self._remembered[kind] = _Remembered(decision, shares)
+                self._remembered[kind] = add_decision(remembered, Remembered(decision, shares))
         return self._check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
@@ -195,7 +191,7 @@ class PreparedPlanner(Planner):
             cuttable,
         )
 
-    def _apply(self, remembered: _Remembered, batch: Batch, features: BatchFeatures) -> SplitChoice | Decline | None:
+    def _apply(self, remembered: Remembered, batch: Batch, features: BatchFeatures) -> SplitChoice | Decline | None:
         """Return what was decided for another step of the kind for this one; None if that suits this one less well."""
         decision, shares = remembered
         unsplit = self.predict_unsplit(features)
