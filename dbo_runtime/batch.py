@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from dbo_runtime.decline import Decline
@@ -24,9 +25,9 @@ MIN_SHARE = 0.1
 SHARE_ROUNDS = 60  # bisections of the work of the largest micro-batch: to the last bit of a float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
-    """A scheduled batch.
+    """A scheduled batch; what planning needs of all its requests is computed once.
 
     Attributes:
         query_lens: tokens of each request in this step, in batch order.
@@ -46,7 +47,23 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Tokens of all requests together."""
-        return sum(self.query_lens)
+        return self.starts[-1]
+
+    @cached_property
+    def starts(self) -> Sequence[int]:
+        """The offset of each request's first token, and of the end [requests + 1]."""
+        requests = len(self.query_lens)
+        if self.query_lens.count(1) == requests:  # decodes, as in most steps
+            return range(requests + 1)
+        return list(accumulate(self.query_lens, initial=0))
+
+    @cached_property
+    def long_requests(self) -> Sequence[int]:
+        """The numbers of the requests that have not just one token; padding may have none."""
+        singles = self.query_lens.count(1)
+        if self.query_lens[:singles].count(1) == singles:  # decodes come first, as vLLM often has them
+            return range(singles, len(self.query_lens))
+        return [number for number, length in enumerate(self.query_lens) if length != 1]
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -182,11 +199,11 @@ def place_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
     Takes the nearest boundary, where vllm-ascend #941 takes the first within its tolerance.
     """
     share = batch.tokens / (len(targets) + 1)
-    boundaries = list(accumulate(batch.query_lens))[:-1]
+    starts, last = batch.starts, len(batch.query_lens)
     cuts: list[int] = []
     for target in targets:
-        following = bisect_left(boundaries, target)
-        nearest = boundaries[max(following - 1, 0) : following + 1]
+        following = bisect_left(starts, target, 1, last)
+        nearest = starts[max(following - 1, 1) : min(following + 1, last)]
         boundary = min(nearest, key=lambda cut: abs(cut - target), default=None)
         near = boundary is not None and abs(boundary - target) <= BOUNDARY_TOLERANCE * share
         inside = None if near or not batch.cuttable else _cut_inside(batch, target, max(cuts, default=0))
@@ -209,7 +226,7 @@ def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tupl
     edges = [0, *cuts, batch.tokens]
     if any(left >= right for left, right in pairwise(edges)):
         raise SplitError(f"cuts {tuple(cuts)} must increase and lie inside the batch of {batch.tokens} tokens.")
-    starts = [0, *accumulate(batch.query_lens)]
+    starts = batch.starts
     for before, cut, after in zip(edges, cuts, edges[2:], strict=False):
         request = bisect_right(starts, cut) - 1
         if cut == starts[request]:
@@ -230,7 +247,7 @@ def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tupl
 
 def _cut_inside(batch: Batch, target: int, previous: int) -> int | None:
     """Return the allowed cut nearest to *target*, after *previous* and inside the request of *target*, or None."""
-    starts = [0, *accumulate(batch.query_lens)]
+    starts = batch.starts
     request = bisect_right(starts, target, hi=len(batch.query_lens)) - 1  # the last one, if target is the very end
     shortest = batch.decode_len + 1
     low, high = max(starts[request], previous) + shortest, starts[request + 1] - shortest

@@ -259,3 +259,12 @@ def test_work_that_is_nowhere_is_not_shared_out() -> None:
     assert share_by_work([], 3) == ()
     assert share_by_work([0.0, 0.0], 2) == ()
     assert share_by_work([5.0], 2) == ()
+
+
+@given(st.lists(st.integers(0, 3) | st.just(1), max_size=12).map(tuple))
+def test_what_is_computed_once_is_what_its_requests_say(query_lens: tuple[int, ...]) -> None:
+    """Also for padding, which has no tokens, and wherever decodes are."""
+    batch = Batch(query_lens, 0)
+    assert list(batch.starts) == [sum(query_lens[:number]) for number in range(len(query_lens) + 1)]
+    assert batch.tokens == sum(query_lens)
+    assert list(batch.long_requests) == [number for number, length in enumerate(query_lens) if length != 1]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from dbo_runtime.batch import Batch, BatchSlice
-from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ComputeCost
 from dbo_runtime.program import Program
@@ -67,7 +66,7 @@ class CostSums:
         self._batch = batch
         self._density = density
         self._contexts = batch.contexts
-        self._starts = [0, *accumulate(batch.query_lens)]
+        self._starts = batch.starts
         lengths = np.array(batch.query_lens, dtype=np.float64)
         contexts = np.array(self._contexts, dtype=np.float64)
         decodes = density.decode + density.decode_pair * (contexts + lengths)
@@ -117,13 +116,42 @@ def balance_targets(sums: CostSums, micro_batches: int) -> tuple[int, ...]:
 
 def measure_slices(batch: Batch, slices: Sequence[BatchSlice]) -> tuple[BatchFeatures, ...]:
     """Return the features of each micro-batch; the second part of a cut request has the first in the KV cache."""
-    lengths, contexts = list(batch.query_lens), list(batch.contexts)
-    measured = []
-    for piece in slices:
-        last = piece.last_request - 1
-        rest = sum(lengths[piece.requests]) - piece.size  # what the last request leaves to the next micro-batch
-        lengths[last] -= rest
-        measured.append(measure_features(lengths[piece.requests], contexts[piece.requests], batch.decode_len))
-        contexts[last] += lengths[last]
-        lengths[last] = rest
-    return tuple(measured)
+    return tuple([_measure_slice(batch, piece) for piece in slices])
+
+
+def measure_batch(batch: Batch) -> BatchFeatures:
+    """Return the features of all requests, as `measure_features` does."""
+    return _measure_slice(batch, BatchSlice(0, len(batch.query_lens), 0, batch.tokens))
+
+
+def _measure_slice(batch: Batch, piece: BatchSlice) -> BatchFeatures:
+    """Return the features of a micro-batch. Decodes of one token are only counted, and their contexts added up."""
+    contexts, decode_len = batch.contexts, batch.decode_len
+    first, last = piece.first_request, piece.last_request
+    long_requests = batch.long_requests if decode_len else range(last)
+    begin, end = bisect_left(long_requests, first), bisect_left(long_requests, last)
+    decodes = last - first - (end - begin)
+    decode_pairs = decodes + sum(contexts[first:last])
+    pairs = context_pairs = prefills = prefill_context = 0
+    for request in long_requests[begin:end]:
+        start, context = batch.starts[request], contexts[request]
+        decode_pairs -= context
+        head = max(piece.first_token - start, 0)  # is in another micro-batch
+        length, context = min(piece.last_token, batch.starts[request + 1]) - start - head, context + head
+        if length > decode_len:
+            prefills += 1
+            prefill_context += context
+            pairs += length * (length + 1) // 2
+            context_pairs += length * context
+        else:
+            decodes += length
+            decode_pairs += length * (context + length)
+    return BatchFeatures(
+        piece.size,
+        float(pairs),
+        float(context_pairs),
+        float(prefills),
+        float(prefill_context),
+        float(decodes),
+        float(decode_pairs),
+    )

@@ -22,7 +22,6 @@ Vector: TypeAlias = NDArray[np.float64]
 
 FEATURES = BatchFeatures._fields
 RESOLUTION = 2.0**-43  # seconds, a tenth of a picosecond; sums up to 1024 seconds are exact
-_ATTENTION_FEATURES = [FEATURES.index(name) for name in ATTENTION.values()]
 
 
 class DurationLayout:
@@ -81,7 +80,8 @@ class DurationTables:
         self._floor = _collect(costs, "weights")
         self._per_token = _collect(costs, "token_seconds")
         self._free = _collect(costs, "free_seconds")
-        self._attention = np.concatenate([_collect(costs, rate) for rate in ATTENTION], axis=1)
+        attention = [(FEATURES.index(feature), _collect(costs, rate)) for rate, feature in ATTENTION.items()]
+        self._attention = [(feature, rates) for feature, rates in attention if rates.any()]
         self._credited = [layout.names.index(name) for name in layout.communication]
         self._host = round_durations(np.array([[table.host.issue, table.host.handover] for table in tables])[:, None])
 
@@ -89,8 +89,8 @@ class DurationTables:
         """Return the seconds of each kind of op [tables, batches, kinds] for features [batches, features]."""
         sized = features[:, :1] * self._per_token - self._free
         seconds: Vector = self._fixed + np.maximum(self._floor, sized)
-        for number, column in enumerate(_ATTENTION_FEATURES):
-            seconds += features[:, column, None] * self._attention[:, number, None]
+        for feature, rates in self._attention:
+            seconds += features[:, feature, None] * rates
         return round_durations(seconds)
 
     def sum_ops(self, features: Vector) -> Vector:
@@ -126,7 +126,7 @@ class DurationTables:
 
 def round_durations(seconds: Vector) -> Vector:
     """Return *seconds* as multiples of `RESOLUTION`, whose sums are exact."""
-    rounded: Vector = np.rint(seconds / RESOLUTION) * RESOLUTION
+    rounded: Vector = np.rint(seconds * (1.0 / RESOLUTION)) * RESOLUTION
     return rounded
 
 

@@ -64,23 +64,27 @@ class OrderBook:
         self._tables = tables
         self._paths = np.concatenate([paths for _, paths in prepared]).T
         self._begins = np.cumsum([0, *(len(paths) for _, paths in prepared[:-1])])
-        self._overlap_costs: list[OverlapCost | None] = []  # by table
-        measured: dict[tuple[tuple[str, float], ...], OverlapCost | None] = {}
+        contended: dict[tuple[tuple[str, float], ...], list[int]] = {}
         for number, table in enumerate(tables.tables):
-            contention = tuple(sorted(table.contention.items()))
-            if contention not in measured:  # it depends on contention and the shares of work, whatever the table
-                few = _spread(samples, SIMULATED_WORST_CASES if number else SIMULATED_STEPS)
-                durations = tables.compute_durations(stack_features(few))
-                alone, work = self._predict_alone(durations)[number], tables.compute_work(durations)[number]
-                measured[contention] = self._measure_overlap_cost(program, table, few, alone, work)
-            self._overlap_costs.append(measured[contention])
+            contended.setdefault(tuple(sorted(table.contention.items())), []).append(number)
+        self._overlap_costs: list[tuple[list[int], OverlapCost]] = []  # with the numbers of the tables that share it
+        self._expected_overlap_cost: OverlapCost | None = None
+        for numbers in contended.values():  # it depends on contention and the shares of work, whatever the table
+            first = numbers[0]
+            few = _spread(samples, SIMULATED_WORST_CASES if first else SIMULATED_STEPS)
+            durations = tables.compute_durations(stack_features(few))
+            alone, work = self._predict_alone(durations)[first], tables.compute_work(durations)[first]
+            cost = self._measure_overlap_cost(program, tables.tables[first], few, alone, work)
+            if cost is not None:
+                self._overlap_costs.append((numbers, cost))
+                self._expected_overlap_cost = self._expected_overlap_cost if first else cost
 
     @property
     def digest(self) -> str:
         """A hash of all that predictions depend on, but for costs."""
         numbers = hashlib.sha256(self._paths.tobytes())
-        for cost in self._overlap_costs:
-            numbers.update(b"" if cost is None else cost.shares.tobytes())
+        for tables, cost in self._overlap_costs:
+            numbers.update(str(tables).encode() + cost.shares.tobytes())
         return "-".join([*self._numbers, numbers.hexdigest()[:16]])
 
     def predict(self, slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
@@ -90,26 +94,25 @@ class OrderBook:
         """
         durations = self._tables.compute_durations(stack_features(slice_features))
         ends = self._predict_alone(durations)
-        if any(self._overlap_costs):
-            work = self._tables.compute_work(durations)
-            for number, cost in enumerate(self._overlap_costs):
-                if cost is not None:
-                    overlap = np.maximum(work[number].sum(axis=1, keepdims=True) - ends[number], 0.0)
-                    ends[number] += cost.estimate(work[number]) * overlap
+        for numbers, cost in self._overlap_costs:
+            work = self._tables.compute_work(durations[numbers])
+            overlap = np.maximum(np.add.reduce(work, axis=2, keepdims=True) - ends[numbers], 0.0)
+            ends[numbers] += cost.estimate(work) * overlap
         return ends
 
     def predict_one(self, slice_features: Sequence[BatchFeatures], order: NamedOrder) -> float:
         """Return the expected seconds of all ops of one step by one order, from the features of each micro-batch."""
-        number, cost = self._numbers[order.name], self._overlap_costs[0]
+        number, cost = self._numbers[order.name], self._expected_overlap_cost
         durations = [each for features in slice_features for each in self._times.list_seconds(features)]
         kinds = len(durations)
-        durations += [each for features in slice_features for each in self._times.list_credits(features)]
+        for features in slice_features:
+            durations += self._times.list_credits(features)
         durations += self._host
         vector = round_durations(np.array(durations))
-        end = float((self._paths_of[number] @ vector).max())
+        end = float(np.maximum.reduce(self._paths_of[number] @ vector))
         if cost is not None:
             work = vector[:kinds] * self._counts
-            end += float(cost.estimate(work[None])[0, number]) * max(float(work.sum()) - end, 0.0)
+            end += float(cost.estimate(work)[number]) * max(float(np.add.reduce(work)) - end, 0.0)
         return end
 
     def _predict_alone(self, durations: Vector) -> Vector:

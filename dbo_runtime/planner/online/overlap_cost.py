@@ -21,8 +21,9 @@ from dbo_runtime.planner.online.durations import Vector
 from dbo_runtime.program import Program
 
 SMALLEST_DISTANCE = 1e-5  # squared, in shares of a step's work: closer steps are alike
-RESOLUTION = 2.0**-24  # of shares and their weights, so that products of both add up exactly, in any order
+RESOLUTION = 2.0**-23  # of shares and their weights, so that products of both add up exactly, in any order
 ROUNDING = 1e-9  # share of a step's work: less overlap is none
+SHORTEST_WORK = 1e-12  # seconds of a step: so that ops that cost nothing have shares
 
 
 class OverlapCost:
@@ -38,20 +39,23 @@ class OverlapCost:
 
     def __init__(self, shares: Vector, work: Vector) -> None:
         self.shares = _round(shares)
-        self._points = _normalise(work)
+        self._points = _normalise(work, np.add.reduce(work, axis=1, keepdims=True))
+        self._columns = np.append(self.shares, np.ones((len(shares), 1)), axis=1)
+        self._kinds = np.ones(work.shape[1])
 
     def estimate(self, work: Vector) -> Vector:
-        """Return the shares [steps, orders] for steps whose kinds of op take these seconds [steps, kinds].
+        """Return the shares [..., orders] for steps whose kinds of op take these seconds [..., kinds].
 
         Interpolated by inverse distance to the power of four (Shepard 1968) between the shares that kinds of op have of
-        the work.
+        the work. All sums are of multiples of `RESOLUTION` or its square.
         """
         if len(self.shares) == 1:
-            return self.shares
-        differences = _normalise(work)[:, None] - self._points
-        distances = np.maximum((differences * differences).sum(axis=2), SMALLEST_DISTANCE)
-        weights = 1.0 / (distances * distances)
-        estimated: Vector = _round(weights / weights.sum(axis=1, keepdims=True)) @ self.shares
+            return np.broadcast_to(self.shares[0], (*work.shape[:-1], self.shares.shape[1]))
+        differences = _normalise(work, np.add.reduce(work, axis=-1, keepdims=True))[..., None, :] - self._points
+        distances = np.maximum((differences * differences) @ self._kinds, SMALLEST_DISTANCE)
+        ratios = np.minimum.reduce(distances, axis=-1, keepdims=True) / distances
+        sums = _round(ratios * ratios) @ self._columns
+        estimated: Vector = sums[..., :-1] / sums[..., -1:]
         return estimated
 
 
@@ -79,14 +83,13 @@ def compute_share(end: Vector, alone: Vector, work: Vector) -> Vector:
     return shares
 
 
-def _normalise(work: Vector) -> Vector:
-    total = np.broadcast_to(work.sum(axis=1, keepdims=True), work.shape)
-    normalised: Vector = np.divide(work, total, out=np.zeros_like(work), where=total > 0)
-    return normalised
+def _normalise(work: Vector, total: Vector) -> Vector:
+    """Return the shares of each step's *total* work, rounded, so that squares of differences add up exactly, too."""
+    return _round(work / np.maximum(total, SHORTEST_WORK))
 
 
 def _round(shares: Vector) -> Vector:
-    rounded: Vector = np.rint(shares / RESOLUTION) * RESOLUTION
+    rounded: Vector = np.rint(shares * (1.0 / RESOLUTION)) * RESOLUTION
     return rounded
 
 

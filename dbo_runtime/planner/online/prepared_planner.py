@@ -26,12 +26,12 @@ from dbo_runtime.batch import (
 )
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
-from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_times import OpTimes
 from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
-from dbo_runtime.planner.online.cuts import CostSums, balance_targets, measure_slices
+from dbo_runtime.planner.online.cuts import CostSums, balance_targets, measure_batch, measure_slices
 from dbo_runtime.planner.online.durations import DurationTables, Vector
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.named_order import NamedOrder
@@ -39,12 +39,13 @@ from dbo_runtime.planner.online.order_book import OrderBook
 from dbo_runtime.planner.online.planner import ONLINE_SEARCH_STATES, Planner
 from dbo_runtime.planner.online.predictor import get_uncertainty, make_worst_cases
 from dbo_runtime.planner.online.preparation import Preparation
+from dbo_runtime.planner.online.remembered import Remembered, StepKind, add_decision, holds_for_all
 from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.program import Program
 
 MAX_REMEMBERED_KINDS = 4096
-SIZES_PER_OCTAVE = 6  # of the tokens of a step: those between are of a kind
+SIZES_PER_OCTAVE = 5  # of the tokens of a step: those between are of a kind
 ATTENTION_SHARES = 12  # of the time of a step: between none and all
 
 NOTICEABLE_LOG = 0.005  # of a factor of the correction: decisions do not follow smaller changes at once
@@ -63,29 +64,6 @@ class _Cut(NamedTuple):
     slice_features: SliceFeatures
     slices: tuple[BatchSlice, ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
-
-
-class _Kind(NamedTuple):
-    """What a decision depends on: steps that are equal in this are decided alike.
-
-    Attributes:
-        size, attention: tokens, and attention's share of the time, in coarse units.
-        prefills, several: whether there are prefills, and more than one.
-        cuttable: whether requests may be cut inside.
-    """
-
-    size: int
-    attention: int
-    prefills: bool
-    several: bool
-    cuttable: bool
-
-
-class _Remembered(NamedTuple):
-    """What was decided for a step of a kind, and the shares of its tokens at which it was cut."""
-
-    decision: SplitChoice | Decline
-    cut_shares: tuple[float, ...]
 
 
 class PreparedPlanner(Planner):
@@ -114,7 +92,7 @@ class PreparedPlanner(Planner):
         self._prepared_for: tuple[object, ...] = ()
         self._books: dict[int, OrderBook] = {}
         self._remembered_logs = [0.0, 0.0]  # of the factors for unsplit and split steps with which decisions were made
-        self._remembered: BoundedDict[_Kind, _Remembered] = BoundedDict(MAX_REMEMBERED_KINDS)
+        self._remembered: BoundedDict[StepKind, tuple[Remembered, ...]] = BoundedDict(MAX_REMEMBERED_KINDS)
 
     @property
     def orders(self) -> list[NamedOrder]:
@@ -148,19 +126,21 @@ class PreparedPlanner(Planner):
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
 
-        Steps of a kind are cut, and predicted, in proportion to the first of them.
+        Steps of a kind are cut, and predicted, in proportion to the first of them; or to one that was decided later, if
+        that suits them better.
         """
         self.prepare(config)
-        features = measure_features(batch.query_lens, batch.context_lens, batch.decode_len)
+        features = measure_batch(batch)
         kind = self._get_kind(features, batch.cuttable)
-        remembered = self._remembered.get(kind)
-        decision = None if remembered is None else self._apply(remembered, batch, features)
+        remembered = self._remembered.get(kind, ())
+        applied = (self._apply(each, batch, features) for each in remembered)
+        decision = next((each for each in applied if each is not None), None)
         if decision is None:
             decision = self._evaluate(features, self._list_cuts_of(batch, self._list_prepared_parts(config)), config)
             slices = () if isinstance(decision, Decline) else decision.slices[1:]
             shares = tuple(piece.first_token / features.tokens for piece in slices)
-            if isinstance(decision, SplitChoice) or (batch.cuttable and decision.expected is not None):
-                self._remembered[kind] = _Remembered(decision, shares)  # elsewhere requests decide where to cut
+            if isinstance(decision, SplitChoice) or holds_for_all(decision, batch):
+                self._remembered[kind] = add_decision(remembered, Remembered(decision, shares))
         return self._selection.check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
@@ -186,9 +166,9 @@ class PreparedPlanner(Planner):
         """Return the numbers of micro-batches to choose from, but for more than the largest steps have tokens."""
         return [count for count in self.list_parts(config) if count in self._books]
 
-    def _get_kind(self, features: BatchFeatures, cuttable: bool) -> _Kind:
+    def _get_kind(self, features: BatchFeatures, cuttable: bool) -> StepKind:
         seconds, attention = self._times.sum(features), self._times.sum_attention(features)
-        return _Kind(
+        return StepKind(
             round(SIZES_PER_OCTAVE * math.log2(features.tokens)),
             round(ATTENTION_SHARES * attention / seconds) if seconds else 0,
             features.prefills > 0,
@@ -196,12 +176,12 @@ class PreparedPlanner(Planner):
             cuttable,
         )
 
-    def _apply(self, remembered: _Remembered, batch: Batch, features: BatchFeatures) -> SplitChoice | Decline | None:
+    def _apply(self, remembered: Remembered, batch: Batch, features: BatchFeatures) -> SplitChoice | Decline | None:
         """Return what was decided for another step of the kind for this one; None if that suits this one less well."""
         decision, shares = remembered
         unsplit = self.predict_unsplit(features)
         if isinstance(decision, Decline):
-            return replace(decision, expected=unsplit)
+            return decision if decision.expected is None else replace(decision, expected=unsplit)
         cut = place_cuts(batch, [round(share * features.tokens) for share in shares])
         if len(cut) < len(shares):
             return None
@@ -212,23 +192,27 @@ class PreparedPlanner(Planner):
         known = decision.prediction
         if split * known.unsplit > unsplit * known.split * (1.0 + ALIKE):
             return None
-        prediction = known._replace(unsplit=unsplit, split=split)
+        prediction = Prediction(unsplit, split, known.micro_batches, known.worst_case, known.side_ops)
         doubt = None if decision.doubt is None else replace(decision.doubt, expected=unsplit)
         return SplitChoice(decision.order, prediction, slices, (), decision.kind, doubt)
 
     def _evaluate(self, features: BatchFeatures, cuts: Sequence[_Cut], config: RuntimeConfig) -> SplitChoice | Decline:
         """Return what is best of all cuts and orders."""
         options: list[SplitChoice] = []
+        unsplit = self._predict_unsplit(features)
         for count in dict.fromkeys(len(cut.slice_features) for cut in cuts):
-            options += self._predict_cuts(features, [cut for cut in cuts if len(cut.slice_features) == count])
+            of_count = [cut for cut in cuts if len(cut.slice_features) == count]
+            options += self._predict_cuts(features.tokens, unsplit, of_count)
         return self._selection.decide(options, features, config)
 
-    def _predict_cuts(self, features: BatchFeatures, cuts: Sequence[_Cut]) -> list[SplitChoice]:
-        """Return a choice for each cut and order; all cuts are into equally many micro-batches."""
+    def _predict_cuts(self, tokens: int, unsplit: Vector, cuts: Sequence[_Cut]) -> list[SplitChoice]:
+        """Return a choice for each cut of *tokens* tokens and each order; *unsplit* are the seconds by each table.
+
+        All cuts are into equally many micro-batches.
+        """
         count = len(cuts[0].slice_features)
         book, host = self._books[count], self.table.host
-        unsplit = self._predict_unsplit(features)
-        outside = host.split + host.split_per_token * features.tokens
+        outside = host.split + host.split_per_token * tokens
         ops = book.predict([cut.slice_features for cut in cuts])
         split = np.maximum(ops + outside, 0.0) * self.correction.factor(SPLIT)
         longer = np.concatenate([split[1:], split[:1] * (1.0 + self.table.split_error)])

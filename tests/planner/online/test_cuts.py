@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, slice_batch
-from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.op_cost import ComputeCost
-from dbo_runtime.planner.online.cuts import CostSums, Density, balance_targets, compute_density, measure_slices
+from dbo_runtime.planner.online.cuts import (
+    CostSums,
+    Density,
+    balance_targets,
+    compute_density,
+    measure_batch,
+    measure_slices,
+)
 from tests.planner.costs.test_cost_table import make_table
 from tests.programs import record_toy
 from tests.strategies import batches
@@ -62,6 +69,14 @@ def test_the_features_of_a_micro_batch_are_those_of_its_tokens(
 ) -> None:
     batch, slices = case
     assert measure_slices(batch, slices) == tuple(count_load(batch, piece) for piece in slices)
+
+
+@given(cut_batches(), st.integers(0, 4))
+def test_the_features_of_a_batch_are_those_of_its_requests(
+    case: tuple[Batch, tuple[BatchSlice, ...]], decode_len: int
+) -> None:
+    batch = replace(case[0], decode_len=decode_len)
+    assert measure_batch(batch) == measure_features(batch.query_lens, batch.context_lens, decode_len)
 
 
 @given(cut_batches())
