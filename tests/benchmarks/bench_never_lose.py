@@ -2,7 +2,7 @@
 
     python -m pytest tests/benchmarks/bench_never_lose.py -o python_files='bench_*.py' -q -s
 
-Simulated. A machine is a published case of 61 layers with other costs: each op's are off by a lognormal factor, and its
+Simulated. A machine is a published case with other costs: each op's are off by a lognormal factor, and its
 lanes `compute` and `comm` slow each other by a factor drawn evenly from one to the row's. The planner has the published
 costs and knows none of these factors. A machine serves four steps (prompts, prompts with decodes, decodes; sizes even
 in their logarithm) again and again in random order; what is measured of a step has noise of 3 %, and one in fifty takes
@@ -285,5 +285,6 @@ def test_steps_lose_nothing_where_lanes_slow_each_other(publish: Publish) -> Non
         "- Target of `auto`: worst loss at most 1 % in the first three rows and 3 % in the fourth, mean gain within "
         f"one point of hindsight. {'Missed: ' + '; '.join(missed) if missed else 'Reached'}.",
     ]
-    publish("never-lose", find_command(__file__, "-o python_files='bench_*.py'"), lines)
+    command = find_command(__file__, "-o python_files='bench_*.py'")
+    publish("never-lose", f"DBO_BENCH_MACHINES={MACHINES} DBO_BENCH_FIRST={FIRST} {command}", lines)
     assert not missed
