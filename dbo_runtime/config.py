@@ -90,8 +90,8 @@ class RuntimeConfig:
         True,
         SWITCH,
         "each step",
-        "With costs, `auto` runs a few steps of each kind the other way than predicted, split or unsplit, for at most "
-        "1 % of the time, and keeps what measured faster; 0 goes by the prediction alone.",
+        "With costs, `auto` runs a few steps of each kind the other way than predicted, split or unsplit, which loses "
+        "at most 1 % of their time, and keeps what measured faster; 0 goes by the prediction alone.",
     )
     min_tokens: int = _setting(
         "DBO_MIN_TOKENS", 256, allow_count(1), "each step", "Without costs, `auto` does not split smaller steps."

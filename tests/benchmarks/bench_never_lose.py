@@ -2,14 +2,15 @@
 
     python -m pytest tests/benchmarks/bench_never_lose.py -o python_files='bench_*.py' -q -s
 
-Simulated. A machine is a published case of 61 layers with other costs: each op's are off by a lognormal factor, and its
+Simulated. A machine is a published case with other costs: each op's are off by a lognormal factor, and its
 lanes `compute` and `comm` slow each other by a factor drawn evenly from one to the row's. The planner has the published
 costs and knows none of these factors. A machine serves four steps (prompts, prompts with decodes, decodes; sizes even
 in their logarithm) again and again in random order; what is measured of a step has noise of 3 %, and one in fifty takes
 up to three times as long. `auto` learns as it does when serving: times are exchanged every 64 steps, factors corrected,
 steps on probation. A row has all machines; the gain of a step is over all times that it was served, trials included.
 
-`DBO_BENCH_MACHINES` is the number of machines of each case (12: 288 steps a row).
+`DBO_BENCH_MACHINES` is the number of machines of each case (12), and `DBO_BENCH_FIRST` the number of the first (0), by
+which it is drawn.
 """
 
 from __future__ import annotations
@@ -19,30 +20,29 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import cache
 from statistics import mean
 from typing import NamedTuple
 
 from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import Candidates
-from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
+from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.online.selection import Selection
+from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.whatif.published_cases import PublishedCase, list_cases
-from dbo_runtime.program import COMM, COMPUTE
+from dbo_runtime.program import COMM, COMPUTE, Program
 from tests.benchmarks.page import Publish, find_command, make_table
 
 MACHINES = int(os.environ.get("DBO_BENCH_MACHINES", "12"))
+FIRST = int(os.environ.get("DBO_BENCH_FIRST", "0"))
 STEPS = 4  # that a machine serves
 SERVED = 4096  # steps that a machine serves, each of the four about 1024 times
-EXCHANGE_STEPS = 64
 NOISE = 0.03
 OUTLIERS = 0.02
 OMITTED = "910b-profile-4894"  # has 152 layers
@@ -103,18 +103,21 @@ def disturb(cost: OpCost, factor: float) -> OpCost:
 
 
 class Case:
-    """A published case: its planners, before and with doubt, and what they choose from.
+    """A published case: its planners as prepared, before and with doubt, and what they choose from.
 
-    Orders are searched for once for all machines and rows, because a planner's costs are the same for all of them.
+    They serve on one machine after another, and forget in between what they learnt.
     """
 
     def __init__(self, case: PublishedCase) -> None:
         self.case = case
         self.program = build_program(case.table.program)
         undoubted = {COMPUTE: 1.0, COMM: 1.0, **case.table.contention}
-        self.before = Planner(self.program, replace(case.table, contention=undoubted))
-        self.after = Planner(self.program, case.table)
-        share_searches(self.before, self.after)
+        self.before = prepare(self.program, replace(case.table, contention=undoubted))
+        self.after = prepare(self.program, case.table)
+        self._always = {
+            count: prepare(self.program, case.table, replace(ALWAYS, micro_batches=count))
+            for count in self.after.list_parts(ALWAYS)
+        }
         self._ping_pong = Candidates(self.program.fold_side(), 1).make_policy("alternate", 0, 2)
         self._options: dict[Batch, tuple[SplitChoice, ...]] = {}
 
@@ -125,8 +128,9 @@ class Case:
     def list_options(self, batch: Batch) -> tuple[SplitChoice, ...]:
         """Return the best splits into each number of micro-batches, the fastest first, as predicted."""
         if batch not in self._options:
-            settings = [replace(ALWAYS, micro_batches=parts) for parts in self.after.list_parts(ALWAYS)]
-            options = [self.after.choose(batch, each) for each in settings]
+            options = [
+                planner.choose(batch, replace(ALWAYS, micro_batches=count)) for count, planner in self._always.items()
+            ]
             splits = [option for option in options if isinstance(option, SplitChoice)]
             self._options[batch] = tuple(sorted(splits, key=lambda option: option.prediction.split))
         return self._options[batch]
@@ -172,13 +176,13 @@ class Machine:
     def _measure_gain(self, batch: Batch, choice: SplitChoice | None) -> float:
         return 0.0 if choice is None else 1.0 - self._truth.time_split(batch, choice) / self._unsplit[batch]
 
-    def _serve(self, planner: Planner, config: RuntimeConfig) -> list[float]:
+    def _serve(self, planner: PreparedPlanner, config: RuntimeConfig) -> list[float]:
         """Serve the steps in random order; return what each gained over all its times [steps]."""
-        forget(planner)
+        planner.forget()
         rng = random.Random(self._seed)
         gains: dict[Batch, list[float]] = {batch: [] for batch in self._batches}
         known: dict[tuple[Batch, str, tuple[int, ...]], float] = {}
-        for number in range(1, SERVED + 1):
+        for _ in range(SERVED):
             batch, noise = rng.choice(self._batches), draw_noise(rng)
             decision = planner.choose(batch, config)
             if isinstance(decision, Decline):
@@ -191,27 +195,17 @@ class Machine:
             gains[batch].append(gain)
             if expected is not None:
                 planner.note(mode, expected, self._unsplit[batch] * (1.0 - gain) * noise, decision.kind)
-            if number % EXCHANGE_STEPS == 0:
+            if planner.correction.count():
                 planner.probation.apply([planner.probation.propose()])
                 planner.correct([planner.correction.propose()])
         return [mean(of_batch) for of_batch in gains.values()]
 
 
-def share_searches(first: Planner, second: Planner) -> None:
-    """Let two planners of one program find orders and cuts once: they depend on nothing that is learnt or doubted."""
-    list_orders, list_cuts = cache(second._orders.list_orders), cache(second._list_cuts)
-    second._orders.list_orders = lambda parts, config: list_orders(tuple(parts), config)  # type: ignore[method-assign]
-    first._orders = second._orders
-    for planner in (first, second):
-        planner._list_cuts = list_cuts  # type: ignore[method-assign, assignment]
-
-
-def forget(planner: Planner) -> None:
-    """Let a planner start anew, but for what it searched for and simulated."""
-    planner.correction = Correction()
-    planner._selection = Selection(planner.correction)
-    planner.probation = planner._selection.probation
-    planner.correct([])
+def prepare(program: Program, table: CostTable, config: RuntimeConfig = AUTO) -> PreparedPlanner:
+    """Return a planner that is prepared as when serving."""
+    planner = PreparedPlanner(program, table)
+    planner.prepare(config)
+    return planner
 
 
 def draw_noise(rng: random.Random) -> float:
@@ -261,7 +255,7 @@ def measure_row(cases: Sequence[Case], row: Row) -> dict[str, list[float]]:
     """Return the gain of all steps of all machines by policy [steps]."""
     gains: dict[str, list[float]] = {}
     for case in cases:
-        for number in range(MACHINES):
+        for number in range(FIRST, FIRST + MACHINES):
             for policy, of_machine in Machine(case, row, number).list_gains().items():
                 gains.setdefault(policy, []).extend(of_machine)
     return gains
@@ -291,5 +285,6 @@ def test_steps_lose_nothing_where_lanes_slow_each_other(publish: Publish) -> Non
         "- Target of `auto`: worst loss at most 1 % in the first three rows and 3 % in the fourth, mean gain within "
         f"one point of hindsight. {'Missed: ' + '; '.join(missed) if missed else 'Reached'}.",
     ]
-    publish("never-lose", find_command(__file__, "-o python_files='bench_*.py'"), lines)
+    command = find_command(__file__, "-o python_files='bench_*.py'")
+    publish("never-lose", f"DBO_BENCH_MACHINES={MACHINES} DBO_BENCH_FIRST={FIRST} {command}", lines)
     assert not missed

@@ -120,6 +120,13 @@ class Planner:
     def prepare(self, config: RuntimeConfig) -> None:
         """Do under these settings, before steps are planned, what takes long: nothing here."""
 
+    def forget(self) -> None:
+        """Forget what measured steps taught; what was found without them stays."""
+        self.correction = Correction()
+        self._selection = Selection(self.correction)
+        self.probation = self._selection.probation
+        self._decisions.clear()
+
     def describe_caches(self) -> dict[str, tuple[int, int]]:
         """Return how many entries each cache has, and how many it may have."""
         caches: dict[str, BoundedDict[Any, Any]] = {

@@ -162,6 +162,12 @@ class PreparedPlanner(Planner):
             self._remembered_logs = logs
             self._remembered.clear()
 
+    def forget(self) -> None:
+        """Forget what measured steps taught; what is prepared stays."""
+        super().forget()
+        self._remembered_logs = [0.0, 0.0]
+        self._remembered.clear()
+
     def _list_prepared_parts(self, config: RuntimeConfig) -> list[int]:
         """Return the numbers of micro-batches to choose from, but for more than the largest steps have tokens."""
         return [count for count in self.list_parts(config) if count in self._books]

@@ -20,7 +20,7 @@ from dbo_runtime.planner.online.hysteresis import Prediction
 
 LEAD_PAIRS = 4  # by which one way must have been faster more often than the other
 WINDOW_PAIRS = 16  # latest pairs of a kind that count
-COST_SHARE = 0.01  # of all predicted time that steps run the slower way, as predicted, may cost
+COST_SHARE = 0.01  # of a kind's unsplit time, as predicted, that trials of splitting may lose
 REFRESH_STEPS = 256  # of a kind, between two pairs once it is known which way is faster: costs drift
 MAX_KINDS = 256  # that are kept: those met last
 
@@ -49,6 +49,7 @@ class _Record:
         pairs: the latest that all ranks agreed on; see `Proposal`.
         own: this rank's pairs on which ranks have not agreed yet.
         unpaired: mode and logarithm of measured by predicted seconds of this rank's last step without a partner.
+        credit: seconds that trials of splitting may lose.
         steps: run the standing way since the last trial.
         trials: steps that were run the other way since ranks last agreed.
     """
@@ -56,6 +57,7 @@ class _Record:
     pairs: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_PAIRS))
     own: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_PAIRS))
     unpaired: tuple[str, float] | None = None
+    credit: float = 0.0
     steps: int = 0
     trials: int = 0
 
@@ -81,16 +83,17 @@ class Probation:
     probability 1 / (1 + (p / (1 - p)) ** 4) if a pair is right with probability p. It takes few pairs where the
     difference is large, and where it is small, the wrong answer is cheap. Without a lead the prediction stands.
 
-    Trials cost what they lose. By prediction that is at most `COST_SHARE` of all time, so that kinds with a large
-    predicted gain are tried rarely, and those in doubt often. They begin when the ranks have agreed that steps
-    are timed, and never begin otherwise.
+    Only a trial of splitting can lose against unsplit steps, so each kind has a credit for these, `COST_SHARE` of its
+    own unsplit time, and a trial waits until the credit covers what it loses: as measured, or else as predicted in the
+    worst case (a conservative bandit: Wu, Shariff, Lattimore and Szepesvári 2016). Hence kinds that are predicted to
+    lose much are tried late and rarely, and none at the expense of another. Trials begin when the ranks have agreed
+    that steps are timed, and never begin otherwise.
 
     Deterministic: ranks that are asked the same, and apply the same proposals, decide the same.
     """
 
     def __init__(self) -> None:
         self._records: dict[Kind, _Record] = {}
-        self._credit = 0.0  # seconds that trials may cost
         self._has_measured = False
         self._is_timed = False
 
@@ -112,13 +115,13 @@ class Probation:
             correction: of split steps by that of unsplit ones, which is in the prediction and not in what is noted.
         """
         record = self._find(kind)
-        self._credit += COST_SHARE * min(prediction.unsplit, prediction.split)
+        record.credit += COST_SHARE * prediction.unsplit
         ratio = correction * prediction.unsplit / prediction.split
         measured = record.judge(ratio * (1.0 - margin))
         splits = doubt is None if measured is None else measured
-        cost = _estimate_cost(record.pairs, ratio, prediction, splits)
-        if self._is_due(record, measured) and cost <= self._credit:
-            self._credit -= cost
+        cost = 0.0 if splits else _estimate_loss(record.pairs, ratio, prediction)
+        if self._is_due(record, measured) and cost <= record.credit:
+            record.credit -= cost
             record.steps, record.trials = 0, record.trials + 1
             return Decline("on probation", f"in comparison: {prediction}", prediction.unsplit, kind) if splits else None
         record.steps += 1
@@ -182,12 +185,10 @@ def get_kind(features: BatchFeatures, prediction: Prediction, policy: tuple[str,
     return *sizes, *requests, prediction.micro_batches, prediction.side_ops, policy
 
 
-def _estimate_cost(pairs: Sequence[float], ratio: float, prediction: Prediction, splits: bool) -> float:
-    """Return the seconds that a trial loses: as measured, or else as predicted, for a split in the worst case."""
-    if pairs:
-        return abs(_compare(pairs, ratio)) * prediction.unsplit
-    loss = prediction.gain if splits else -prediction.worst_case
-    return max(loss, 0.0) * prediction.unsplit
+def _estimate_loss(pairs: Sequence[float], ratio: float, prediction: Prediction) -> float:
+    """Return the seconds by which a step takes longer split: as measured, or else as predicted in the worst case."""
+    share = _compare(pairs, ratio) if pairs else -prediction.worst_case
+    return max(share, 0.0) * prediction.unsplit
 
 
 def _compare(pairs: Sequence[float], ratio: float) -> float:

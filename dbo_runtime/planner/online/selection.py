@@ -13,8 +13,11 @@ from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, get_bucket
 from dbo_runtime.planner.online.probation import Probation, get_kind
 from dbo_runtime.planner.online.split_choice import SplitChoice
+from dbo_runtime.program import SIDE
 
-TRIED_BELOW_MARGIN = 0.1  # by which a predicted gain may miss the margin of a split that is tried nevertheless
+# By which a predicted gain may miss the margin of a split that is tried nevertheless. Costs and their correction may be
+# far off; a trial that is predicted to lose much waits for credit.
+TRIED_BELOW_MARGIN = 0.5
 
 
 class Selection:
@@ -49,7 +52,7 @@ class Selection:
             if self._hysteresis.decide((bucket, choice.prediction.micro_batches), choice.prediction, config.margin):
                 return replace(choice, kind=get_kind(features, choice.prediction, config.policy))
         fastest = ranked[0]
-        if fastest.prediction.gain <= config.margin - TRIED_BELOW_MARGIN:
+        if not _can_compare(fastest, config) or fastest.prediction.gain <= config.margin - TRIED_BELOW_MARGIN:
             return decline_unpaid(fastest.prediction, config)
         kind = get_kind(features, fastest.prediction, config.policy)
         return replace(fastest, kind=kind, doubt=replace(decline_unpaid(fastest.prediction, config), kind=kind))
@@ -58,11 +61,21 @@ class Selection:
         """Return a decision by prediction, or what measured steps of the kind say against it."""
         if isinstance(decision, Decline) or decision.kind is None:
             return decision
-        if not config.probation or decision.prediction.split <= 0:  # costs that are nothing have no ratio
+        if not _can_compare(decision, config):
             return decision if decision.doubt is None else decision.doubt
         correction = self._correction.factor(SPLIT) / self._correction.factor(UNSPLIT)
         margin = 0.0 if decision.doubt is None else config.margin
         return self.probation.check(decision.kind, decision.prediction, decision.doubt, margin, correction) or decision
+
+
+def _can_compare(choice: SplitChoice, config: RuntimeConfig) -> bool:
+    """Return whether split steps may be compared with unsplit ones.
+
+    Costs that are nothing have no ratio. Where ops are forced on `side`, steps that are not split run them
+    concurrently: none runs unsplit, and nothing is predicted of them.
+    """
+    is_forced = config.side == "on" and SIDE in choice.order.programs[0].lanes
+    return config.probation and choice.prediction.split > 0 and not is_forced
 
 
 def decline_unpaid(prediction: Prediction, config: RuntimeConfig) -> Decline:

@@ -14,6 +14,7 @@ from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT, UNSPLIT
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.planner.machines import BYTES, PROGRAM, make_table
+from tests.planner.online.prepared_machines import make_side
 
 PROMPT = Batch((4096,), 4096)
 QUICK = RuntimeConfig(micro_batches=2, policy=("alternate", 0))
@@ -88,3 +89,22 @@ def test_a_planner_that_is_told_to_always_split_does() -> None:
     planner = Planner(PROGRAM, make_table(PROGRAM, COSTS))
     always = replace(QUICK, mode="always")
     assert list_reasons(serve(planner, 300, 1.0, 2.0, always)) == set()
+
+
+def test_what_is_predicted_to_lose_much_is_tried_and_kept_where_it_gains() -> None:
+    """Costs may be so wrong that a split takes half of what they say."""
+    third = 4096 * 0.16e-6 / 3  # of the compute, which each micro-batch pays in full; nothing to hide makes up for it
+    costs: dict[str, OpCost] = {"attention": ComputeCost(third, 2 * third / 4096), "reduce": CommCost(0.0, 0.0, BYTES)}
+    planner = Planner(PROGRAM, make_table(PROGRAM, costs))
+    decisions = serve(planner, 6000, 1.0, split=0.5)
+    assert isinstance(decisions[0], Decline)
+    assert decisions[0].reason == "no gain predicted"
+    assert sum(isinstance(decision, SplitChoice) for decision in decisions[-100:]) >= 99  # but for a trial
+
+
+@pytest.mark.parametrize("side", ["on", "off"])
+def test_nothing_is_tried_where_a_step_that_is_not_split_is_concurrent(side: str) -> None:
+    """With ops forced on `side` no step runs unsplit, so trials would have nothing to be compared with."""
+    decisions = serve(make_side().open_planner(), 500, 1.0, 1.0, replace(QUICK, side=side))
+    assert isinstance(decisions[0], SplitChoice)
+    assert list_reasons(decisions) == (set() if side == "on" else {"on probation"})
