@@ -13,7 +13,7 @@ PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-sweep train test test-npu \
+.PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep train test test-npu \
 	test-ascend test-slow test-nightly bench bench-two-hosts docs lint format clean
 
 help: ## list the targets
@@ -39,6 +39,10 @@ demo-two-hosts: setup ## the same over a slow link between two hosts, which it m
 
 demo-expert-parallel: setup ## the same where each host has prompts of its own and half of the experts (root)
 	$(BIN)/python examples/two_hosts.py --parallel data-expert
+
+demo-disaggregated: setup ## prefill on one server, split, and decode on another, which reads its KV cache by NIXL
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt nixl
+	$(BIN)/python examples/disaggregated.py
 
 train: setup ## train the tiny DeepSeek model that the demos serve
 	$(BIN)/python examples/train_tiny_deepseek.py

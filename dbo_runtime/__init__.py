@@ -7,7 +7,15 @@ public is in docs/public-api.md.
 from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.config import RuntimeConfig, read_environment
 from dbo_runtime.decline import Decline
-from dbo_runtime.errors import ConfigError, DboError, DeviceError, ProgramError, ScheduleError, SplitError
+from dbo_runtime.errors import (
+    ConfigError,
+    DboError,
+    DeviceError,
+    ProgramError,
+    ScheduleError,
+    SplitError,
+    TransferError,
+)
 from dbo_runtime.lowering import lower
 from dbo_runtime.observe.counts import statistics
 from dbo_runtime.program import Op, Program, ProgramBuilder, Value
@@ -30,6 +38,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SplitError",
+    "TransferError",
     "Value",
     "lower",
     "read_environment",

@@ -11,7 +11,18 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.setting_values import CORES, MARGIN, PARTS, PATH, POLICY, SWITCH, Values, allow_count, allow_names
+from dbo_runtime.setting_values import (
+    CORES,
+    MARGIN,
+    NAMES,
+    PARTS,
+    PATH,
+    POLICY,
+    SWITCH,
+    Values,
+    allow_count,
+    allow_names,
+)
 
 ENABLE = "VLLM_ASCEND_ENABLE_DBO"
 PREFIX = "DBO_"
@@ -137,6 +148,14 @@ class RuntimeConfig:
         "at start",
         "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
         "default does; `all_to_all` sends each token only to the ranks of its experts, after exchanging sizes.",
+    )
+    kv_connectors: tuple[str, ...] = _setting(
+        "DBO_KV_CONNECTORS",
+        (),
+        NAMES,
+        "at start",
+        "KV connectors besides the known ones (docs/vllm.md) with which steps are split. Their layer hooks are called "
+        "as in an unsplit step; they may rely on nothing else that happens inside a forward.",
     )
     generic: bool = _setting(
         "DBO_GENERIC",

@@ -23,6 +23,10 @@ class SplitError(DboError):
     """A batch cannot be split as asked, or a split step gave other results than an unsplit one."""
 
 
+class TransferError(DboError):
+    """The layer hooks of a KV connector were called in an order that no step has."""
+
+
 class DeviceError(DboError):
     """A device cannot do what a schedule needs, or was used against its rules."""
 

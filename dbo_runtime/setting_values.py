@@ -69,6 +69,13 @@ def _parse_margin(text: str) -> float:
     return margin
 
 
+def _parse_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    if not all(name.isidentifier() for name in names):
+        raise ValueError(text)
+    return names
+
+
 def _parse_policy(text: str) -> tuple[str, int]:
     """Split `staggered:LEAD` into its name and its lead; the other policies have lead 0."""
     name, colon, lead = text.partition(":")
@@ -83,6 +90,7 @@ SWITCH = Values(_parse_switch, "0 or 1")
 PATH = Values(str, "a path")
 CORES = Values(_parse_cores, "CUBE:VECTOR, such as 8:16")
 PARTS = Values(_parse_parts, f"auto, or {allow_count(2).allowed}")
+NAMES = Values(_parse_names, "names of classes, with commas between them")
 MARGIN = Values(_parse_margin, "a number, at least 0")
 POLICY = Values(_parse_policy, "optimal, sequential, alternate, staggered or staggered:LEAD")
 

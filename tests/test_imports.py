@@ -35,6 +35,7 @@ CORE = [
         if path.stem not in NOT_CORE
     ),
     "dbo_runtime.vllm_plugin.api.known",
+    "dbo_runtime.vllm_plugin.api.kv_connectors",
     *(f"dbo_runtime.vllm_plugin.platforms.{name}" for name in ("registry", "cpu", "cuda", "npu")),
     "dbo_models.toy",
     "dbo_models.layers",

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from dbo_runtime.__main__ import COMMANDS, SCRIPT
 from dbo_runtime.adapter_registry import GROUP
 from dbo_runtime.config import Setting, list_settings
+from dbo_runtime.vllm_plugin.api.kv_connectors import IDLE_HOOKS, WORKING_HOOKS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,6 +61,13 @@ def make_models_table() -> str:
     return _make_table(heads, [(name, value, *_describe_adapter(value)) for name, value in ours])
 
 
+def make_connectors_table() -> str:
+    """Return the KV connectors that are known."""
+    idle = [(f"`{name}`", "do nothing", what) for name, what in IDLE_HOOKS.items() if name not in WORKING_HOOKS]
+    working = [(f"`{name}`", "are called as unsplit", what) for name, what in WORKING_HOOKS.items()]
+    return _make_table(("connector", "its layer hooks", "where KV moves, or what they do"), [*idle, *working])
+
+
 def make_commands_table() -> str:
     """Return the commands of the command line."""
     rows = [(f"`{SCRIPT} {name}`", command.summary, command.needs or "") for name, command in COMMANDS.items()]
@@ -82,7 +90,12 @@ def _make_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {"settings": make_settings_table, "models": make_models_table, "commands": make_commands_table}
+    {
+        "settings": make_settings_table,
+        "models": make_models_table,
+        "commands": make_commands_table,
+        "connectors": make_connectors_table,
+    }
 )
 
 

@@ -22,6 +22,11 @@ def enter_context(context: ForwardContext) -> None:
     forward_context._forward_context = context
 
 
+def get_current() -> ForwardContext:
+    """Return the current forward context."""
+    return forward_context._forward_context
+
+
 def copy_unsplit(context: ForwardContext) -> ForwardContext:
     """Return a copy for the same tokens, in which layers do not call what vLLM has compiled."""
     own = copy.copy(context)

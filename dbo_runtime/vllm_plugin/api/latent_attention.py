@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 
 from dbo_runtime.decline import Decline
 
@@ -94,12 +95,11 @@ class SplitLatentAttention:
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         """Attend to the cache, and to the new keys where it is a prefill -> [tokens, heads * head]."""
-        module, layer = self._module, self._layer
-        metadata, _, cache, _ = get_attention_context(layer.layer_name)
+        module = self._module
         attended = torch.empty(
             (queries.shape[0], module.num_heads * module.v_head_dim), dtype=queries.dtype, device=queries.device
         )
-        layer.forward_impl(queries, keys, rotary, cache, metadata, output=attended)
+        _attend_with_hooks(self._layer.layer_name, queries, keys, rotary, attended)
         return attended
 
     def project_out(self, attended: torch.Tensor) -> torch.Tensor:
@@ -115,3 +115,13 @@ class SplitLatentAttention:
         rotary = self._module.rotary_emb
         rotated: torch.Tensor = rotary(positions, x, x[:, :0] if type(rotary).__name__ == PAIRED else None)[0]
         return rotated
+
+
+def _attend(
+    layer_name: str, queries: torch.Tensor, keys: torch.Tensor, rotary: torch.Tensor, attended: torch.Tensor
+) -> None:
+    metadata, layer, cache, _ = get_attention_context(layer_name)
+    layer.forward_impl(queries, keys, rotary, cache, metadata, output=attended)
+
+
+_attend_with_hooks = maybe_transfer_kv_layer(_attend)  # of a KV connector, as around vLLM's own op

@@ -16,6 +16,8 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
+from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
+from dbo_runtime.vllm_plugin.api.kv_connectors import check_connectors, has_layer_hooks
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
 from dbo_runtime.vllm_plugin.api.versions import describe_versions
 from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
@@ -93,7 +95,12 @@ def _record_model(
         return decline
     if adapter is None:
         return Decline("no adapter is registered", f"{architecture}; {INSTRUCTIONS}")
-    decline = check_config(rank.vllm_config) or check_stage(adapter, rank.stage) or adapter.decline(model)
+    decline = (
+        check_config(rank.vllm_config)
+        or check_connectors(read_transfer_config(rank.vllm_config), rank.config.kv_connectors)
+        or check_stage(adapter, rank.stage)
+        or adapter.decline(model)
+    )
     if decline is not None:
         return decline
     program = record_program(adapter, model, collectives, rank.platform.opens_side_lane(rank.config))
@@ -176,7 +183,8 @@ def _make_forward(
     agreement = Agreement(rank.groups.all_ranks, rank.can_disagree)
     splitter = ContextSplitter(rank.platform, rank.vllm_config, runner)
     number = None if data_parallel is None else data_parallel.rank_in_group
-    decider = StepDecider(runtime, splitter, agreement, rank.transport, number)
+    hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
+    decider = StepDecider(runtime, splitter, agreement, rank.transport, number, hooked)
     decider.phase = Phase.STARTING
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     recording = Recording(_open_traces(rank, runtime.device), metrics)

@@ -15,6 +15,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 from dbo_runtime.runtime import DataParallelSplit, ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_capture, check_mode
+from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 
@@ -53,6 +54,7 @@ class StepDecider:
         agreement: of all ranks that communicate in a step.
         transport: how they communicate; see `Platform.get_transport`.
         rank: of this process among the data parallel ranks that exchange tokens; None without them.
+        has_layer_hooks: whether there is a KV connector whose layer hooks do something.
 
     Attributes:
         phase: nothing is split before serving, except to profile the memory that it takes.
@@ -66,11 +68,13 @@ class StepDecider:
         agreement: Agreement,
         transport: str,
         rank: int | None = None,
+        has_layer_hooks: bool = False,
     ) -> None:
         self.phase = Phase.SERVING
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
         self.rank = rank
+        self.has_layer_hooks = has_layer_hooks
         self._runtime = runtime
         self._splitter = splitter
         self._agreement = agreement
@@ -147,13 +151,21 @@ class StepDecider:
         if isinstance(batch, Decline):
             return batch
         if shared is None:
-            return self._runtime.plan(batch, None if self.choose_cuts is None else self.choose_cuts(batch))
+            return self._check_hooks(
+                self._runtime.plan(batch, None if self.choose_cuts is None else self.choose_cuts(batch))
+            )
         assert self.rank is not None, "only data parallel ranks share a split"
         cuts = list(accumulate(part[self.rank] for part in shared.sizes))[:-1]
         try:
-            return self._runtime.plan(batch, cuts, shared)
+            return self._check_hooks(self._runtime.plan(batch, cuts, shared))
         except SplitError as error:
             return Decline("cannot be cut where all ranks agreed to", str(error))
+
+    def _check_hooks(self, plan: ExecutionPlan | Decline) -> ExecutionPlan | Decline:
+        """Decline a plan in whose issue order a KV connector cannot be called as in an unsplit step."""
+        if isinstance(plan, Decline) or not self.has_layer_hooks:
+            return plan
+        return check_turns(plan.executor.schedule) or plan
 
     def _decide_profile(self, context: ForwardContext, tokens: int) -> StepDecision:
         """Split a dummy batch, which has no attention metadata, in equal parts."""

@@ -6,6 +6,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,6 +24,8 @@ from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context
+from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
+from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage, copy_tensors, name_results, take_inputs
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
@@ -139,7 +142,9 @@ class SplitForward:
             self._metrics.count_step(plan)
             self._metrics.count_planning(planning)
         if is_checked and isinstance(plan, ExecutionPlan):
-            compare_split(name_results(results), name_results(run_unsplit()), plan)
+            with replace_agent(None):  # KV was transferred by the split run
+                unsplit = run_unsplit()
+            compare_split(name_results(results), name_results(unsplit), plan)
         return results
 
     def _take_inputs(
@@ -161,7 +166,9 @@ class SplitForward:
         cut = [program.cut_inputs(inputs, piece.tokens, piece.requests) for piece in plan.slices]
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
-        with forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
+        step = forward_context.get_forward_context()
+        hooks = transfer_once(step, contexts) if self.decider.has_layer_hooks else nullcontext()
+        with hooks, forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
             outputs = self.runtime.run(plan, cut, partial(_enter, contexts), recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule, planning)

@@ -30,7 +30,6 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
         (model.enable_return_routed_experts, "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
-        (vllm_config.kv_transfer_config is not None, "a KV connector"),
         (vllm_config.speculative_config is not None, "speculative decoding"),
         (vllm_config.lora_config is not None, "LoRA"),
         (model.is_hybrid or model.is_attention_free, "a state-space model"),

@@ -51,7 +51,6 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
     ({"enable_return_routed_experts": True}, "returning the routed experts"),
     ({"use_ubatching": True}, "vLLM's own micro-batching (--enable-dbo)"),
-    ({"kv_transfer_config": object()}, "a KV connector"),
     ({"speculative_config": object()}, "speculative decoding"),
     ({"lora_config": object()}, "LoRA"),
     ({"is_hybrid": True}, "a state-space model"),

@@ -1,0 +1,156 @@
+"""The layer hooks of a KV connector in a split step: called as in an unsplit one, once for each layer.
+
+A split step runs the attention of a layer once for each micro-batch, and vLLM calls the connector's hooks each time.
+A connector that counts calls, or that saves a layer when it is told to, must not see that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.errors import TransferError
+from dbo_runtime.schedule import Schedule
+from dbo_runtime.vllm_plugin.api.forward_context import get_current
+from dbo_runtime.vllm_plugin.api.kv_agent import accept_agent, get_agent, replace_agent
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+
+WAIT, WRITTEN, SAVE = "wait_for_layer_load", "on_kv_cache_written", "save_kv_layer"
+
+
+class LayerTransfers:
+    """Stands in for a connector while a split step runs, and passes on what it would be told in an unsplit one.
+
+    For each layer that is one wait, before the attention of the first micro-batch, and one save with the metadata of
+    the whole step, after the attention of the last; so is vllm-ascend's third hook, for a cache that is written. The
+    layers take turns, as in an unsplit step. What else a connector has is passed on as it is.
+
+    Args:
+        agent: the connector.
+        metadata: attention metadata of the whole step, by layer.
+        contexts: forward contexts of the micro-batches; those without attention metadata call no hooks.
+    """
+
+    def __init__(
+        self, agent: KVConnectorBase_V1, metadata: Mapping[str, AttentionMetadata], contexts: Sequence[ForwardContext]
+    ) -> None:
+        self._agent = agent
+        self._metadata = metadata
+        self._numbers = {id(context): number for number, context in enumerate(contexts)}
+        self._attending = [number for number, context in enumerate(contexts) if context.attn_metadata]
+        self._finished: set[str] = set()
+        self._layer = ""  # whose turn it is; empty between two of them
+        self._attended = 0  # micro-batches that have attended in that layer
+        self._called: list[str] = []  # hooks that the next one has called
+        self._waited = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait for a layer, if no micro-batch has yet.
+
+        Raises:
+            TransferError: if it is not the turn of this layer and micro-batch.
+        """
+        self._check_turn(WAIT, layer_name)
+        if not self._waited:
+            self._waited = True
+            self._agent.wait_for_layer_load(layer_name)
+
+    def on_kv_cache_written(self, layer_name: str = "") -> None:
+        """Tell a connector that takes this hook that the cache of a layer has the whole step.
+
+        Raises:
+            TransferError: if it is not the turn of this layer and micro-batch.
+        """
+        self._check_turn(WRITTEN, layer_name)
+        if self._is_last and hasattr(self._agent, WRITTEN):
+            self._agent.on_kv_cache_written(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Save a layer [cache of the layer], if all micro-batches have attended.
+
+        Attention metadata is passed on in the form in which it is given: of the layer, or, by vllm-ascend, of all.
+
+        Raises:
+            TransferError: if it is not the turn of this layer and micro-batch.
+        """
+        self._check_turn(SAVE, layer_name)
+        if self._is_last:
+            of_all = isinstance(attn_metadata, Mapping)
+            whole = self._metadata if of_all else self._metadata[layer_name]
+            self._agent.save_kv_layer(layer_name, kv_layer, whole, **kwargs)
+            self._finished.add(layer_name)
+            self._layer, self._attended, self._waited = "", 0, False
+        else:
+            self._attended += 1
+        self._called = []
+
+    def finish(self) -> None:
+        """Check that no layer is left unsaved.
+
+        Raises:
+            TransferError: if one is.
+        """
+        if self._layer:
+            raise self._make_error(f"the step ended before {self._layer} was saved")
+
+    @property
+    def _is_last(self) -> bool:
+        return self._attended == len(self._attending) - 1
+
+    def _check_turn(self, hook: str, layer: str) -> None:
+        """Check that *layer* may call *hook* now, from the current micro-batch; begin its turn if it has not begun."""
+        if layer not in self._metadata:
+            raise self._make_error(f"{hook} of {layer!r}, a layer that has no attention metadata in this step")
+        if layer in self._finished:
+            raise self._make_error(f"{hook} of {layer}, which is saved already")
+        if self._layer not in ("", layer):
+            raise self._make_error(f"{hook} of {layer} before {self._layer} was saved")
+        number, due = self._numbers.get(id(get_current())), self._attending[self._attended]
+        if number != due:
+            raise self._make_error(f"{hook} of {layer} by micro-batch {number}, where {due} comes next")
+        if hook in self._called:
+            raise self._make_error(f"{hook} of {layer} twice by micro-batch {number}")
+        self._layer = layer
+        self._called.append(hook)
+
+    def _make_error(self, what: str) -> TransferError:
+        return TransferError(
+            f"{type(self._agent).__name__}: {what}. Nothing was saved out of turn; please report it. DBO_MODE=off "
+            "serves unsplit."
+        )
+
+
+@contextmanager
+def transfer_once(step: ForwardContext, contexts: Sequence[ForwardContext]) -> Iterator[None]:
+    """Call the connector's layer hooks as an unsplit step would, while the micro-batches of a step run.
+
+    Raises:
+        TransferError: if hooks are called out of turn.
+    """
+    agent = get_agent()
+    if agent is None or not step.attn_metadata:
+        yield
+        return
+    accept_agent(LayerTransfers)
+    transfers = LayerTransfers(agent, step.attn_metadata, contexts)
+    with replace_agent(transfers):
+        yield
+    transfers.finish()
+
+
+def check_turns(schedule: Schedule) -> Decline | None:
+    """Decline an issue order in which a micro-batch attends in a layer before all have attended in the last one."""
+    layers = [each.op.layer for each in schedule.instructions if each.op.ordered and each.op.layer is not None]
+    if any(later < earlier for earlier, later in pairwise(layers)):
+        return Decline("the KV connector takes one layer after the other", "DBO_POLICY=alternate issues them so")
+    return None
