@@ -257,7 +257,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", choices=DRAFTERS, help="which to train")
-    parser.add_argument("--steps", type=int, default=800, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=240, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training tasks (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the drafter (default: beside the model's)")
     parser.add_argument("--per-kind", type=int, default=100, help="held-out tasks per kind (default: %(default)s)")

@@ -9,11 +9,10 @@ from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
-from examples.tiny_tasks import held_out
+from examples.tiny_tasks import Task
 from tests.vllm_plugin.end_to_end.test_equivalence import assert_close
 from tests.vllm_plugin.engine import Answer, Engine, make_prompt
 
-TASKS = held_out(3)
 LENGTHS = (96, 64, 160, 128, 80)
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 BOUNDARIES = list(accumulate(LENGTHS))[:-1]
@@ -61,3 +60,29 @@ def assert_split_drafts_alike(engine: Engine, cuts: Sequence[int] | None = None,
     assert (none, steps > 0) == (0, True)
     assert_close(unsplit, split)
     assert split_drafts == drafts
+
+
+def assert_steps_check(engine: Engine) -> None:
+    """Compare each split step with the unsplit one as it runs; data that a drafter reads as well."""
+    engine.configure(DBO_CHECK="1")
+    before = engine.count_split()
+    try:
+        with count_drafts(engine) as counts:
+            engine.generate(PROMPTS, TOKENS, MIXED)
+    finally:
+        engine.configure()
+    assert counts["drafted"] > 0
+    assert engine.count_split() > before
+
+
+def answer_tasks(engine: Engine, tasks: Sequence[Task], mode: str) -> tuple[list[str], Counter[str]]:
+    """Return the answers to tasks, and the counts of drafts."""
+    engine.configure(DBO_MODE=mode)
+    before = engine.count_split()
+    try:
+        with count_drafts(engine) as counts:
+            answers = engine.answer([task.prompt for task in tasks])
+    finally:
+        engine.configure(DBO_MODE="always")
+    assert (engine.count_split() > before) == (mode == "always")
+    return answers, counts

@@ -124,7 +124,7 @@ def take_inputs(program: Program, given: IntermediateTensors) -> dict[str, torch
 def name_results(result: Results) -> dict[str, torch.Tensor]:
     """Return the result of a forward, by name."""
     if isinstance(result, IntermediateTensors):
-        return result.tensors
+        return {**result.tensors}
     hidden, auxiliary = result if isinstance(result, tuple) else (result, [])
     return {"hidden states": hidden, **{f"auxiliary hidden states {i}": one for i, one in enumerate(auxiliary)}}
 
