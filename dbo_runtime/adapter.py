@@ -23,6 +23,14 @@ INPUTS: dict[str, dict[str, int | None]] = {
 """The inputs that adapters' `record` takes as parameters, and how each is cut into micro-batches."""
 
 
+def name_auxiliary(layers: int) -> str:
+    """Return the name of the output that has the hidden states after that many layers, before a norm [tokens, hidden].
+
+    A model that drafts (Eagle3, arXiv:2503.01840) reads them. After no layers, they are the embedded tokens.
+    """
+    return f"hidden_states_after_{layers}"
+
+
 class ExpertParallel(Protocol):
     """A mixture of experts, decomposed because its tokens are dispatched to other ranks. Each method is one op.
 

@@ -33,9 +33,10 @@ class Batch:
         query_lens: tokens of each request in this step, in batch order.
         prefill_tokens: how many of them belong to prefills.
         cuttable: whether the attention backends accept a request that is cut inside.
-        decode_len: longest query that the backend treats as a decode; a piece of a cut request must be longer, or it
-            would change from prefill to decode.
+        decode_len: longest query that is a decode, with drafts, or that the backend treats as one; a piece of a cut
+            request must be longer, or it would change from prefill to decode.
         context_lens: tokens of each request that are in the KV cache already; () if they were not read.
+        cuts_decodes: whether the backends accept a decode with drafts that is cut inside, where ranks agreed to.
     """
 
     query_lens: tuple[int, ...]
@@ -43,6 +44,7 @@ class Batch:
     cuttable: bool = True
     decode_len: int = 1
     context_lens: tuple[int, ...] = ()
+    cuts_decodes: bool = True
 
     @property
     def tokens(self) -> int:
@@ -233,6 +235,11 @@ def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tupl
             continue
         if not batch.cuttable:
             raise SplitError(f"cut {cut} is inside request {request}, which this attention backend does not support.")
+        if batch.query_lens[request] <= batch.decode_len and not batch.cuts_decodes:
+            raise SplitError(
+                f"cut {cut} is inside request {request}, a decode of {batch.query_lens[request]} tokens with drafts, "
+                "which this attention backend has not been shown to support."
+            )
         head, tail = cut - max(before, starts[request]), min(after, starts[request + 1]) - cut
         if not agreed and min(head, tail) <= batch.decode_len:
             raise SplitError(

@@ -7,7 +7,7 @@ from functools import partial
 from operator import add
 from typing import Any
 
-from dbo_runtime.adapter import Collectives, ExpertParallel, LatentAttention
+from dbo_runtime.adapter import Collectives, ExpertParallel, LatentAttention, name_auxiliary
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -38,12 +38,14 @@ def record_decoder(
     value of *added* [tokens, hidden] is added to the result of each of the first layers.
 
     On a stage of a pipeline, only its layers are declared: a stage other than the first takes the `residual` as an
-    input, and a stage other than the last returns it, without the final norm.
+    input, and a stage other than the last returns it, without the final norm. Where a drafter reads hidden states
+    between layers (`aux_hidden_state_layers`), they are named outputs.
     """
     layers = get_layers(decoder)
     stream: tuple[Value, ...] = (x,) if 0 in layers else (x, p.input(RESIDUAL))
     for index, layer in layers.items():
         with p.layer(index):
+            record_auxiliary(p, decoder, index, stream)
             x, residual = record_layer(p, layer, collectives, stream, positions, attend)
             if index < len(added):
                 x = p.compute("add_features", add, x, added[index])
@@ -51,8 +53,15 @@ def record_decoder(
     if len(decoder.layers) - 1 not in layers:
         p.output(RESIDUAL, residual)
         return x
+    record_auxiliary(p, decoder, len(decoder.layers), stream)
     hidden: Value = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream, overwrites=stream)
     return hidden
+
+
+def record_auxiliary(p: ProgramBuilder, decoder: Any, layers: int, stream: tuple[Value, ...]) -> None:
+    """Name the hidden states after that many layers as an output, if the decoder returns them for a drafter."""
+    if layers in getattr(decoder, "aux_hidden_state_layers", ()):
+        p.output(name_auxiliary(layers), p.compute("auxiliary", _add_residual, *stream))
 
 
 def record_layer(
@@ -165,6 +174,10 @@ def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
     parts = [decoder, *layers, *(layer.self_attn for layer in layers), *(layer.mlp for layer in layers)]
     unknown = ", ".join(sorted({type(part).__name__ for part in parts} - known))
     return Decline("its parts are not known", unknown) if unknown else None
+
+
+def _add_residual(x: Any, residual: Any = 0) -> Any:
+    return x + residual  # also without one: the first norm may overwrite x
 
 
 def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:

@@ -242,6 +242,18 @@ def test_an_agreed_cut_is_taken_wherever_it_falls() -> None:
         slice_batch(Batch((10, 10), 20, cuttable=False), [9], agreed=True)
 
 
+def test_a_decode_with_drafts_is_cut_inside_only_where_ranks_agreed_and_the_backend_takes_pieces() -> None:
+    batch = Batch((4, 4, 4), 0, decode_len=4, cuts_decodes=False)
+    assert place_cuts(batch, share_evenly(batch, 2)) == (4,)
+    assert [piece.size for piece in slice_batch(batch, [4], agreed=True)] == [4, 8]
+    for agreed, message in ((False, "which this attention backend"), (True, "a decode of 4 tokens with drafts")):
+        with pytest.raises(SplitError, match=message):
+            slice_batch(batch, [6], agreed)
+    assert [piece.size for piece in slice_batch(replace(batch, cuts_decodes=True), [6], agreed=True)] == [6, 6]
+    prefill = replace(batch, query_lens=(12,))
+    assert [piece.size for piece in slice_batch(prefill, [6])] == [6, 6], "longer than any decode"
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 4))
 def test_the_micro_batch_with_the_most_work_has_as_little_as_can_be(work: list[int], parts: int) -> None:
     def find_most(cuts: Sequence[int]) -> int:

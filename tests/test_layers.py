@@ -10,6 +10,7 @@ import pytest
 
 from dbo_models.layers import check_parts, get_layers, record_decoder
 from dbo_models.toy import ToyCollectives
+from dbo_runtime.adapter import name_auxiliary
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.events import EventTable
@@ -96,6 +97,21 @@ def test_what_is_added_to_the_first_layers_is_added_by_their_number() -> None:
     assert run(record(make_decoder(), features=2), *GIVEN) != FULL_MODEL
     first = record(make_decoder(0, 3), features=2)
     assert [op.layer for op in first.ops if op.name == "add_features"] == [0, 1]
+
+
+@pytest.mark.parametrize("layers", [(1,), (2, 4), (0, 3), (1, LAYERS), tuple(range(LAYERS + 1))], ids=str)
+def test_hidden_states_between_layers_are_returned_for_a_drafter(layers: tuple[int, ...]) -> None:
+    """Those after n layers are what a stage of n layers would hand on, with its residual."""
+    decoder = make_decoder()
+    decoder.aux_hidden_state_layers = layers
+    found = run(record(decoder), *GIVEN)
+    assert found.pop("hidden_states") == FULL_MODEL["hidden_states"]
+    expected = {name_auxiliary(0): GIVEN[0]}
+    for count in range(1, LAYERS + 1):
+        decoder = make_decoder(0, count)
+        decoder.layers.append(Missing(LAYERS))  # so that the last layer has no final norm
+        expected[name_auxiliary(count)] = sum(run(record(decoder), *GIVEN).values())
+    assert found == {name_auxiliary(count): expected[name_auxiliary(count)] for count in layers}
 
 
 def test_a_decoder_without_stages_is_the_whole_model() -> None:

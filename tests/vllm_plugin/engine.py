@@ -54,7 +54,7 @@ class Engine:
         }
         with nullcontext() if context is None else patch.object(multiproc_executor, "get_mp_context", lambda: context):
             self.llm = LLM(str(model), **{**defaults, **options})
-        self.known: dict[str, list[Answer]] = {}  # answers that tests compare with, by what was asked
+        self.known: dict[str, Any] = {}  # answers that tests compare with, by what was asked
 
     def configure(self, **settings: str) -> None:
         """Change settings from the next step on, such as DBO_MODE="off"."""

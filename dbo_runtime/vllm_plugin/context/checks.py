@@ -58,6 +58,7 @@ def check_prefix_cache(
     seq_lens: IntArray,
     block_table: IntArray,
     block_size: int,
+    assumed_drafts: int = 0,
 ) -> Decline | None:
     """Decline if a request reads cached blocks that a later micro-batch has yet to write.
 
@@ -71,16 +72,23 @@ def check_prefix_cache(
         seq_lens: tokens of each request after this step [requests].
         block_table: KV blocks of each request [requests, blocks].
         block_size: tokens a block.
+        assumed_drafts: by how many tokens *seq_lens* of decodes may be too long; those of prefills are exact. A request
+            with fewer new tokens than a prompt with drafts could have is taken for a decode.
     """
     query_lens = np.diff(query_starts)
     computed = seq_lens - query_lens
     if not (computed > 0).any():
         return None
+    excess = np.where(query_lens <= 1 + assumed_drafts, assumed_drafts, 0)
     for earlier in slices[:-1]:
-        written = _list_blocks_written_after(earlier.last_token, query_starts, seq_lens, block_table, block_size)
+        written = _list_blocks_written_after(
+            earlier.last_token, query_starts, seq_lens, excess, block_table, block_size
+        )
+        by_all = np.concatenate([*written.values()])
         for request in range(earlier.first_request, earlier.last_request):
             read = block_table[request, : computed[request] // block_size]
-            if np.isin(read, written).any():
+            own = written.get(request)  # of a request that is cut inside: its tail is no prefix of its head
+            if np.isin(read, by_all if own is None else np.setdiff1d(by_all, own)).any():
                 return Decline("a request reads prefix-cache blocks that a later micro-batch writes")
     return None
 
@@ -89,14 +97,18 @@ def _list_blocks_written_after(
     token: int,
     query_starts: IntArray,
     seq_lens: IntArray,
+    excess: IntArray,
     block_table: IntArray,
     block_size: int,
-) -> IntArray:
-    """Return the KV blocks that the tokens from *token* on are written to."""
-    blocks = []
+) -> dict[int, IntArray]:
+    """Return the KV blocks that the tokens from *token* on may be written to, by request.
+
+    The lengths of the requests may be too long by *excess* [requests].
+    """
+    blocks = {}
     for request, (start, end) in enumerate(pairwise(query_starts.tolist())):
         if end > token:
             length = int(seq_lens[request])
-            first = length - (end - max(start, token))
-            blocks.append(block_table[request, first // block_size : -(-length // block_size)])
-    return np.concatenate(blocks) if blocks else np.empty(0, dtype=block_table.dtype)
+            first = max(length - (end - max(start, token)) - int(excess[request]), 0)
+            blocks[request] = block_table[request, first // block_size : -(-length // block_size)]
+    return blocks

@@ -19,6 +19,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.forward_context import copy_unsplit, get_data, slice_context
 from dbo_runtime.vllm_plugin.api.metadata import IntArray, read_block_table, slice_common_metadata
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder
+from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_drafts
 from dbo_runtime.vllm_plugin.context.checks import check_context, check_prefix_cache
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
@@ -95,14 +96,16 @@ class ContextSplitter:
     def _describe(self, sources: Sequence[MetadataSource], tokens: int) -> Batch:
         common = sources[0].common
         query_lens = tuple(np.diff(common.query_start_loc_cpu.numpy()).tolist())
-        decode_len = max(source.builder.reorder_batch_threshold or 1 for source in sources)
+        drafts = count_drafts(self._vllm_config)
+        decode_len = max(1 + drafts, *(source.builder.reorder_batch_threshold or 1 for source in sources))
         prefill = sum(length for length in query_lens if length > decode_len)
         cuttable = all(self.platform.can_cut_requests(source.common, self._vllm_config) for source in sources)
         seq_lens = common.seq_lens_cpu_upper_bound[: len(query_lens)].tolist()
         context_lens = tuple(max(length - query, 0) for length, query in zip(seq_lens, query_lens, strict=True))
         if tokens > common.num_actual_tokens:  # padding is one more request, which may be cut anywhere
             query_lens, context_lens = (*query_lens, tokens - common.num_actual_tokens), (*context_lens, 0)
-        return Batch(query_lens, prefill, cuttable, decode_len, context_lens)
+        cuts_decodes = drafts == 0 or self.platform.cuts_decodes
+        return Batch(query_lens, prefill, cuttable, decode_len, context_lens, cuts_decodes)
 
     def _rebuild(
         self, metadata: AttentionMetadata, slices: Sequence[BatchSlice]
@@ -119,6 +122,7 @@ class ContextSplitter:
             common.seq_lens_cpu_upper_bound.numpy(),
             self._read_blocks(source),
             source.builder.kv_cache_spec.block_size,
+            count_assumed_drafts(self._vllm_config),
         )
         if decline is not None:
             return decline

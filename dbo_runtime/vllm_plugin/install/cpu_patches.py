@@ -1,4 +1,4 @@
-"""Patch upstream bugs of vLLM 0.30.0's CPU build that break expert, data and pipeline parallelism.
+"""Patch upstream bugs of vLLM 0.30.0's CPU build that break parallelism of all kinds, or speculative decoding.
 
 None of this is part of overlap: the same bugs stop a model without this package. Each entry of `UPSTREAM_BUGS` has a
 symptom and a test for the bug, and is not patched in a vLLM that has fixed it.
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dbo_runtime.dispatch import gather_rows, reduce_rows
+from dbo_runtime.vllm_plugin.install.cpu_draft_kernels import find_triton_dispatchers, set_cpu_kernels
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -229,5 +230,11 @@ UPSTREAM_BUGS = (
         version="0.30.0",
         is_present=_lacks_stage_buffers,
         patch=_make_stage_buffers,
+    ),
+    UpstreamBug(
+        symptom="speculative decoding on CPU ends in TypeError: dispatchers are left on Triton's kernels",
+        version="0.30.0",
+        is_present=lambda: bool(find_triton_dispatchers()),
+        patch=set_cpu_kernels,
     ),
 )

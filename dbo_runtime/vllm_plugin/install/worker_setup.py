@@ -18,7 +18,7 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.memory_profile import profile_split
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 def set_up_worker(worker: WorkerBase, config: RuntimeConfig, quiet: bool) -> None:
     """Prepare a worker that has a device and a model runner, but no model yet; *quiet* ones log errors only."""
     platform = get_platform()
-    _patch_cpu_build(worker.vllm_config.parallel_config, platform, quiet)
+    _patch_cpu_build(worker.vllm_config, platform, quiet)
     _install_host_lengths(worker.vllm_config, platform, config)
     _wrap_load_model(worker.model_runner, config)
     _wrap_profile_run(worker.model_runner)
     _wrap_warm_up(worker)
 
 
-def _patch_cpu_build(parallel: ParallelConfig, platform: Platform, quiet: bool) -> None:
-    """Patch the upstream bugs that break expert, data and pipeline parallelism on CPU, split or not."""
-    sizes = parallel.data_parallel_size, parallel.pipeline_parallel_size
-    if not platform.needs_cpu_patches or not (parallel.enable_expert_parallel or max(sizes) > 1):
+def _patch_cpu_build(vllm_config: VllmConfig, platform: Platform, quiet: bool) -> None:
+    """Patch the upstream bugs of the CPU build, split or not, where a feature that they break is in use."""
+    parallel = vllm_config.parallel_config
+    is_parallel = parallel.enable_expert_parallel or parallel.data_parallel_size * parallel.pipeline_parallel_size > 1
+    if not platform.needs_cpu_patches or not (is_parallel or vllm_config.speculative_config is not None):
         return
     for symptom in apply_patches():
         open_log(quiet=quiet).info("patched an upstream bug of vLLM", symptom=symptom)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dbo_runtime.adapter import name_auxiliary
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.api import groups as vllm_groups
 from dbo_runtime.vllm_plugin.api.groups import Groups
+from dbo_runtime.vllm_plugin.api.speculation import get_auxiliary_layers
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, get_stage
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
@@ -53,6 +55,8 @@ class RankContext:
 def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: RuntimeConfig) -> RankContext:
     """Return the context of the rank that serves *model*. Collective over all ranks: they count their hosts."""
     platform, groups, stage = get_platform(), vllm_groups.get_groups(vllm_config), get_stage(model, vllm_config)
+    if vllm_config.speculative_config is not None:
+        stage = replace(stage, auxiliary=tuple(map(name_auxiliary, get_auxiliary_layers(model))))
     log = open_log(quiet=groups.all_ranks.rank_in_group > 0)
     log = log.bind(stage=stage.name) if stage.name else log
     hosts = len(set(gather(groups.all_ranks, vllm_groups.get_host())))

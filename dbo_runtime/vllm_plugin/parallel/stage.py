@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from vllm.sequence import IntermediateTensors
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.models.interfaces import SupportsPP
 
+Results: TypeAlias = torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]
+"""What a forward returns: hidden states [tokens, hidden], with auxiliary ones for a drafter if it reads some, or the
+tensors for the next stage of a pipeline."""
+
 HIDDEN = "hidden_states"  # the name of hidden states between stages in every model family of vLLM
 
 
@@ -35,12 +39,14 @@ class Stage:
         count: of stages.
         layers: on this stage.
         handed: names of the tensors that each stage sends to the next [tokens, hidden].
+        auxiliary: names of the hidden states [tokens, hidden] that the last stage returns for a drafter, in order.
     """
 
     number: int = 0
     count: int = 1
     layers: range = range(0)
     handed: tuple[str, ...] = (HIDDEN,)
+    auxiliary: tuple[str, ...] = ()
 
     @property
     def name(self) -> str | None:
@@ -64,6 +70,10 @@ class Stage:
     def check_program(self, program: Program) -> Decline | None:
         """Return why a program is not one of this stage: it takes or returns other tensors; None if it is."""
         takes, gives = _name_inputs(program).keys(), {HIDDEN, *program.named}
+        missing = {*self.auxiliary} - gives
+        if missing:
+            return Decline("its adapter does not return the hidden states that the drafter reads", _list(missing))
+        gives -= {*self.auxiliary}
         handed = {*self.handed}
         if takes == ({HIDDEN} if self.is_first else handed) and gives == ({HIDDEN} if self.is_last else handed):
             return None
@@ -79,11 +89,11 @@ class Stage:
             return Decline("intermediate tensors of other tokens", f"{sizes}, {tokens} tokens")
         return None
 
-    def join(self, program: Program, outputs: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | IntermediateTensors:
+    def join(self, program: Program, outputs: Sequence[Sequence[torch.Tensor]]) -> Results:
         """Return the result of the forward from those of the micro-batches [micro-batches][outputs]."""
         joined = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)]
         if self.is_last:
-            return joined[0]
+            return (joined[0], joined[1:]) if self.auxiliary else joined[0]
         return IntermediateTensors(dict(zip((HIDDEN, *program.named), joined, strict=True)))
 
 
@@ -111,9 +121,12 @@ def take_inputs(program: Program, given: IntermediateTensors) -> dict[str, torch
     return {own: given.tensors[name] for name, own in _name_inputs(program).items()}
 
 
-def name_results(result: torch.Tensor | IntermediateTensors) -> dict[str, torch.Tensor]:
+def name_results(result: Results) -> dict[str, torch.Tensor]:
     """Return the result of a forward, by name."""
-    return {"hidden states": result} if isinstance(result, torch.Tensor) else result.tensors
+    if isinstance(result, IntermediateTensors):
+        return {**result.tensors}
+    hidden, auxiliary = result if isinstance(result, tuple) else (result, [])
+    return {"hidden states": hidden, **{f"auxiliary hidden states {i}": one for i, one in enumerate(auxiliary)}}
 
 
 def copy_tensors(given: IntermediateTensors | None) -> IntermediateTensors | None:

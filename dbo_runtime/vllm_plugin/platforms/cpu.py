@@ -31,6 +31,7 @@ class CpuPlatform(Platform):
     host_computes = True
     compiles_ops = True
     needs_cpu_patches = True
+    cuts_decodes = True
 
     def open_device(
         self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger

@@ -25,6 +25,7 @@ def _check_features(vllm_config: VllmConfig, config: AscendConfig) -> Decline | 
     finegrained = config.finegrained_tp_config
     features = (
         (vllm_config.parallel_config.use_sequence_parallel_moe, "FlashComm (sequence-parallel MoE)"),
+        (vllm_config.speculative_config is not None, "speculative decoding with vllm-ascend"),
         (vllm_config.use_v2_model_runner, "vLLM's second model runner"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),

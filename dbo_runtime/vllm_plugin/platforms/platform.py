@@ -47,6 +47,7 @@ class Platform:
         fields: how each field of the common attention metadata is sliced.
         sliced_tensors: names of the forward context's tensors that are sliced by token.
         pads_batches: whether a batch may have more tokens than its attention metadata; those at the end are padding.
+        cuts_decodes: whether its attention backends were shown to take pieces of a decode with drafts.
     """
 
     has_device = False
@@ -61,6 +62,7 @@ class Platform:
     fields: Fields = FIELDS
     sliced_tensors: tuple[str, ...] = SLICED_CONTEXT_TENSORS
     pads_batches = False
+    cuts_decodes = False
 
     def __init__(self, name: str) -> None:
         self.name = name

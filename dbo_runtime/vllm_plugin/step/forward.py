@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm import forward_context
@@ -27,7 +27,14 @@ from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage, copy_tensors, name_results, take_inputs
+from dbo_runtime.vllm_plugin.parallel.stage import (
+    WHOLE_MODEL,
+    Results,
+    Stage,
+    copy_tensors,
+    name_results,
+    take_inputs,
+)
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
 from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
@@ -36,9 +43,6 @@ from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.models.interfaces_base import VllmModel
-
-Results: TypeAlias = torch.Tensor | IntermediateTensors
-"""What a forward returns: hidden states [tokens, hidden], or the tensors for the next stage of a pipeline."""
 
 
 class StepTime(NamedTuple):

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+KNOWN_DRAFTERS = ("ngram", "suffix", "draft_model", "deepseek_mtp", "eagle", "eagle3")
+"""Methods of speculative decoding, by `name_drafter`, with which split steps were compared with unsplit ones."""
 
 
 def check_config(vllm_config: VllmConfig) -> Decline | None:
@@ -21,6 +25,7 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
     # Then a stage sends a residual whose rows are spread over ranks, which only compiled steps make
     # (is_residual_scattered_for_sp in vLLM's v1/worker/utils.py).
     scattered = parallel.pipeline_parallel_size > 1 and vllm_config.compilation_config.pass_config.enable_sp
+    drafter = name_drafter(vllm_config)
     features = (
         (scattered, "pipeline parallel with sequence parallelism (enable_sp)"),
         (parallel.enable_elastic_ep, "elastic expert parallel"),
@@ -30,7 +35,8 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
         (model.enable_return_routed_experts, "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
-        (vllm_config.speculative_config is not None, "speculative decoding"),
+        (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
+        (drafter == "eagle3" and parallel.pipeline_parallel_size > 1, "speculative decoding by eagle3 in a pipeline"),
         (vllm_config.lora_config is not None, "LoRA"),
         (model.is_hybrid or model.is_attention_free, "a state-space model"),
         (model.is_encoder_decoder, "an encoder-decoder model"),

@@ -65,7 +65,12 @@ DECLINE = Decline("a request reads prefix-cache blocks that a later micro-batch 
 
 
 def find(
-    query_lens: list[int], computed: list[int], blocks: list[list[int]], *cuts: int, block_size: int = BLOCK
+    query_lens: list[int],
+    computed: list[int],
+    blocks: list[list[int]],
+    *cuts: int,
+    block_size: int = BLOCK,
+    drafts: int = 0,
 ) -> Decline | None:
     """Return the decline of requests with these query lengths, computed tokens and KV blocks."""
     width = max(map(len, blocks))
@@ -73,7 +78,7 @@ def find(
     starts = np.array([0, *accumulate(query_lens)], dtype=np.int32)
     seq_lens = np.array(query_lens, dtype=np.int32) + np.array(computed, dtype=np.int32)
     slices = slice_batch(Batch(tuple(query_lens), sum(query_lens), decode_len=0), cuts)
-    return check_prefix_cache(slices, starts, seq_lens, table, block_size)
+    return check_prefix_cache(slices, starts, seq_lens, table, block_size, drafts)
 
 
 def test_reading_blocks_that_a_later_micro_batch_writes_declines() -> None:
@@ -127,6 +132,38 @@ def test_without_computed_tokens_nothing_is_read_and_nothing_declines() -> None:
 def test_a_partly_filled_block_is_a_requests_own_and_not_looked_at() -> None:
     """Only full blocks are ever shared: block 6, of which the first request has computed half, is not from a hit."""
     assert find([2, 8], [6, 0], [[5, 6], [9, 6]], 2) is None
+
+
+def test_a_decode_that_may_be_shorter_than_the_host_assumes_may_write_an_earlier_block() -> None:
+    """Async scheduling counts all drafts of the step before: tokens 8 to 10, or, if all were rejected, 5 to 7."""
+    query_lens, computed, blocks = [4, 3], [8, 8], [[5, 6, 7], [5, 6, 8]]
+    assert find(query_lens, computed, blocks, 4) is None
+    assert find(query_lens, computed, blocks, 4, drafts=3) == DECLINE
+
+
+def test_the_lengths_of_prefills_are_exact_whatever_is_drafted() -> None:
+    """Otherwise two prompts with a common prefix would never be split."""
+    assert find([5, 5], [8, 8], [[5, 6, 7, 8], [5, 6, 9, 10]], 5, drafts=3) is None
+
+
+def test_a_decode_with_drafts_cut_inside_may_read_its_own_blocks() -> None:
+    assert find([4], [8], [[5, 6, 7]], 2, drafts=3) is None
+
+
+@settings(max_examples=scale(300))
+@given(st.data())
+def test_it_declines_wherever_a_token_would_read_too_early_for_any_number_of_accepted_drafts(
+    data: st.DataObject,
+) -> None:
+    query_lens, computed, blocks, block_size, cuts = data.draw(steps_with_hits())
+    drafts = data.draw(st.integers(1, 3))
+    excess = [
+        data.draw(st.integers(0, min(drafts, count))) if length <= 1 + drafts else 0
+        for length, count in zip(query_lens, computed, strict=True)
+    ]
+    actual = [count - more for count, more in zip(computed, excess, strict=True)]
+    if reads_too_early(query_lens, actual, blocks, block_size, cuts):
+        assert find(query_lens, computed, blocks, *cuts, block_size=block_size, drafts=drafts) == DECLINE
 
 
 @st.composite

@@ -25,7 +25,9 @@ from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 BLOCK = 16
-CONFIG: Any = SimpleNamespace()  # in place of a VllmConfig, which is only passed on
+CONFIG: Any = SimpleNamespace(  # in place of a VllmConfig, which is only passed on otherwise
+    speculative_config=None, scheduler_config=SimpleNamespace(async_scheduling=False)
+)
 QUERY_LENS = (5, 3, 8, 4)
 COMPUTED = (0, 20, 2, 7)
 TOKENS = sum(QUERY_LENS)
@@ -419,6 +421,19 @@ def test_what_a_backend_takes_as_decodes_is_not_counted_as_prefill() -> None:
     context = make_context({**build(make_group(FakeBuilder, "layers.0")), **build(make_group(DecodeFirst, "layers.1"))})
     found = make_splitter().read_batch(context, TOKENS)
     assert found == Batch(QUERY_LENS, prefill_tokens=5 + 8, cuttable=True, decode_len=4, context_lens=COMPUTED)
+
+
+@pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize(("backend", "longest"), [(FakeBuilder, 3), (DecodeFirst, 4)])
+def test_a_decode_has_as_many_tokens_as_are_drafted_and_one(backend: type, longest: int) -> None:
+    """Whether or not the backend treats them as decodes."""
+    config = SimpleNamespace(**vars(CONFIG) | {"speculative_config": SimpleNamespace(num_speculative_tokens=2)})
+    for platform, cuts_decodes in (("cpu", True), ("cuda", False)):
+        found = ContextSplitter(get_platform(platform), config).read_batch(
+            make_context(build(make_group(backend))), TOKENS
+        )
+        assert isinstance(found, Batch)
+        assert (found.decode_len, found.cuts_decodes) == (longest, cuts_decodes)
 
 
 @pytest.mark.usefixtures("_traced")

@@ -25,6 +25,8 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
 from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
+from vllm.v1.sample import rejection_sampler as sampler
+from vllm.v1.spec_decode import utils as drafts
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 from dbo_runtime.vllm_plugin.install.cpu_patches import UPSTREAM_BUGS, apply_patches
 
@@ -56,12 +58,40 @@ stage = SimpleNamespace(
     intermediate_tensors=None, vllm_config=config, model=SimpleNamespace(make_empty_intermediate_tensors=handed),
     max_num_tokens=8, model_config=SimpleNamespace(dtype=torch.float32), device=torch.device("cpu"),
 )
+Runner._postprocess_triton(stage)  # as each runner does when it is made: then kernels are what vLLM makes them
+ends = torch.tensor([2, 5], dtype=torch.int32)  # of the drafts of two requests
+def repeat(*values):
+    return sampler.expand_batch_to_tokens(torch.tensor(values), ends, 5, replace_from=0, replace_to=1)
+def verify(targets):
+    verified = torch.full((2, 4), -1, dtype=torch.int32)
+    ids, bonus = torch.tensor([7, 8, 9, 10, 11], dtype=torch.int32), torch.tensor([3, 4])
+    sampler._rejection_greedy_sample(verified, ends, ids, torch.tensor(targets), bonus, None, 3, None, None)
+    return verified.tolist()
+def verify_random(probabilities):
+    verified = torch.full((1, 2), -1, dtype=torch.int32)
+    sampler._rejection_random_sample(
+        verified, torch.tensor([1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32), None,
+        torch.tensor([probabilities]), torch.tensor([3]), torch.tensor([1], dtype=torch.int32),
+        torch.tensor([0.5], dtype=torch.float64), torch.tensor([False]), 1, None,
+    )
+    return verified.tolist()
+def recover():
+    found = torch.empty(1, dtype=torch.int32)
+    one, noise, target = torch.tensor([1], dtype=torch.int32), torch.ones(1, 4), torch.tensor([[0, 0.3, 0.6, 0.1]])
+    sampler._sample_recovered_tokens(found, one, one * 2, None, target, noise, max_spec_len=1)
+    return found.tolist()
+def advance():
+    table, lens = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32), torch.tensor([4, 16], dtype=torch.int32)
+    places, slots = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    drafts.eagle_step_update_slot_mapping_and_metadata(torch.tensor([3, 15]), table, lens, 16, 32, places, slots)
+    return places.tolist(), slots.tolist(), lens.tolist()
+
 communicator = CpuCommunicator.__new__(CpuCommunicator)
 communicator.world_size, communicator.device_group = 1, dist.group.WORLD
 def refuses(method, *arguments, **options):
     try:
         method(*arguments, **options)
-    except (NotImplementedError, AssertionError) as error:
+    except (NotImplementedError, AssertionError, TypeError) as error:
         return str(error) or True
     return False
 
@@ -74,6 +104,8 @@ assert refuses(communicator.all_gatherv, x, dim=0, sizes=[4]), "vLLM has all_gat
 assert refuses(communicator.reduce_scatterv, x, dim=0, sizes=[4]), "vLLM has reduce_scatterv now: remove this gap"
 
 assert refuses(Runner.sync_and_gather_intermediate_tensors, stage, 2, None, False), "vLLM makes buffers: remove this"
+for call in (lambda: repeat(0.0, 2.0), lambda: verify([7] * 5), lambda: verify_random([0.25] * 4), recover, advance):
+    assert refuses(call), "vLLM has kernels for CPU here: remove this gap"
 
 # Patched, once.
 assert apply_patches() == [bug.symptom for bug in UPSTREAM_BUGS]
@@ -90,6 +122,13 @@ assert torch.equal(communicator.reduce_scatterv(x, dim=0), x)
 received = Runner.sync_and_gather_intermediate_tensors(stage, 2, None, False)
 assert received["residual"].shape == (2, 4) and received["residual"].dtype == torch.float32
 assert stage.intermediate_tensors["residual"].shape == (8, 4), "as large as any step, and made once"
+assert repeat(0.0, 2.0).tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+assert repeat(0, 7).tolist() == [1, 1, 7, 7, 7]
+assert verify([7, 8, 9, 0, 11]) == [[7, 8, 3, -1], [9, 0, -1, -1]], "all accepted and one more; rejected at the second"
+assert verify_random([0.1, 0.1, 0.6, 0.2]) == [[2, 3]], "0.6 is above 0.5"
+assert verify_random([0.4, 0.1, 0.4, 0.1]) == [[1, -1]]
+assert recover() == [1], "the most probable but the rejected one"
+assert advance() == ([4, 16], [5 * 16 + 4, 8 * 16], [5, 17])
 assert "along dimension 0 only" in refuses(communicator.all_gatherv, x, dim=1)
 """
 

@@ -98,4 +98,5 @@ def test_ranks_learn_on_how_many_hosts_they_are(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(rank_context, "get_platform", lambda: SimpleNamespace(get_transport=lambda *_: "network"))
     let_other_gather(monkeypatch, host)
     model: Any = None
-    assert make_rank_context(model, model, RuntimeConfig()).hosts == hosts
+    vllm_config: Any = SimpleNamespace(speculative_config=None)
+    assert make_rank_context(model, vllm_config, RuntimeConfig()).hosts == hosts

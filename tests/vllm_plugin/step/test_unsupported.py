@@ -51,12 +51,46 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
     ({"enable_return_routed_experts": True}, "returning the routed experts"),
     ({"use_ubatching": True}, "vLLM's own micro-batching (--enable-dbo)"),
-    ({"speculative_config": object()}, "speculative decoding"),
     ({"lora_config": object()}, "LoRA"),
     ({"is_hybrid": True}, "a state-space model"),
     ({"is_attention_free": True}, "a state-space model"),
     ({"is_encoder_decoder": True}, "an encoder-decoder model"),
 ]
+
+
+def draft_by(method: str, **more: Any) -> dict[str, Any]:
+    """Return a change to speculative decoding by *method*."""
+    config = {"method": method, "parallel_drafting": False, **more}
+    return {"speculative_config": SimpleNamespace(**config)}
+
+
+def draft_by_layer_of(model_type: str) -> dict[str, Any]:
+    """Return a change to speculative decoding by the MTP layer of a type of model."""
+    return draft_by("mtp", draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type)))
+
+
+DRAFTERS = [
+    (draft_by("medusa"), "medusa"),
+    (draft_by("dflash", parallel_drafting=True), "dflash (parallel drafting)"),
+    (draft_by("draft_model", parallel_drafting=True), "draft_model (parallel drafting)"),
+    (draft_by_layer_of("qwen3_next_mtp"), "qwen3_next_mtp"),
+    ({**draft_by("eagle3"), "pipeline_parallel_size": 2}, "eagle3 in a pipeline"),
+]
+
+
+@pytest.mark.parametrize(("changes", "drafter"), DRAFTERS, ids=[drafter for _, drafter in DRAFTERS])
+def test_a_drafter_that_splitting_does_not_support_is_named(changes: dict[str, Any], drafter: str) -> None:
+    assert check_config(make_config(**changes)) == Decline(f"not supported yet: speculative decoding by {drafter}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [draft_by(method) for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3")]
+    + [draft_by_layer_of("deepseek_mtp"), {**draft_by("ngram"), "pipeline_parallel_size": 2}],
+    ids=str,
+)
+def test_other_drafters_leave_the_target_to_be_split(changes: dict[str, Any]) -> None:
+    assert check_config(make_config(**changes)) is None
 
 
 @pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}], ids=str)

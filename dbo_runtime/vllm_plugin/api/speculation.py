@@ -1,0 +1,49 @@
+"""Speculative decoding as vLLM 0.30.0 configures it: who drafts, and how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+
+def name_drafter(vllm_config: VllmConfig) -> str | None:
+    """Return the name of the method that drafts, with the model type where there are several; None without one."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    if speculative.parallel_drafting:
+        return f"{speculative.method} (parallel drafting)"
+    if speculative.method == "mtp":
+        return str(speculative.draft_model_config.hf_config.model_type)
+    return str(speculative.method)
+
+
+def count_drafts(vllm_config: VllmConfig) -> int:
+    """Return how many tokens of a request are drafts in a decode, at most; 0 without speculative decoding."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
+
+
+def count_assumed_drafts(vllm_config: VllmConfig) -> int:
+    """Return by how many tokens the host's length of a decoding sequence may be too long.
+
+    With async scheduling a step is prepared before it is known which drafts of the step before were accepted, and the
+    host counts them all (`_prepare_inputs` in gpu_model_runner.py corrects the device's copy).
+    """
+    return count_drafts(vllm_config) if vllm_config.scheduler_config.async_scheduling else 0
+
+
+def get_auxiliary_layers(model: torch.nn.Module) -> tuple[int, ...]:
+    """Return after how many layers a model's forward returns auxiliary hidden states: Eagle3's drafter reads them."""
+    return next(_list_auxiliary_layers(model), ())
+
+
+def _list_auxiliary_layers(model: Any) -> Iterator[tuple[int, ...]]:
+    for module in model.modules():
+        layers = getattr(module, "aux_hidden_state_layers", ())
+        if layers:
+            yield tuple(sorted(set(layers)))

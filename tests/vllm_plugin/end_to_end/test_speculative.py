@@ -1,0 +1,146 @@
+"""Speculative decoding: the target's forward is split, the drafter's is not, and both answer as unsplit ones do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_tasks import held_out
+from tests.vllm_plugin.drafters import (
+    NGRAM,
+    draft_by_eagle,
+    draft_by_eagle3,
+    draft_by_head_of,
+    draft_by_model,
+    draft_by_mtp,
+)
+from tests.vllm_plugin.engine import Engine
+from tests.vllm_plugin.engines import NO_SETTINGS, Engines, share_cores
+from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.speculation import (
+    MIXED,
+    PROMPTS,
+    TOKENS,
+    answer_tasks,
+    assert_split_drafts_alike,
+    assert_steps_check,
+    generate,
+)
+
+pytestmark = pytest.mark.vllm
+
+CHUNK = 128  # tokens that a step may have where prompts are prefilled in chunks
+LLAMA = {"attention_backend": "CPU_ATTN", "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def mtp(engines: Engines) -> Engine:
+    return engines.get(1, "nobind", **draft_by_mtp(2))
+
+
+@pytest.fixture(scope="module")
+def eagle3(engines: Engines) -> Engine:
+    """Return an engine of two ranks."""
+    return engines.get(2, share_cores(), **draft_by_eagle3(3))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family("LlamaForCausalLM", tmp_path_factory.mktemp("llama"))
+
+
+# Where requests end: in the prefill at 96, in decodes at multiples of 3.
+@pytest.mark.parametrize("cuts", [None, (96,), (17,), (3,), (6, 9)], ids=str)
+def test_an_mtp_layer_drafts_and_is_verified_alike(mtp: Engine, cuts: tuple[int, ...] | None) -> None:
+    assert_split_drafts_alike(mtp, cuts)
+
+
+def test_the_check_passes_where_a_layer_drafts(mtp: Engine) -> None:
+    assert_steps_check(mtp)
+
+
+@pytest.mark.parametrize("cuts", [None, (17,), (4, 12)], ids=str)
+def test_a_head_that_reads_hidden_states_between_layers_drafts_alike(
+    eagle3: Engine, cuts: tuple[int, ...] | None
+) -> None:
+    assert_split_drafts_alike(eagle3, cuts)
+
+
+def test_the_check_compares_what_the_head_reads(eagle3: Engine) -> None:
+    assert_steps_check(eagle3)
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(125, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
+def test_most_drafts_are_accepted_and_as_many_split_as_unsplit(
+    drafter: str, count: int, request: pytest.FixtureRequest
+) -> None:
+    """Of trained drafters, on held-out tasks: *count* requests of each of four kinds."""
+    engine: Engine = request.getfixturevalue(drafter)
+    tasks = held_out(count)
+    unsplit, drafts = answer_tasks(engine, tasks, "off")
+    split, split_drafts = answer_tasks(engine, tasks, "always")
+    assert split == unsplit
+    assert split_drafts == drafts
+    assert drafts["accepted"] > drafts["drafted"] / 2
+    right = sum(answer == task.answer for answer, task in zip(split, tasks, strict=True))
+    assert right >= 0.98 * len(tasks)
+
+
+@pytest.mark.slow
+def test_answers_are_those_without_drafts(mtp: Engine, one_rank: Engine) -> None:
+    plain = one_rank.generate(PROMPTS, TOKENS, MIXED)
+    drafted, counts, _ = generate(mtp, "off")
+    assert counts["accepted"] > 0
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drafter", ["ngram", "mtp 1", "mtp 3", "eagle3", "eagle"])
+def test_every_drafter_of_the_tiny_model_leaves_split_steps_alike(
+    ranks: int, drafter: str, engines: Engines, tmp_path: Path
+) -> None:
+    options = {
+        "ngram": lambda: {"speculative_config": NGRAM},
+        "mtp 1": lambda: draft_by_mtp(1),
+        "mtp 3": lambda: draft_by_mtp(3),
+        "eagle3": lambda: draft_by_eagle3(2),
+        "eagle": lambda: draft_by_eagle(2, tmp_path),
+    }[drafter]()
+    with start(engines, ranks, **options) as engine:
+        for cuts in (None, (96,), (17,), (4,), (6, 160)):
+            assert_split_drafts_alike(engine, cuts)
+        assert_steps_check(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drafter", ["ngram", "itself", "another model", "eagle3"])
+def test_drafts_are_verified_alike_while_prompts_are_prefilled_in_chunks(
+    ranks: int, drafter: str, engines: Engines, llama: Path, tmp_path: Path
+) -> None:
+    """Of a Llama: vLLM's CPU build prefills latent attention undivided."""
+    options = {
+        "ngram": lambda: {"speculative_config": NGRAM},
+        "itself": lambda: draft_by_model(3, llama),
+        "another model": lambda: draft_by_model(3, make_family("LlamaForCausalLM", tmp_path, seed=1)),
+        "eagle3": lambda: draft_by_head_of(2, tmp_path, llama),
+    }[drafter]()
+    with start(engines, ranks, llama, **LLAMA, max_num_batched_tokens=CHUNK, **options) as engine:
+        for cuts in (None, (16,), (50,), (4,), (8, 64)):
+            assert_split_drafts_alike(engine, cuts)
+        assert_steps_check(engine)
+        _, counts, steps = generate(engine, "always")
+        assert steps > len(PROMPTS), "each prompt is longer than a chunk, or shares one"
+        if drafter == "itself":
+            assert counts["accepted"] == counts["drafted"] > 0
+
+
+def start(engines: Engines, ranks: int, *model: Path, **options: Any) -> Any:
+    from tests.vllm_plugin.engines import TINY
+
+    cores = share_cores() if ranks == 2 else "nobind"
+    return engines.start(ranks, cores, *(model or (TINY,)), NO_SETTINGS, **options)
