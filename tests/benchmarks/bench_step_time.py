@@ -31,7 +31,7 @@ from tests.benchmarks.measured_hosts import (
 from tests.benchmarks.page import write_section
 from tests.benchmarks.queued_requests import ROOT, make_requests, send
 from tests.benchmarks.served_hosts import Server, serve
-from tests.benchmarks.step_time_report import ENOUGH, HEADS, HIDDEN, LAYERS, MODES, find_targets, write_report
+from tests.benchmarks.step_time_report import ENOUGH, HEADS, HIDDEN, LAYERS, MODES, UNSPLIT, find_targets, write_report
 from tests.benchmarks.targets import find_missed
 from tests.benchmarks.timed_steps import Step, Turn
 from tests.benchmarks.two_hosts_cells import NO_LIMIT
@@ -41,7 +41,8 @@ RATES, REQUESTS = (NO_LIMIT, "1gbit"), 96
 OPTIONS = {
     "worker_extension_cls": step_timer.NAME,
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
     "kv_cache_memory_bytes": 1 << 29,
 }
 STRIDE = 7  # through the orders, so that each mode is soon in each place
@@ -117,7 +118,7 @@ def measure(server: Server, rounds: int, requests: int) -> Iterator[Turn]:
 def run_turn(server: Server, mode: str, requests: list[dict[str, Any]]) -> list[Step]:
     """Switch the server to a mode, send it the requests, and return the steps that they took."""
     server.call("dbo_configure", MODES[mode])
-    server.call("start_step_times")
+    server.call("start_step_times", mode == UNSPLIT)
     send(server, requests)
     return [Step(*step) for step in server.call("take_step_times")]
 

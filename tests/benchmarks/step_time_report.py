@@ -23,8 +23,9 @@ HIDDEN, LAYERS, HEADS = 64, 61, 2
 MOST, ENOUGH = 1.02, 12  # times as long as `off`; rounds for a verdict
 ELAPSED, CPU = "elapsed", "CPU"
 KINDS = {ELAPSED: attrgetter("seconds"), CPU: attrgetter("cpu_seconds")}
+PLANNING = attrgetter("planning"), attrgetter("cpu_planning")
 QUANTILES = (0.5, 0.99)
-COUNTS = ("mode", "steps", "planned", "split", "planning p50, us", "p99, us")
+COUNTS = ("mode", "steps", "planned", "split", "planning p50, us", "p99", "CPU p50, us", "p99")
 TIMES = ("time", "mode", "p50, ms", "p99, ms", "p50 / off", "p99 / off", "longer, ms")
 REMARKS = """\
 One server with `VLLM_ASCEND_ENABLE_DBO=1` and `DBO_CALIBRATE=1`, which is told over RPC before each turn what to do.
@@ -32,13 +33,15 @@ A round has a turn of each mode, in an order that changes; all of them answer th
 the first is scheduled, and those of another round are others, so that no mode is asked for a plan that it made in an
 earlier round for the very batch. Each turn begins with no decision remembered, as settings have changed. *off, again*
 is the mode *off* a second time: how far its ratios are from 1 is what noise does. *planned, not split* is `auto` with
-`DBO_MARGIN=2`, by which no split pays, and without probation: what planning costs, and what it brings left out.
-*planned* steps are those whose requests were considered; others are declined by their size before.
+`DBO_MARGIN=2`, by which no split pays, without probation, and without declining steps by their size before their
+requests are considered: what planning costs at most, and what it brings left out. *planned* are the steps whose
+requests were considered.
 
 Times are of the first rank, from begin to end of `execute_model`; CPU times are those of its process, all threads
 together, which other programs on the machine lengthen less. Ratios are those of quantiles over all rounds, with the
 95 % interval of a bootstrap over rounds. *longer* is the median of the differences between steps of the same batch.
-*planning* is what a step waited for its decision, as in `vllm:dbo_planning_seconds`.""".splitlines()
+*planning* is what a step waited for its decision, as in `vllm:dbo_planning_seconds`; of a step that is split, that
+includes cutting its attention metadata.""".splitlines()
 
 
 def write_report(turns: Mapping[str, Sequence[Turn]], rounds: int) -> list[str]:
@@ -58,8 +61,8 @@ def make_counts(turns: Sequence[Turn], mode: str) -> list[str]:
     """Return the cells of a mode's steps, and of what they waited for."""
     steps = [step for turn in turns if turn.mode == mode for step in turn.steps]
     counts = len(steps), sum(step.is_planned for step in steps), sum(step.is_split for step in steps)
-    planning = np.quantile([step.planning for step in steps], QUANTILES) * 1e6
-    return [mode, *map(str, counts), *(f"{figure:.0f}" for figure in planning)]
+    planning = [np.quantile([get(step) for step in steps], QUANTILES) * 1e6 for get in PLANNING]
+    return [mode, *map(str, counts), *(f"{figure:.0f}" for figure in np.concatenate(planning))]
 
 
 def make_times(turns: Sequence[Turn], mode: str, kind: str) -> list[str]:
@@ -84,13 +87,14 @@ def write_targets(turns: Mapping[str, Sequence[Turn]], rounds: int) -> list[str]
 def find_targets(turns: Mapping[str, Sequence[Turn]]) -> list[Target]:
     """Return what is asked for."""
     return [
-        Target(f"{link}: {mode} / off", MOST, find_ratio(of_link, mode), at_least=False)
+        Target(f"{link}: {kind}, {mode} / off", MOST, find_ratio(of_link, mode, kind), at_least=False)
         for link, of_link in turns.items()
+        for kind in KINDS
         for mode in (UNSPLIT, AUTO)
     ]
 
 
-def find_ratio(turns: Sequence[Turn], mode: str) -> float:
+def find_ratio(turns: Sequence[Turn], mode: str, kind: str) -> float:
     """Return the ratio of a mode's p99 to that of `off`."""
-    own, off = (gather_times(turns, each, KINDS[ELAPSED]) for each in (mode, OFF))
+    own, off = (gather_times(turns, each, KINDS[kind]) for each in (mode, OFF))
     return compare_quantiles(own, off, 0.99).value

@@ -10,6 +10,7 @@ from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from tests.benchmarks.timed_steps import Step
 
 if TYPE_CHECKING:
+    from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
     from dbo_runtime.vllm_plugin.step.decision import StepDecider, StepDecision
 
 NAME = f"{__name__}.StepTimer"  # as vLLM takes it
@@ -18,11 +19,11 @@ NAME = f"{__name__}.StepTimer"  # as vLLM takes it
 class StepTimer(WorkerExtension):
     """Adds the times of steps to what is called over RPC."""
 
-    def start_step_times(self) -> None:
-        """Time each step from now on."""
+    def start_step_times(self, plans_all: bool) -> None:
+        """Time each step from now on, and plan each, however small, if *plans_all*."""
         forward = self._dbo_forward()
         assert forward is not None, "steps are timed where they are planned"
-        self._step_clock = StepClock(self, forward.decider)
+        self._step_clock = StepClock(self, forward.decider, forward.runtime, plans_all)
 
     def take_step_times(self) -> list[Step]:
         """Return the steps since `start_step_times`, and time no more of them."""
@@ -32,32 +33,46 @@ class StepTimer(WorkerExtension):
 class StepClock:
     """Times `execute_model` of a worker and, within it, the decision whether and how to split; until it is stopped."""
 
-    def __init__(self, worker: Any, decider: StepDecider) -> None:
-        self._worker, self._decider = worker, decider
-        self._execute, self._decide = worker.execute_model, decider.decide
+    def __init__(self, worker: Any, decider: StepDecider, runtime: MicroBatchRuntime, plans_all: bool) -> None:
+        self._replaced = [(worker, "execute_model"), (decider, "decide"), (runtime, "plan")]
+        self._execute, self._decide, self._make_plan = (getattr(owner, name) for owner, name in self._replaced)
         self._steps: list[Step] = []
-        self._planning = 0.0
-        self._decision: StepDecision | None = None
-        worker.execute_model, decider.decide = self._time_step, self._time_decision
+        self._planning = 0.0, 0.0
+        self._plan: ExecutionPlan | Decline | None = None
+        self._is_planned = False
+        worker.execute_model, decider.decide, runtime.plan = self._time_step, self._time_decision, self._note_plan
+        if plans_all:
+            runtime.decline_early = _decline_none
+            self._replaced.append((runtime, "decline_early"))
 
     def stop(self) -> list[Step]:
-        """Let the worker be as it was, and return the steps."""
-        del self._worker.execute_model, self._decider.decide
+        """Let all be as it was, and return the steps."""
+        for owner, name in self._replaced:
+            delattr(owner, name)
         return self._steps
 
     def _time_step(self, scheduler_output: Any) -> Any:
-        start, cpu = time.perf_counter(), time.process_time()
+        self._plan, self._is_planned = None, False
+        start, cpu_start = time.perf_counter(), time.process_time()
         result = self._execute(scheduler_output)
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-        if self._decision is not None:  # without tokens there is no forward, and none
-            batch, plan = list(scheduler_output.num_scheduled_tokens.values()), self._decision.plan
-            is_split = not isinstance(plan, Decline)
-            self._steps.append(Step(batch, seconds, cpu_seconds, self._planning, plan.expected is not None, is_split))
-        self._decision = None
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        if self._plan is not None:  # without tokens there is no forward
+            batch = list(scheduler_output.num_scheduled_tokens.values())
+            is_split = not isinstance(self._plan, Decline)
+            self._steps.append(Step(batch, seconds, cpu_seconds, *self._planning, self._is_planned, is_split))
         return result
 
     def _time_decision(self, *arguments: Any) -> StepDecision:
-        start = time.perf_counter()
-        self._decision = self._decide(*arguments)
-        self._planning = time.perf_counter() - start
-        return self._decision
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        decision = self._decide(*arguments)
+        self._planning = time.perf_counter() - start, time.thread_time() - cpu_start
+        self._plan = decision.plan
+        return decision
+
+    def _note_plan(self, *arguments: Any) -> ExecutionPlan | Decline:
+        self._is_planned = True
+        return self._make_plan(*arguments)
+
+
+def _decline_none(_: int) -> None:
+    """Decline no step by its size."""

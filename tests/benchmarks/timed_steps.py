@@ -21,6 +21,7 @@ class Step(NamedTuple):
         seconds: from begin to end of `execute_model`.
         cpu_seconds: of the worker's process meanwhile, all threads together.
         planning: seconds until it was decided whether and how to split.
+        cpu_planning: of its thread meanwhile.
         is_planned: whether its requests were considered; others are declined by their size or the settings.
         is_split: whether it ran in micro-batches.
     """
@@ -29,6 +30,7 @@ class Step(NamedTuple):
     seconds: float
     cpu_seconds: float
     planning: float
+    cpu_planning: float
     is_planned: bool
     is_split: bool
 
