@@ -75,8 +75,12 @@ def describe_model(family: str = DEFAULT_FAMILY) -> str:
 
 
 @contextmanager
-def prepare(family: str = DEFAULT_FAMILY) -> Iterator[Setting]:
+def prepare(family: str = DEFAULT_FAMILY, **sizes: int) -> Iterator[Setting]:
     """Make hosts and a model, and remove them whatever happens.
+
+    Args:
+        family: of the model.
+        sizes: of it, in place of the usual ones.
 
     Raises:
         NetworkError: if this machine or this user cannot.
@@ -89,9 +93,9 @@ def prepare(family: str = DEFAULT_FAMILY) -> Iterator[Setting]:
 
         model = Path(directory) / "model"
         if family == DEFAULT_FAMILY:
-            make_checkpoint(model, HIDDEN, LAYERS)
+            make_checkpoint(model, **{"hidden": HIDDEN, "layers": LAYERS, **sizes})
         else:
-            make_family(family, model, **WIDE)
+            make_family(family, model, **{**WIDE, **sizes})
         yield Setting(Path(directory), model, hosts)
 
 

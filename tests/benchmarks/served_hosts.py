@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from examples.network_hosts import Host
@@ -23,6 +24,7 @@ STARTS_WITHIN = 600.0  # seconds
 LAST_LINES = 25  # of a log, when a server fails
 ENGINE = "VLLM::EngineCor"  # as vLLM names the process, of which Linux keeps 15 letters
 NAME = "dbo"  # that it serves the model by
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 # Runs on the host, for only there the server can be reached; says what the server answers.
 ASK = """
@@ -78,8 +80,13 @@ class Server:
 
 
 @contextmanager
-def serve(setting: Setting, **settings: str) -> Iterator[Server]:
+def serve(setting: Setting, options: Mapping[str, Any] = NO_OPTIONS, **settings: str) -> Iterator[Server]:
     """Start a server on the first host and its follower on the second, and wait until they answer.
+
+    Args:
+        setting: where, and which model.
+        options: of vLLM, in place of those of `two_nodes.OPTIONS`.
+        settings: variables of both.
 
     Raises:
         BenchError: if they do not, with the last lines of their logs, or if the port is in use.
@@ -87,18 +94,22 @@ def serve(setting: Setting, **settings: str) -> Iterator[Server]:
     first = setting.hosts[0]
     check_port(first)
     logs = [setting.directory / f"server-{node}.log" for node in (0, 1)]
-    with start_together(*(make_program(setting, node, log, settings) for node, log in enumerate(logs))) as nodes:
+    with start_together(
+        *(make_program(setting, node, log, options, settings) for node, log in enumerate(logs))
+    ) as nodes:
         server = Server(first)
         wait_until_up(server, nodes, logs)
         let_drivers_give_way(nodes)
         yield server
 
 
-def make_program(setting: Setting, node: int, log: Path, settings: dict[str, str]) -> Program:
+def make_program(
+    setting: Setting, node: int, log: Path, options: Mapping[str, Any], settings: Mapping[str, str]
+) -> Program:
     """Return a node's server; prompts are not cached, because every run sends the same ones."""
-    options = {**OPTIONS, **share_tensors(node, setting.master), "served_model_name": NAME}
+    shared = {**share_tensors(node, setting.master), "served_model_name": NAME}
     address = (f"--host={setting.hosts[0].address}", f"--port={PORT}") if node == 0 else ("--headless",)
-    words = find_server(str(setting.model), options, "--no-enable-prefix-caching", *address)
+    words = find_server(str(setting.model), {**OPTIONS, **options, **shared}, "--no-enable-prefix-caching", *address)
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **settings}
     return Program(setting.hosts[node].command(*words), setting.environment(node, **variables), log)
 
