@@ -41,7 +41,6 @@ demo-expert-parallel: setup ## the same where each host has prompts of its own a
 	$(BIN)/python examples/two_hosts.py --parallel data-expert
 
 demo-disaggregated: setup ## prefill on one server, split, and decode on another, which reads its KV cache by NIXL
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt nixl
 	$(BIN)/python examples/disaggregated.py
 
 train: setup ## train the tiny DeepSeek model that the demos serve

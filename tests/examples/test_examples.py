@@ -46,6 +46,19 @@ def test_the_demo_sees_pictures_with_overlap_as_without() -> None:
     assert re.search(r"^\[picture\]what\? +(small|big) \w+ on \w+$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_prefill_node_that_splits_and_a_decode_node_answer_as_one_server() -> None:
+    pytest.importorskip("nixl")
+    done = run_example("disaggregated.py", "--requests", "24", timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "killed the prefill node after 12 answers" in done.stdout
+    assert "identical token by token: 24 of 24 answers" in done.stdout
+    (split,) = re.findall(r"split steps of the prefill node: (\d+)", done.stdout)
+    (read, again) = re.findall(r"decode node read: (\d+); requests sent again: (\d+)", done.stdout)[0]
+    assert min(int(split), int(read), int(again)) > 0
+
+
 def test_pictures_have_prompts_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("12+57=\n")
     done = run_example("offline_dualbatch_overlap_npu.py", "--pictures", "--prompts", str(tmp_path / "prompts"))

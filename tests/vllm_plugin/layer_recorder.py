@@ -102,7 +102,7 @@ class Extension(WorkerExtension):
     def take_steps(self) -> list[list[Event]]:
         """Return the events of the steps since the last call."""
         recorder = kv_transfer_state._KV_CONNECTOR_AGENT
-        assert type(recorder) is LayerRecorder, "the stand-in of a split step is still in place"
+        assert isinstance(recorder, LayerRecorder), "the stand-in of a split step is still in place"
         steps, recorder.steps = recorder.steps, []
         return steps
 

@@ -224,6 +224,17 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
     assert found.detail.endswith("Blind")
 
 
+def test_a_model_with_an_unknown_kv_connector_is_declined_by_its_name() -> None:
+    vllm_config = make_vllm_config(kv_transfer_config=SimpleNamespace(kv_connector="Novel"))
+    vllm_config.model_config.architecture = "SomeForCausalLM"
+    adapter: Any = object()
+    model: Any = None
+    found = model_setup._record_model(adapter, model, make_rank(WHOLE_MODEL, vllm_config, get_platform("cpu")), model)
+    assert isinstance(found, Decline)
+    assert found.reason == "the KV connector is not known to dbo_runtime"
+    assert found.detail.startswith("Novel; ")
+
+
 def make_rank(stage: Stage, vllm_config: Any, platform: Platform, groups: Any = None) -> RankContext:
     return RankContext(vllm_config, RuntimeConfig(enabled=True), platform, groups, stage, 1, "network", Lines())  # type: ignore[arg-type]
 
