@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.features import returns_routed_experts
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
         (parallel.use_sequence_parallel_moe, "sequence-parallel MoE"),
         (parallel.decode_context_parallel_size > 1, "decode context parallel"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
-        (model.enable_return_routed_experts, "returning the routed experts"),
+        (returns_routed_experts(vllm_config), "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
         (vllm_config.kv_transfer_config is not None, "a KV connector"),
         (vllm_config.speculative_config is not None, "speculative decoding"),

@@ -333,7 +333,7 @@ def make_group(cls: type[FakeBuilder] = FakeBuilder, *layers: str, **arguments: 
     names = list(layers or ("layers.0", "layers.1"))
     spec = SimpleNamespace(block_size=BLOCK)
     builder = cls(spec, names, CONFIG, torch.device("cpu"), **arguments)
-    return AttentionGroup(None, names, spec, 0, [builder])
+    return AttentionGroup(None, names, spec, 0, metadata_builders=[builder])
 
 
 def make_context(attn_metadata: Any, **changes: Any) -> ForwardContext:
