@@ -2,7 +2,7 @@
 
 Called with that environment's Python. Prints how many of each suite passed, and fails if one fails or none passed.
 `--write` keeps the counts, failures too, in `compat/results.json`, from which `make docs` writes the table of
-docs/vllm.md. `--quick` runs the suites that CI has time for.
+docs/vllm.md. Suites may be named; `--quick` runs those that CI has time for.
 """
 
 from __future__ import annotations
@@ -53,10 +53,14 @@ PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 def main() -> int:
     """Run the suites, print their counts, and keep them if asked to."""
     parser = argparse.ArgumentParser(description="Run the suites that touch vLLM on the version installed here.")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"all, or some of: {', '.join(SUITES)}")
     parser.add_argument("--quick", action="store_true", help=f"run only: {', '.join(QUICK)}")
     parser.add_argument("--write", action="store_true", help=f"keep the counts in {RESULTS.relative_to(ROOT)}")
     arguments = parser.parse_args()
-    suites = QUICK if arguments.quick else tuple(SUITES)
+    suites = QUICK if arguments.quick else tuple(arguments.suites or SUITES)
+    unknown = set(suites) - set(SUITES)
+    if unknown:
+        parser.error(f"no such suite: {', '.join(sorted(unknown))}")
     vllm = version("vllm").partition("+")[0]
     counts = run_suites(suites)
     for suite in suites:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.api.features import returns_routed_experts
+from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 if TYPE_CHECKING:
@@ -19,11 +19,8 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
         return decline
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
-    # Then a stage sends a residual whose rows are spread over ranks, which only compiled steps make
-    # (is_residual_scattered_for_sp in vLLM's v1/worker/utils.py).
-    scattered = parallel.pipeline_parallel_size > 1 and vllm_config.compilation_config.pass_config.enable_sp
     features = (
-        (scattered, "pipeline parallel with sequence parallelism (enable_sp)"),
+        (scatters_residuals(vllm_config), "pipeline parallel with sequence parallelism (enable_sp)"),
         (parallel.enable_elastic_ep, "elastic expert parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB)"),
         (parallel.use_sequence_parallel_moe, "sequence-parallel MoE"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dbo_runtime.vllm_plugin.api.known import TESTED_VLLM_VERSIONS, VLLM_WINDOW
-from dbo_runtime.vllm_plugin.api.window import Standing, classify_version
+from dbo_runtime.vllm_plugin.api.window import Standing, classify_version, parse_release
+from tools.compat_suites import RESULTS, SUITES
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,12 @@ def test_the_tested_versions_are_in_the_window_and_in_order() -> None:
     oldest, end = VLLM_WINDOW
     assert list(TESTED_VLLM_VERSIONS) == sorted(set(TESTED_VLLM_VERSIONS))
     assert all(oldest <= release < end for release in TESTED_VLLM_VERSIONS)
+
+
+def test_tested_are_the_versions_on_which_all_suites_passed() -> None:
+    passed = {
+        parse_release(version)[:2]
+        for version, found in json.loads(RESULTS.read_text()).items()
+        if all(found["suites"][suite]["passed"] and not found["suites"][suite]["failed"] for suite in SUITES)
+    }
+    assert passed == set(TESTED_VLLM_VERSIONS)
