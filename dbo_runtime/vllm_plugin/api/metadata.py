@@ -33,8 +33,8 @@ def slice_common_metadata(
 def read_block_table(runner: GPUModelRunner | None, layer_names: Sequence[str]) -> tuple[IntArray, int] | None:
     """Return the host's copy of the KV blocks of each request [requests, blocks] and the tokens of such a block.
 
-    Up to vLLM 0.30 these are the kernel's blocks, as in the attention metadata, later those of the KV cache, which may be
-    larger. None for unknown runners.
+    Up to vLLM 0.30 these are the kernel's blocks, as in the attention metadata, later those of the KV cache, which may
+    be larger. None for unknown runners.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

@@ -1,7 +1,7 @@
 """vLLM's MoE layer, decomposed at its own seams: router, experts, shared experts, and their sum.
 
-Read against fused_moe/runner/moe_runner.py and fused_moe/modular_kernel.py of vLLM 0.28.0 to 0.33.0. vLLM keeps the output of the
-shared experts in one slot of the layer; here it is a value of a micro-batch.
+Read against fused_moe/runner/moe_runner.py and fused_moe/modular_kernel.py of vLLM 0.28.0 to 0.33.0. vLLM keeps the
+output of the shared experts in one slot of the layer; here it is a value of a micro-batch.
 """
 
 from __future__ import annotations
