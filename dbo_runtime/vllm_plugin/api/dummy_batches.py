@@ -1,4 +1,4 @@
-"""Dummy batches of vLLM 0.30.0's model runner: how large they may be, and how one is run."""
+"""Dummy batches of vLLM's model runner: how large they may be, and how one is run. Read against 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dbo_runtime.decline import DeclineError
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.block_table import BlockTable
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
@@ -35,7 +36,7 @@ def get_limits(runner: GPUModelRunner) -> Limits:
         runner.max_model_len,
         runner.scheduler_config.max_num_seqs,
         runner.kv_cache_config.num_blocks - 1,  # without block 0, which stands for none
-        min(table.kv_cache_block_size for table in runner.input_batch.block_table.block_tables),
+        min(_get_block_size(table) for table in runner.input_batch.block_table.block_tables),
     )
 
 
@@ -53,7 +54,7 @@ def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) 
     decode_len = runner.uniform_decode_query_len
     try:
         for table in tables:
-            blocks = -(-(context + tokens) // table.kv_cache_block_size)
+            blocks = -(-(context + tokens) // _get_block_size(table))
             for request in range(requests):
                 table.add_row([1 + request * blocks + block for block in range(blocks)], request)
         runner.uniform_decode_query_len = tokens
@@ -70,3 +71,8 @@ def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) 
         runner.uniform_decode_query_len = decode_len
         for table, (rows, counts) in zip(tables, kept, strict=True):
             table.block_table.np[:requests], table.num_blocks_per_row[:requests] = rows, counts
+
+
+def _get_block_size(table: BlockTable) -> int:
+    """Return the tokens of a block of the KV cache, which up to vLLM 0.30 is one or more blocks of the kernel."""
+    return int(table.block_size * getattr(table, "blocks_per_kv_block", 1))

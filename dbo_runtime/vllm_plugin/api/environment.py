@@ -1,4 +1,4 @@
-"""Environment variables that vLLM and Ray must know of or pass on. Read against vLLM 0.30.0."""
+"""Environment variables that vLLM and Ray must know of or pass on. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 

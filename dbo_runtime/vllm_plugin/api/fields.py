@@ -1,4 +1,7 @@
-"""How each field of the attention metadata and of the forward context is sliced, by the names of vLLM 0.30.0."""
+"""How each field of the attention metadata and of the forward context is sliced, by its name.
+
+Names of vLLM 0.23.0 to 0.33.0; a version without a field has nothing to slice there.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +43,12 @@ FIELDS = Fields(
         "block_table_tensor",
         "slot_mapping",
         "seq_lens_cpu_upper_bound",
+        "_seq_lens_cpu",  # up to 0.28
     ),
     per_request=("is_prefilling", "causal", "req_idx", "rswa_prefix_lens", "replayssm_decode_base_cpu"),
     per_token=("positions",),
-    dropped=("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
+    # The last one, up to 0.28, is derived from the lengths again; vLLM slices it wrongly within a request.
+    dropped=("_num_computed_tokens_cache", "_token_to_req_indices_cache", "_num_computed_tokens_cpu"),
     derived=(),
     # Cross attention, fast prefill, context parallel, prefix-LM images.
     unsupported=("encoder_seq_lens", "num_logits_indices", "dcp_local_seq_lens", "mm_req_doc_ranges"),

@@ -1,4 +1,4 @@
-"""vLLM's forward context: made current, copied, and sliced by token. Read against vLLM 0.30.0."""
+"""vLLM's forward context: made current, copied, and sliced by token. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 
@@ -54,11 +54,18 @@ def slice_context(
         counts = torch.tensor(sizes, dtype=torch.int32)
         part.dp_metadata = replace(context.dp_metadata, num_tokens_across_dp_cpu=counts, local_sizes=None)
     part.slot_mapping = {layer: slots[piece.tokens] for layer, slots in context.slot_mapping.items()}
-    part.is_padding = None if context.is_padding is None else context.is_padding[piece.tokens]
+    padding = get_padding(context)
+    if padding is not None:
+        part.is_padding = padding[piece.tokens]
     part.additional_kwargs = dict(context.additional_kwargs)
     part.ubatch_slices, part.batch_descriptor = None, None
     part.moe_layer_index = 0  # some builds count MoE layers through it
     return part
+
+
+def get_padding(context: ForwardContext) -> torch.Tensor | None:
+    """Return which tokens are padding [tokens]; None if that is not said. vLLM 0.23 has no such field."""
+    return getattr(context, "is_padding", None)
 
 
 def has_metadata() -> bool:

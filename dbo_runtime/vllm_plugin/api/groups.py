@@ -1,4 +1,4 @@
-"""vLLM's groups of ranks, and the hosts they are on. Read against vLLM 0.30.0."""
+"""vLLM's groups of ranks, and the hosts they are on. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 

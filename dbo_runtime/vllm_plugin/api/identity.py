@@ -1,4 +1,4 @@
-"""What identifies a served model and its device, as vLLM 0.30.0 names it."""
+"""What identifies a served model and its device, as vLLM names it."""
 
 from __future__ import annotations
 

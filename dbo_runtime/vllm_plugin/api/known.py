@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-KNOWN_VLLM_VERSIONS = ("0.30.",)
-"""Beginnings of vLLM's versions that this package was read against and tested with."""
+TESTED_VLLM_VERSIONS = ((0, 30), (0, 32))
+"""Releases of vLLM on which all suites of `make test-compat` passed, or of `make test`; see compat/results.json."""
+
+VLLM_WINDOW = ((0, 23), (0, 34))
+"""The first release of vLLM that is split, and the first after it that is not; so is the extra `vllm`."""
 
 KNOWN_ASCEND_VERSIONS = ("0.30.0rc2",)
 """Versions of vllm-ascend of which split steps have been compared with unsplit ones."""

@@ -1,7 +1,7 @@
 """vLLM's latent attention (MLA), decomposed between its queries and its keys, which vLLM runs in one call.
 
-Follows vllm/model_executor/layers/mla.py and .../attention/mla_attention.py of vLLM 0.30.0. There, an op that
-writes the cache reads slots from the current forward context; here, the slots are a value of a micro-batch.
+Follows vllm/model_executor/layers/mla.py and .../attention/mla_attention.py of vLLM 0.23.0 to 0.33.0. There, an op
+that writes the cache reads slots from the current forward context; here, the slots are a value of a micro-batch.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ def check_attention(module: MultiHeadLatentAttentionWrapper) -> Decline | None:
     if rotary not in (SINGLE, PAIRED):
         return Decline("the rotary embedding is not known to rotate queries without keys", rotary)
     layer = module.mla_attn
+    # vLLM 0.23 has none of what has a default here, 0.28 neither `fuse_qkv_rmsnorm` nor a hierarchical cache.
+    is_context_parallel = getattr(module, "dcp_q_replicate", False) or getattr(layer, "use_pcp", False)
     checks = (
         (getattr(module.rotary_emb, "use_flashinfer", False), "one kernel rotates queries and keys"),
-        (module.fuse_qkv_rmsnorm, "one kernel normalizes queries and keys"),
+        (getattr(module, "fuse_qkv_rmsnorm", False), "one kernel normalizes queries and keys"),
         (module.is_sparse or module.indexer is not None, "latent attention is sparse"),
-        (module.g_proj is not None, "the output of latent attention is gated"),
-        (module.dcp_q_replicate or layer.use_pcp, "latent attention is context parallel"),
-        (layer.hisparse_cache is not None, "the cache of latent attention is hierarchical"),
+        (getattr(module, "g_proj", None) is not None, "the output of latent attention is gated"),
+        (is_context_parallel, "latent attention is context parallel"),
+        (getattr(layer, "hisparse_cache", None) is not None, "the cache of latent attention is hierarchical"),
     )
     return next((Decline(what) for is_used, what in checks if is_used), None)
 
@@ -77,7 +79,8 @@ class SplitLatentAttention:
         keys, rotary = own.split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
         keys = module.kv_a_layernorm(keys)
         rotary = self._rotate(positions, rotary.unsqueeze(1))
-        layer.update_kv_cache(keys, rotary, layer.kv_cache, slots, None, layer.kv_cache_dtype, layer._k_scale)
+        if slots is not None:
+            layer.impl.do_kv_cache_update(keys, rotary, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
         return keys, rotary
 
     def make_queries(self, latent: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Load formats of vLLM: how a model gets its weights. Read against vLLM 0.30.0."""
+"""Load formats of vLLM: how a model gets its weights. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 

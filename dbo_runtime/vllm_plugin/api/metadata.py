@@ -1,4 +1,7 @@
-"""Common attention metadata, sliced as vLLM 0.30.0 slices it, and the block tables of its model runner."""
+"""Common attention metadata, sliced as vLLM slices it, and the block tables of its model runner.
+
+Read against vLLM 0.23.0 to 0.33.0.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,17 @@ def slice_common_metadata(
     return list(split_attn_metadata([UBatchSlice(piece.requests, piece.tokens) for piece in slices], common))
 
 
-def read_block_table(runner: GPUModelRunner | None, layer_names: Sequence[str]) -> IntArray | None:
-    """Return the host's copy of the KV blocks of each request [requests, blocks], or None for unknown runners."""
+def read_block_table(runner: GPUModelRunner | None, layer_names: Sequence[str]) -> tuple[IntArray, int] | None:
+    """Return the host's copy of the KV blocks of each request [requests, blocks] and the tokens of such a block.
+
+    Up to vLLM 0.30 these are the kernel's blocks, as in the attention metadata, later those of the KV cache, which may
+    be larger. None for unknown runners.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if not isinstance(runner, GPUModelRunner):
         return None
     groups = runner.kv_cache_config.kv_cache_groups
     index = next(i for i, group in enumerate(groups) if layer_names[0] in group.layer_names)
-    blocks: IntArray = runner.input_batch.block_table[index].get_numpy_array()
-    return blocks
+    table = runner.input_batch.block_table[index]
+    return table.get_numpy_array(), int(table.block_size)

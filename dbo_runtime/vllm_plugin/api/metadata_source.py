@@ -1,4 +1,4 @@
-"""What attention metadata was built from, noted when vLLM 0.30.0 builds it, to build it again for slices."""
+"""What attention metadata was built from, noted when vLLM builds it, to build it again for slices."""
 
 from __future__ import annotations
 

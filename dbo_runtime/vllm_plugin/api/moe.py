@@ -1,7 +1,7 @@
 """vLLM's MoE layer, decomposed at its own seams: router, experts, shared experts, and their sum.
 
-Read against fused_moe/runner/moe_runner.py and fused_moe/modular_kernel.py of vLLM 0.30.0. vLLM keeps the output of the
-shared experts in one slot of the layer; here it is a value of a micro-batch.
+Read against fused_moe/runner/moe_runner.py and fused_moe/modular_kernel.py of vLLM 0.28.0 to 0.33.0. vLLM keeps the
+output of the shared experts in one slot of the layer; here it is a value of a micro-batch.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class MoeLayer:
     def check(self) -> Decline | None:
         """Return why a layer that dispatches tokens cannot be decomposed, or None if it can."""
         runner = self._runner
+        if not hasattr(runner, "routed_experts"):
+            return Decline("the MoE layer holds its experts outside of its runner")
         kernel = runner.routed_experts.quant_method.moe_kernel
         impl = getattr(kernel, "impl", None)
         dispatch = type(getattr(impl, "prepare_finalize", None)).__name__
@@ -130,12 +132,13 @@ class MoeLayer:
         return shared[0] + routed if shared else routed
 
 
-def make_moe_layer(runner: MoERunner) -> MoeLayer:
-    """Return the operations of an MoE layer of vLLM.
+def make_moe_layer(experts: MoERunner) -> MoeLayer:
+    """Return the operations of an MoE layer of vLLM; its module is the runner, or holds it, as in vLLM 0.23.
 
     Raises:
         DeclineError: if its class is not known, or its last all-reduce is not its last operation.
     """
+    runner = getattr(experts, "runner", experts)
     name = type(runner).__name__
     if name not in MOE_RUNNERS:
         raise DeclineError("the MoE class cannot be decomposed", f"{name}; known: {', '.join(MOE_RUNNERS)}")

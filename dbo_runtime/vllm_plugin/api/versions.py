@@ -1,33 +1,39 @@
-"""Versions of vLLM: which are known, and which are installed."""
+"""The versions that are installed, and what is done with this vLLM."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.api.known import KNOWN_VLLM_VERSIONS
+from dbo_runtime.vllm_plugin.api.window import Standing, classify_version, describe_tested, describe_window
 
 
 def check_version() -> Decline | None:
-    """Return why this vLLM is not served split, or None if its version is known."""
-    actual = _get_version()
-    if actual.startswith(KNOWN_VLLM_VERSIONS):
+    """Return why this vLLM is not served split, or None if its version is in the window."""
+    actual = get_version()
+    if classify_version(actual) is not Standing.OUTSIDE:
         return None
-    known = ", ".join(f"{prefix}x" for prefix in KNOWN_VLLM_VERSIONS)
-    return Decline("this version of vLLM is not known to dbo_runtime", f"{actual}; known: {known}")
+    supported = f"{actual}; supported: {describe_window()}; tested: {describe_tested()}"
+    return Decline("this version of vLLM is not supported by dbo_runtime", supported)
+
+
+def is_tested() -> bool:
+    """Return whether the tests have passed on this version of vLLM; if not, first steps are compared."""
+    return classify_version(get_version()) is Standing.TESTED
 
 
 def describe_versions() -> str:
     """Return the versions that ranks must share to decide alike."""
-    return f"dbo_runtime {version('dbo-runtime')}, vllm {_get_version()}"
+    return f"dbo_runtime {version('dbo-runtime')}, vllm {get_version()}"
 
 
 def describe_packages() -> dict[str, str]:
     """Return the versions that costs are measured with."""
-    return {name: version(name) for name in ("dbo-runtime", "torch")} | {"vllm": _get_version()}
+    return {name: version(name) for name in ("dbo-runtime", "torch")} | {"vllm": get_version()}
 
 
-def _get_version() -> str:
+def get_version() -> str:
+    """Return the version of vLLM."""
     import vllm
 
     return str(vllm.__version__)

@@ -10,6 +10,7 @@ import numpy as np
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.forward_context import get_padding
 from dbo_runtime.vllm_plugin.api.metadata import IntArray
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
@@ -38,7 +39,8 @@ def check_context(context: ForwardContext, tokens: int, platform: Platform) -> D
     decline = check_mode(context)
     if decline is not None:
         return decline
-    if context.is_padding is not None and context.is_padding.shape[0] != tokens:
+    padding = get_padding(context)
+    if padding is not None and padding.shape[0] != tokens:
         return Decline("padded batch")
     return platform.check_step(context)
 

@@ -116,12 +116,13 @@ class ContextSplitter:
             return source
         common = source.common
         padded, slices = len(slices), _without_padding(slices, common)
+        blocks, block_size = self._read_blocks(source)
         decline = check_prefix_cache(
             slices,
             common.query_start_loc_cpu.numpy(),
             common.seq_lens_cpu_upper_bound.numpy(),
-            self._read_blocks(source),
-            source.builder.kv_cache_spec.block_size,
+            blocks,
+            block_size,
             count_assumed_drafts(self._vllm_config),
         )
         if decline is not None:
@@ -134,11 +135,12 @@ class ContextSplitter:
             built = [builder.build(0, part, **source.arguments) for builder, part in zip(builders, parts, strict=True)]
         return [*built, *[None] * (padded - len(slices))]
 
-    def _read_blocks(self, source: MetadataSource) -> IntArray:
-        """Return the KV blocks of each request [requests, blocks], from the host where it has them: no wait."""
+    def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:
+        """Return the KV blocks of each request [requests, blocks] and their size, from the host if it has them."""
         known = read_block_table(self._runner, source.layer_names)
-        blocks: IntArray = source.common.block_table_tensor.cpu().numpy() if known is None else known
-        return blocks
+        if known is not None:
+            return known
+        return source.common.block_table_tensor.cpu().numpy(), int(source.builder.kv_cache_spec.block_size)
 
     def _check_context_data(self, context: ForwardContext, tokens: int) -> Decline | None:
         """Decline if the context, or what a platform put into it, has data per token that would not be sliced."""
@@ -174,7 +176,7 @@ class ContextSplitter:
         """Slice the common metadata, keeping its class and every field that a platform has added."""
         sliced, parts = self.platform.fields, []
         for piece, part in zip(slices, slice_common_metadata(common, slices), strict=True):
-            changed = {name: getattr(part, name) for name in sliced.split}
+            changed = {name: getattr(part, name) for name in sliced.split if hasattr(part, name)}
             changed["max_seq_len"] = int(part.seq_lens_cpu_upper_bound.max())
             for name in sliced.per_request:
                 if _get_extents(getattr(common, name, None)):

@@ -15,7 +15,8 @@ from dbo_runtime.batch import Batch, share_by_work
 from dbo_runtime.decline import Decline
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.forward import compare_split
+from dbo_runtime.vllm_plugin.step.comparison import compare_split
+from dbo_runtime.vllm_plugin.step.trial import Trial
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 
 Grid: TypeAlias = Sequence[int]
@@ -40,6 +41,7 @@ class SplitEncoder:
 
     Attributes:
         choose_cuts: if set, cut before these images, whatever the settings say.
+        trial: compares first forwards; None where that is not needed.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SplitEncoder:
     ) -> None:
         self.runtime = runtime
         self.choose_cuts: Callable[[Sequence[Grid]], Sequence[int]] | None = None
+        self.trial: Trial | None = None
         self._is_serving = False  # vLLM profiles and warms up before, which is not counted
         self._agreement = agreement
         self._metrics = metrics
@@ -88,7 +91,13 @@ class SplitEncoder:
         embeddings = torch.cat([embedded for (embedded,) in self.runtime.run(plan, inputs)])
         if self.runtime.config.check:
             compare_split({RESULTS: embeddings}, {RESULTS: run_unsplit()}, plan)
-        return embeddings
+            return embeddings
+        kind = (plan.digest, x.shape[0].bit_length(), len(grids).bit_length())
+        if self.trial is None or not self.trial.takes(kind):
+            return embeddings
+        unsplit = run_unsplit()
+        self.trial.compare(kind, {RESULTS: embeddings}, {RESULTS: unsplit}, plan)
+        return unsplit
 
     def _plan(
         self, x: torch.Tensor, grid_thw: torch.Tensor | Sequence[Grid] | None, kwargs: dict[str, object]
@@ -111,6 +120,8 @@ class SplitEncoder:
 
     def _check_early(self, patches: Sequence[int]) -> Decline | None:
         """Decline images by their number, their size and the transport alone; chosen cuts come first."""
+        if self.trial is not None and self.trial.failure is not None:
+            return self.trial.failure
         if len(patches) < 2:
             return Decline("one image cannot be cut" if patches else "no images")
         if self.choose_cuts is not None:

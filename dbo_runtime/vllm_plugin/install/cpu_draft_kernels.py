@@ -19,8 +19,8 @@ def find_triton_dispatchers() -> dict[Any, Callable[..., None]]:
     from vllm.v1.sample import rejection_sampler as sampler
     from vllm.v1.spec_decode import utils
 
-    if HAS_TRITON:
-        return {}
+    if HAS_TRITON or not (hasattr(sampler, "_rejection_greedy_sample") and hasattr(cpu, "_FuncWrapper")):
+        return {}  # versions before and after have no such dispatchers
     kernels: dict[Any, Callable[..., None]] = {
         sampler._rejection_greedy_sample: cpu._rejection_greedy_sample_kernel_impl,
         sampler._rejection_random_sample: cpu._rejection_random_sample_kernel_impl,

@@ -1,4 +1,4 @@
-"""Patch upstream bugs of vLLM 0.30.0's CPU build that break parallelism of all kinds, or speculative decoding.
+"""Patch upstream bugs of vLLM's CPU build that break parallelism of all kinds, or speculative decoding.
 
 None of this is part of overlap: the same bugs stop a model without this package. Each entry of `UPSTREAM_BUGS` has a
 symptom and a test for the bug, and is not patched in a vLLM that has fixed it.
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpstreamBug:
-    """A bug of vLLM: its symptom, the version that has it, a test for it, and its patch."""
+    """A bug of vLLM: its symptom, the tested versions that have it, a test for it, and its patch."""
 
     symptom: str
-    version: str
+    versions: tuple[str, ...]
     is_present: Callable[[], bool]
     patch: Callable[[], None]
 
@@ -209,31 +209,31 @@ def _get_model_runner() -> type[CPUModelRunner]:
 UPSTREAM_BUGS = (
     UpstreamBug(
         symptom="expert parallel on CPU ends in a segmentation fault: expert_map is ignored",
-        version="0.30.0",
+        versions=("0.30.0", "0.32.0"),
         is_present=lambda: bool(_find_mapless_experts()),
         patch=_map_experts,
     ),
     UpstreamBug(
         symptom="data parallel MoE on CPU ends in NotImplementedError: no all_gatherv and reduce_scatterv",
-        version="0.30.0",
+        versions=("0.30.0", "0.32.0"),
         is_present=_lacks_uneven_collectives,
         patch=_add_uneven_collectives,
     ),
     UpstreamBug(
         symptom="torch.compile of a data parallel MoE fails on CPU: it is traced, and its sizes depend on data",
-        version="0.30.0",
+        versions=("0.30.0", "0.32.0"),
         is_present=_traces_experts,
         patch=_hide_experts,
     ),
     UpstreamBug(
         symptom="an eager start of pipeline parallel on CPU ends in AssertionError: later stages have no buffers",
-        version="0.30.0",
+        versions=("0.30.0", "0.32.0"),
         is_present=_lacks_stage_buffers,
         patch=_make_stage_buffers,
     ),
     UpstreamBug(
         symptom="speculative decoding on CPU ends in TypeError: dispatchers are left on Triton's kernels",
-        version="0.30.0",
+        versions=("0.30.0",),
         is_present=lambda: bool(find_triton_dispatchers()),
         patch=set_cpu_kernels,
     ),

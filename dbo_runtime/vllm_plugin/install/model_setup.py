@@ -19,7 +19,8 @@ from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import check_connectors, has_layer_hooks
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
-from dbo_runtime.vllm_plugin.api.versions import describe_versions
+from dbo_runtime.vllm_plugin.api.versions import describe_versions, get_version, is_tested
+from dbo_runtime.vllm_plugin.api.window import describe_tested
 from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
 from dbo_runtime.vllm_plugin.calibration.identity import make_identity
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
@@ -32,6 +33,7 @@ from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, any_stage
 from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.trial import TRIAL_STEPS, Trial
 from dbo_runtime.vllm_plugin.step.unsupported import check_config
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
@@ -71,6 +73,13 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     is_split = isinstance(program, Program) or isinstance(encoder, EncoderProgram)
     if not any_stage(is_split):
         return
+    if not is_tested():
+        rank.log.warning(
+            "this version of vLLM is untested: first steps are compared with unsplit ones",
+            vllm=get_version(),
+            tested=describe_tested(),
+            steps_of_each_kind=TRIAL_STEPS,
+        )
     collectives.connect()  # on all stages: making a communicator takes every rank of vLLM's world
     served = ServedModel(rank)
     if is_split:
@@ -149,7 +158,10 @@ def _make_encoder(encoder: EncoderProgram, rank: RankContext, device: Device, me
         adapter=name_adapter(encoder.adapter),
         transport=transport,
     )
-    return SplitEncoder(encoder.module, encoder.adapter, runtime, transport, Agreement(group), metrics)
+    agreement = Agreement(group)
+    split = SplitEncoder(encoder.module, encoder.adapter, runtime, transport, agreement, metrics)
+    split.trial = _make_trial(agreement, rank)
+    return split
 
 
 def _set_up_steps(
@@ -186,9 +198,14 @@ def _make_forward(
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number, hooked)
     decider.phase = Phase.STARTING
+    decider.trial = _make_trial(agreement, rank)
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     recording = Recording(_open_traces(rank, runtime.device), metrics)
     return SplitForward(model, model.forward, runtime, decider, agreement, add_inputs, rank.stage, recording, metrics)
+
+
+def _make_trial(agreement: Agreement, rank: RankContext) -> Trial | None:
+    return None if is_tested() else Trial(agreement, rank.log)
 
 
 def _open_metrics(rank: RankContext) -> Metrics | None:

@@ -1,10 +1,13 @@
-"""Compare two results of one computation, under DBO_CHECK."""
+"""Compare two results of one computation: under DBO_CHECK, and in a trial."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
 from dbo_runtime.errors import SplitError
+from dbo_runtime.runtime import ExecutionPlan
 
 # By how much a token may differ, relative to the largest: what rounding in other shapes gives, by type.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -36,6 +39,17 @@ def compare_results(what: str, actual: torch.Tensor, expected: torch.Tensor, how
             f"{what} differ by {worst:.3g} of the largest value (allowed {allowed:.3g}; {beyond} of {len(errors)} "
             f"tokens differ by more) with {how}. Please report it; until this is fixed, {remedy}."
         )
+
+
+def compare_split(split: Mapping[str, torch.Tensor], unsplit: Mapping[str, torch.Tensor], plan: ExecutionPlan) -> None:
+    """Raise SplitError if the results of a plan differ from the unsplit ones by more than rounding explains."""
+    how, remedy = f"cuts at {plan.cuts}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
+    if split.keys() != unsplit.keys():
+        raise SplitError(
+            f"a split step gave {sorted(split)}, an unsplit one {sorted(unsplit)}; until this is fixed, {remedy}."
+        )
+    for what, expected in unsplit.items():
+        compare_results(f"split and unsplit {what}", split[what], expected, how, remedy)
 
 
 def _measure_rows(x: torch.Tensor) -> torch.Tensor:

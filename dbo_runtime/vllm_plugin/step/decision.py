@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
@@ -18,6 +18,7 @@ from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_c
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+from dbo_runtime.vllm_plugin.step.trial import Trial
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -37,12 +38,13 @@ class Phase(Enum):
 class StepDecision(NamedTuple):
     """A plan with a forward context for each micro-batch, or a decline without any.
 
-    *statement* must be equal on all ranks.
+    *statement* must be equal on all ranks, and so is *kind*, by which a trial counts steps; None without a trial.
     """
 
     plan: ExecutionPlan | Decline
     contexts: list[ForwardContext]
     statement: str
+    kind: Hashable | None = None
 
 
 class StepDecider:
@@ -58,6 +60,7 @@ class StepDecider:
 
     Attributes:
         phase: nothing is split before serving, except to profile the memory that it takes.
+        trial: compares first steps; None where that is not needed.
         choose_cuts, choose_sizes: if set, cut there whatever the settings say, without and with data parallel ranks.
     """
 
@@ -71,6 +74,7 @@ class StepDecider:
         has_layer_hooks: bool = False,
     ) -> None:
         self.phase = Phase.SERVING
+        self.trial: Trial | None = None
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
         self.rank = rank
@@ -81,8 +85,9 @@ class StepDecider:
         self._transport = transport
 
     def copy_for(self, runtime: MicroBatchRuntime, group: GroupCoordinator) -> StepDecider:
-        """Return a decider of the same model's steps with another runtime, and with nothing agreed on yet."""
+        """Return a decider of the same model's steps with another runtime, without a trial, with nothing agreed on."""
         own = copy.copy(self)
+        own.trial = None
         own._runtime, own._agreement = runtime, self._agreement.copy_for(group)
         return own
 
@@ -103,10 +108,31 @@ class StepDecider:
             return self._decide_profile(context, tokens) if unsupported is None else _make_decision(unsupported)
         if self.phase is Phase.STARTING:
             return self._decide_capture(context, tokens, unsupported)
-        split = self._decide_split(context, tokens, unsupported)
-        if isinstance(split.plan, Decline) and unsupported is None and self._runtime.forces_side:
-            return self._decide_concurrent(context, tokens, split.plan)
-        return split
+        if self.trial is not None and self.trial.failure is not None:
+            return _make_decision(self.trial.failure)
+        decision = self._decide_split(context, tokens, unsupported)
+        if isinstance(decision.plan, Decline) and unsupported is None and self._runtime.forces_side:
+            decision = self._decide_concurrent(context, tokens, decision.plan)
+        if self.trial is None or isinstance(decision.plan, Decline):
+            return decision
+        return decision._replace(kind=self._name_kind(decision.plan, context))
+
+    def find_trial(self, kind: Hashable | None) -> Trial | None:
+        """Return the trial that a decided step of this kind belongs to, if any."""
+        return self.trial if self.trial is not None and kind is not None and self.trial.takes(kind) else None
+
+    def _name_kind(self, plan: ExecutionPlan, context: ForwardContext) -> Hashable:
+        """Name the kind of a step: its schedule, its sizes in octaves, and whether a request is cut.
+
+        Sizes are those of all data parallel ranks, or this one's tokens and requests: prefills have many tokens for
+        each request, decodes few.
+        """
+        if self.rank is not None:
+            tokens: list[int] = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+            return plan.digest, *(count.bit_length() for count in tokens)
+        last = plan.slices[-1]
+        cuts_request = any(after.first_request < before.last_request for before, after in pairwise(plan.slices))
+        return plan.digest, last.last_token.bit_length(), last.last_request.bit_length(), cuts_request
 
     def _decide_split(self, context: ForwardContext, tokens: int, unsupported: Decline | None) -> StepDecision:
         """Decide whether to split a served step, and where.
@@ -189,7 +215,8 @@ class StepDecider:
         runtime = self._runtime
         if unsupported is not None or not runtime.forces_side or not context.attn_metadata:
             return starting
-        cannot_capture = runtime.config.check or any(op.host_sync for op in runtime.program.ops)
+        is_compared = runtime.config.check or self.trial is not None
+        cannot_capture = is_compared or any(op.host_sync for op in runtime.program.ops)
         if cannot_capture or check_capture(context, self._splitter.platform):
             return starting
         concurrent = self._make_unsplit(context, tokens, "for a graph")

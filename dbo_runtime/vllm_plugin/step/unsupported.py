@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
@@ -22,18 +23,15 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
         return decline
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
-    # Then a stage sends a residual whose rows are spread over ranks, which only compiled steps make
-    # (is_residual_scattered_for_sp in vLLM's v1/worker/utils.py).
-    scattered = parallel.pipeline_parallel_size > 1 and vllm_config.compilation_config.pass_config.enable_sp
     drafter = name_drafter(vllm_config)
     features = (
-        (scattered, "pipeline parallel with sequence parallelism (enable_sp)"),
+        (scatters_residuals(vllm_config), "pipeline parallel with sequence parallelism (enable_sp)"),
         (parallel.enable_elastic_ep, "elastic expert parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB)"),
         (parallel.use_sequence_parallel_moe, "sequence-parallel MoE"),
         (parallel.decode_context_parallel_size > 1, "decode context parallel"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
-        (model.enable_return_routed_experts, "returning the routed experts"),
+        (returns_routed_experts(vllm_config), "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
         (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
         (drafter == "eagle3" and parallel.pipeline_parallel_size > 1, "speculative decoding by eagle3 in a pipeline"),

@@ -158,16 +158,31 @@ def test_a_causal_flag_of_each_request_is_sliced_and_a_common_one_kept() -> None
     assert [p.causal for p in slice_common(make_common(causal=False), cut(8))] == [False, False]
 
 
+def list_fields() -> set[str]:
+    """Return the fields of this vLLM's common attention metadata."""
+    return {field.name for field in fields(CommonAttentionMetadata)}
+
+
 def test_request_tables_that_are_there_are_sliced() -> None:
-    common = make_common(
-        req_idx=np.array([7, 5, 3, 1]),
-        rswa_prefix_lens=torch.tensor([1, 2, 3, 4]),
-        replayssm_decode_base_cpu=torch.tensor([4, 3, 2, 1]),
-    )
-    _, tail = slice_common(common, cut(11))
-    assert tail.req_idx.tolist() == [3, 1]
-    assert tail.rswa_prefix_lens.tolist() == [3, 4]
-    assert tail.replayssm_decode_base_cpu.tolist() == [2, 1]
+    tables = {
+        "req_idx": np.array([7, 5, 3, 1]),
+        "rswa_prefix_lens": torch.tensor([1, 2, 3, 4]),
+        "replayssm_decode_base_cpu": torch.tensor([4, 3, 2, 1]),
+        "is_prefilling": torch.tensor([True, True, False, True]),
+    }
+    known = {name: table for name, table in tables.items() if name in list_fields()}  # each came in some version
+    _, tail = slice_common(make_common(**known), cut(11))
+    for name, table in known.items():
+        assert getattr(tail, name).tolist() == table.tolist()[2:], name
+
+
+@pytest.mark.skipif("_seq_lens_cpu" not in list_fields(), reason="vLLM has had no lengths on the host since 0.30")
+def test_lengths_on_the_host_follow_a_cut_inside_a_request() -> None:
+    common = make_common()
+    common._seq_lens_cpu, common._num_computed_tokens_cpu = common.seq_lens.clone(), torch.zeros(4, dtype=torch.int32)
+    for part in slice_common(common, cut(9)):
+        assert torch.equal(part._seq_lens_cpu, part.seq_lens)
+        assert part._num_computed_tokens_cpu is None, "derived again"
 
 
 def test_positions_of_several_dimensions_are_sliced_by_token() -> None:
@@ -335,7 +350,7 @@ def make_group(cls: type[FakeBuilder] = FakeBuilder, *layers: str, **arguments: 
     names = list(layers or ("layers.0", "layers.1"))
     spec = SimpleNamespace(block_size=BLOCK)
     builder = cls(spec, names, CONFIG, torch.device("cpu"), **arguments)
-    return AttentionGroup(None, names, spec, 0, [builder])
+    return AttentionGroup(None, names, spec, 0, metadata_builders=[builder])
 
 
 def make_context(attn_metadata: Any, **changes: Any) -> ForwardContext:

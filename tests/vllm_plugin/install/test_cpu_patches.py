@@ -141,5 +141,6 @@ def test_each_bug_is_there_and_is_gone_once_patched() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_every_gap_names_the_version_it_was_seen_in() -> None:
-    assert {bug.version for bug in UPSTREAM_BUGS} == {vllm.__version__.partition("+")[0]}
+def test_every_bug_names_the_versions_it_was_seen_in() -> None:
+    installed = vllm.__version__.partition("+")[0]
+    assert all(installed in bug.versions for bug in UPSTREAM_BUGS)

@@ -103,6 +103,14 @@ def test_a_feature_that_splitting_does_not_support_is_named(changes: dict[str, A
     assert check_config(make_config(**changes)) == Decline(f"not supported yet: {feature}")
 
 
+def test_routed_experts_are_found_where_vllm_has_them_since_0_32() -> None:
+    config = make_config(enable_return_routed_experts=True)
+    config.aux_output_config = SimpleNamespace(enable_return_routed_experts=False)
+    assert check_config(config) is None
+    config.aux_output_config.enable_return_routed_experts = True
+    assert check_config(config) == Decline("not supported yet: returning the routed experts")
+
+
 def test_of_several_features_one_is_named() -> None:
     config = make_config(lora_config=object(), enable_eplb=True)
     assert check_config(config) == Decline("not supported yet: expert load balancing (EPLB)")

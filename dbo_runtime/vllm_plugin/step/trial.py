@@ -1,0 +1,68 @@
+"""Compare the first split steps of each kind with unsplit ones, where the version of vLLM is untested.
+
+DBO_CHECK compares every step and ends the engine at a difference. A trial compares a few, ends by itself, and at a
+difference stops splitting: the request gets the unsplit result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.errors import SplitError
+from dbo_runtime.runtime import ExecutionPlan
+from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+from dbo_runtime.vllm_plugin.step.comparison import compare_split
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+TRIAL_STEPS = 3
+"""Steps of each kind that are compared."""
+
+
+class Trial:
+    """Compares the first split steps of each kind of one model.
+
+    Args:
+        agreement: of all ranks that communicate in a step: they compare the same steps, and stop together.
+        log: of the model.
+
+    Attributes:
+        failure: why nothing is split any more; None while all steps have been equal.
+    """
+
+    def __init__(self, agreement: Agreement, log: FilteringBoundLogger) -> None:
+        self.failure: Decline | None = None
+        self._agreement = agreement
+        self._log = log
+        self._compared: Counter[Hashable] = Counter()
+
+    def takes(self, kind: Hashable) -> bool:
+        """Return whether a step of this kind is still to be compared. All ranks must ask with the same kind."""
+        return self._compared[kind] < TRIAL_STEPS
+
+    def compare(
+        self,
+        kind: Hashable,
+        split: Mapping[str, torch.Tensor],
+        unsplit: Mapping[str, torch.Tensor],
+        plan: ExecutionPlan,
+    ) -> None:
+        """Compare the results of a step; if any rank finds a difference, all of them stop splitting. Collective."""
+        own = ""
+        try:
+            compare_split(split, unsplit, plan)
+        except SplitError as error:
+            own = str(error)
+        self._compared[kind] += 1
+        found = next(filter(None, self._agreement.gather(own)), None)
+        if found is not None:
+            self.failure = Decline("split steps differ from unsplit ones with this untested version of vLLM", found)
+            self._log.error("nothing is split any more", reason=self.failure.reason, detail=found)
+        elif self._compared[kind] == TRIAL_STEPS:
+            self._log.info("first steps equal unsplit ones", steps=TRIAL_STEPS, kind=str(kind))
