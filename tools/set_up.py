@@ -4,8 +4,8 @@ It holds this project (editable), vLLM's CPU build, the tests' and the developer
 `constraints.txt` names. With `--npu` it holds torch_npu and the tests' tools instead: where torch_npu is installed, and
 CANN is not, much else fails to start. A second call does nothing until one of the files that decide about the outcome
 changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in. With
-`--vllm 0.32.0` it holds that version of vLLM's CPU build and the tests' tools; `tests/compat/0.32.0.txt` has its own pins,
-which replace those of `constraints.txt`.
+`--vllm 0.32.0` it holds that version of vLLM's CPU build and the tests' tools; `tests/compat/0.32.0.txt` has its own
+pins, which replace those of `constraints.txt`.
 """
 
 from __future__ import annotations
