@@ -40,8 +40,10 @@ demo-two-hosts: setup ## the same over a slow link between two hosts, which it m
 demo-expert-parallel: setup ## the same where each host has prompts of its own and half of the experts (root)
 	$(BIN)/python examples/two_hosts.py --parallel data-expert
 
-train: setup ## train the tiny DeepSeek model that the demos serve
+train: setup ## train the tiny DeepSeek model that the demos serve, and its drafters
 	$(BIN)/python examples/train_tiny_deepseek.py
+	$(BIN)/python examples/train_tiny_drafters.py mtp
+	$(BIN)/python examples/train_tiny_drafters.py eagle3
 
 test: setup ## run the tests but for the slow ones, and those of the NPU where their environment can be made
 	$(BIN)/python -m pytest -m "not slow and not vllm" $(PARALLEL)
