@@ -46,8 +46,10 @@ demo-expert-parallel: setup ## the same where each host has prompts of its own a
 demo-disaggregated: setup ## prefill on one server, split, and decode on another, which reads its KV cache by NIXL
 	$(BIN)/python examples/disaggregated.py
 
-train: setup ## train the tiny DeepSeek model that the demos serve
+train: setup ## train the tiny DeepSeek model that the demos serve, and its drafters
 	$(BIN)/python examples/train_tiny_deepseek.py
+	$(BIN)/python examples/train_tiny_drafters.py mtp
+	$(BIN)/python examples/train_tiny_drafters.py eagle3
 
 test: setup ## run the tests but for the slow ones, and those of the NPU where their environment can be made
 	$(BIN)/python -m pytest -m "not slow and not vllm" $(PARALLEL)

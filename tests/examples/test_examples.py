@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.observe.trace_folders import check_traces
 
@@ -172,3 +173,17 @@ def test_the_training_script_makes_a_model_that_loads(tmp_path: Path) -> None:
     done = run_example("train_tiny_deepseek.py", "--steps", "2", "--per-kind", "4", "--out", str(tmp_path / "tiny"))
     assert done.returncode == 0, done.stderr[-4000:]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "tiny").iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
+def test_the_training_script_makes_a_drafter_like_the_one_that_is_here(drafter: str, tmp_path: Path) -> None:
+    options = ("--steps", "2", "--per-kind", "4", "--out", str(tmp_path))
+    done = run_example("train_tiny_drafters.py", drafter, *options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    kept = EXAMPLES / f"tiny-deepseek-{drafter}"
+    assert (tmp_path / "config.json").read_bytes() == (kept / "config.json").read_bytes()
+    made, known = (load_file(folder / "model.safetensors") for folder in (tmp_path, kept))
+    assert {name: (w.shape, w.dtype) for name, w in made.items()} == {
+        name: (w.shape, w.dtype) for name, w in known.items()
+    }

@@ -68,7 +68,7 @@ def draft_by_head_of(drafts: int, folder: Path, target: Path, hidden: int | None
         "midlayer.mlp.gate_proj": (inner, size),
         "midlayer.mlp.up_proj": (inner, size),
         "midlayer.mlp.down_proj": (size, inner),
-        "fc": (size, 3 * wide),
+        "fc": (size, 3 * (hidden or wide)),
         "lm_head": (config["vocab_size"], size),
         "embed_tokens": (config["vocab_size"], size),
     }

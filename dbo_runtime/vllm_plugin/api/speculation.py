@@ -22,6 +22,19 @@ def name_drafter(vllm_config: VllmConfig) -> str | None:
     return str(speculative.method)
 
 
+def compare_hidden_sizes(vllm_config: VllmConfig) -> str | None:
+    """Return the sizes of hidden states, if a drafter reads others than the model has; None if it can read them.
+
+    vLLM itself fails only when it first drafts, which on CPU is after a request's first step.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in ("eagle", "eagle3", "mtp"):
+        return None
+    drafter, actual = speculative.draft_model_config, vllm_config.model_config.get_hidden_size()
+    read = getattr(drafter.hf_config, "target_hidden_size", None) or drafter.get_hidden_size()
+    return None if read == actual else f"it reads {read} values a token, the model has {actual}"
+
+
 def count_drafts(vllm_config: VllmConfig) -> int:
     """Return how many tokens of a request are drafts in a decode, at most; 0 without speculative decoding."""
     speculative = vllm_config.speculative_config

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals
-from dbo_runtime.vllm_plugin.api.speculation import name_drafter
+from dbo_runtime.vllm_plugin.api.speculation import compare_hidden_sizes, name_drafter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 if TYPE_CHECKING:
@@ -39,4 +39,10 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
         (model.is_hybrid or model.is_attention_free, "a state-space model"),
         (model.is_encoder_decoder, "an encoder-decoder model"),
     )
-    return next((Decline(f"not supported yet: {what}") for is_used, what in features if is_used), None)
+    unsupported = (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
+    return next(unsupported, None) or _check_drafter(vllm_config)
+
+
+def _check_drafter(vllm_config: VllmConfig) -> Decline | None:
+    sizes = compare_hidden_sizes(vllm_config)
+    return None if sizes is None else Decline("the drafter is one for another model", sizes)

@@ -16,8 +16,9 @@ from tests.vllm_plugin.drafters import (
     draft_by_model,
     draft_by_mtp,
 )
+from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, assert_split_is_close
 from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.engines import NO_SETTINGS, Engines, share_cores
+from tests.vllm_plugin.engines import NO_SETTINGS, TINY, Engines, share_cores
 from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.speculation import (
     MIXED,
@@ -98,10 +99,12 @@ def test_answers_are_those_without_drafts(mtp: Engine, one_rank: Engine) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("drafter", ["ngram", "mtp 1", "mtp 3", "eagle3", "eagle"])
+@pytest.mark.parametrize(
+    ("drafter", "ranks"),
+    [("ngram", 1), ("ngram", 2), ("mtp 1", 2), ("mtp 3", 1), ("eagle3", 1), ("eagle", 1), ("eagle", 2)],
+)
 def test_every_drafter_of_the_tiny_model_leaves_split_steps_alike(
-    ranks: int, drafter: str, engines: Engines, tmp_path: Path
+    drafter: str, ranks: int, engines: Engines, tmp_path: Path
 ) -> None:
     options = {
         "ngram": lambda: {"speculative_config": NGRAM},
@@ -117,10 +120,11 @@ def test_every_drafter_of_the_tiny_model_leaves_split_steps_alike(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("drafter", ["ngram", "itself", "another model", "eagle3"])
+@pytest.mark.parametrize(
+    ("drafter", "ranks"), [("ngram", 2), ("itself", 1), ("another model", 2), ("eagle3", 1), ("eagle3", 2)]
+)
 def test_drafts_are_verified_alike_while_prompts_are_prefilled_in_chunks(
-    ranks: int, drafter: str, engines: Engines, llama: Path, tmp_path: Path
+    drafter: str, ranks: int, engines: Engines, llama: Path, tmp_path: Path
 ) -> None:
     """Of a Llama: vLLM's CPU build prefills latent attention undivided."""
     options = {
@@ -139,8 +143,34 @@ def test_drafts_are_verified_alike_while_prompts_are_prefilled_in_chunks(
             assert counts["accepted"] == counts["drafted"] > 0
 
 
-def start(engines: Engines, ranks: int, *model: Path, **options: Any) -> Any:
-    from tests.vllm_plugin.engines import TINY
+@pytest.mark.slow
+def test_data_parallel_ranks_verify_drafts_alike_with_experts_on_both(engines: Engines) -> None:
+    """Ranks agree on cuts by numbers of tokens alone, so decodes with drafts are cut inside, too."""
+    with engines.start_ranks(2, max_num_batched_tokens=2048, **draft_by_mtp(1)) as ranks:
+        for cuts in (None, [[96], [32]], [[17], [449]]):
+            assert_split_is_close(ranks, cuts)
+        for cuts in (None, [[2], [2]], [[1], [3]], [[40], [20]]):
+            assert_split_is_close(ranks, cuts, 6, ARRIVALS)
 
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_verify_drafts_alike(engines: Engines) -> None:
+    with engines.start(1, share_cores(), TINY, pipeline_parallel_size=2, speculative_config=NGRAM) as stages:
+        for cuts in (None, (96,), (17,)):
+            assert_split_drafts_alike(stages, cuts)
+        assert_steps_check(stages)
+
+
+@pytest.mark.slow
+def test_a_head_for_a_model_of_another_size_is_declined_at_start(
+    engines: Engines, llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = draft_by_head_of(2, tmp_path, llama, hidden=64)
+    with start(engines, 1, llama, **LLAMA, **options) as engine:
+        assert engine.llm.collective_rpc("dbo_statistics") == [None]
+    assert "it reads 64 values a token, the model has 128" in capfd.readouterr().err
+
+
+def start(engines: Engines, ranks: int, *model: Path, **options: Any) -> Any:
     cores = share_cores() if ranks == 2 else "nobind"
     return engines.start(ranks, cores, *(model or (TINY,)), NO_SETTINGS, **options)

@@ -10,6 +10,8 @@ import pytest
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.step.unsupported import check_config
 
+SIZE = 128  # of hidden states
+
 
 def make_config(**changes: Any) -> SimpleNamespace:
     """Return the part of a VllmConfig that is looked at, with no feature in use but *changes*."""
@@ -24,7 +26,11 @@ def make_config(**changes: Any) -> SimpleNamespace:
             use_ubatching=False,
         ),
         model_config=SimpleNamespace(
-            is_hybrid=False, is_attention_free=False, is_encoder_decoder=False, enable_return_routed_experts=False
+            is_hybrid=False,
+            is_attention_free=False,
+            is_encoder_decoder=False,
+            enable_return_routed_experts=False,
+            get_hidden_size=lambda: SIZE,
         ),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         kv_transfer_config=None,
@@ -60,13 +66,17 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
 
 def draft_by(method: str, **more: Any) -> dict[str, Any]:
     """Return a change to speculative decoding by *method*."""
-    config = {"method": method, "parallel_drafting": False, **more}
+    config = {"method": method, "parallel_drafting": False, "draft_model_config": make_drafter(), **more}
     return {"speculative_config": SimpleNamespace(**config)}
 
 
 def draft_by_layer_of(model_type: str) -> dict[str, Any]:
     """Return a change to speculative decoding by the MTP layer of a type of model."""
-    return draft_by("mtp", draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type)))
+    return draft_by("mtp", draft_model_config=make_drafter(model_type=model_type))
+
+
+def make_drafter(size: int = SIZE, **config: Any) -> SimpleNamespace:
+    return SimpleNamespace(hf_config=SimpleNamespace(**config), get_hidden_size=lambda: size)
 
 
 DRAFTERS = [
@@ -90,6 +100,26 @@ def test_a_drafter_that_splitting_does_not_support_is_named(changes: dict[str, A
     ids=str,
 )
 def test_other_drafters_leave_the_target_to_be_split(changes: dict[str, Any]) -> None:
+    assert check_config(make_config(**changes)) is None
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_drafter_that_reads_hidden_states_of_another_size_is_refused_before_any_step(method: str) -> None:
+    """vLLM would fail after the first one, when it drafts."""
+    changes = draft_by(method, draft_model_config=make_drafter(64))
+    sizes = "it reads 64 values a token, the model has 128"
+    assert check_config(make_config(**changes)) == Decline("the drafter is one for another model", sizes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        draft_by("eagle3", draft_model_config=make_drafter(64, target_hidden_size=SIZE)),
+        draft_by("draft_model", draft_model_config=make_drafter(64)),
+    ],
+    ids=["maps the model's", "reads none"],
+)
+def test_a_drafter_may_have_a_hidden_size_of_its_own_where_it_reads_the_models(changes: dict[str, Any]) -> None:
     assert check_config(make_config(**changes)) is None
 
 
