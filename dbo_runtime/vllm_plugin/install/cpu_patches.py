@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dbo_runtime.dispatch import gather_rows, reduce_rows
-from dbo_runtime.vllm_plugin.install.cpu_draft_kernels import find_triton_dispatchers, set_cpu_kernels
+from dbo_runtime.vllm_plugin.platforms.cpu_draft_kernels import find_triton_dispatchers, set_cpu_kernels
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator

@@ -97,7 +97,7 @@ def test_a_drafter_that_splitting_does_not_support_is_named(changes: dict[str, A
     "changes",
     [draft_by(method) for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3")]
     + [draft_by_layer_of("deepseek_mtp"), {**draft_by("ngram"), "pipeline_parallel_size": 2}],
-    ids=str,
+    ids=["ngram", "suffix", "draft_model", "eagle", "eagle3", "deepseek_mtp", "ngram in a pipeline"],
 )
 def test_other_drafters_leave_the_target_to_be_split(changes: dict[str, Any]) -> None:
     assert check_config(make_config(**changes)) is None
