@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpstreamBug:
-    """A bug of vLLM: its symptom, the tested versions that have it, a test for it, and its patch."""
+    """A bug of vLLM: its symptom, the versions that were seen to have it, a test for it, and its patch."""
 
     symptom: str
     versions: tuple[str, ...]
@@ -215,19 +215,19 @@ UPSTREAM_BUGS = (
     ),
     UpstreamBug(
         symptom="data parallel MoE on CPU ends in NotImplementedError: no all_gatherv and reduce_scatterv",
-        versions=("0.30.0", "0.32.0"),
+        versions=("0.23.0", "0.28.0", "0.30.0", "0.32.0"),
         is_present=_lacks_uneven_collectives,
         patch=_add_uneven_collectives,
     ),
     UpstreamBug(
         symptom="torch.compile of a data parallel MoE fails on CPU: it is traced, and its sizes depend on data",
-        versions=("0.30.0", "0.32.0"),
+        versions=("0.23.0", "0.28.0", "0.30.0", "0.32.0"),
         is_present=_traces_experts,
         patch=_hide_experts,
     ),
     UpstreamBug(
         symptom="an eager start of pipeline parallel on CPU ends in AssertionError: later stages have no buffers",
-        versions=("0.30.0", "0.32.0"),
+        versions=("0.23.0", "0.28.0", "0.30.0", "0.32.0"),
         is_present=_lacks_stage_buffers,
         patch=_make_stage_buffers,
     ),
