@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,6 +58,7 @@ class StepDecider:
     Attributes:
         phase: nothing is split before serving, except to profile the memory that it takes.
         choose_cuts, choose_sizes: if set, cut there whatever the settings say, without and with data parallel ranks.
+        decode_len: if set, the longest query that is a decode, in batches whose decodes have no drafts.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class StepDecider:
         self.phase = Phase.SERVING
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
+        self.decode_len: int | None = None
         self.rank = rank
         self._runtime = runtime
         self._splitter = splitter
@@ -146,6 +149,8 @@ class StepDecider:
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch
+        if self.decode_len is not None:
+            batch = replace(batch, decode_len=self.decode_len)
         if shared is None:
             return self._runtime.plan(batch, None if self.choose_cuts is None else self.choose_cuts(batch))
         assert self.rank is not None, "only data parallel ranks share a split"
