@@ -92,6 +92,7 @@ def test_costs_are_measured_where_a_layer_drafts(mtp: Engine, tmp_path: Path) ->
     assert load_costs(tmp_path / "costs.json").digest == digest
     try:
         assert_split_drafts_alike(mtp)
+        mtp.generate(PROMPTS)
         assert mtp.llm.collective_rpc("dbo_last_step")[0]["expected"] is not None
     finally:
         mtp.llm.collective_rpc(forget_costs)
