@@ -190,14 +190,6 @@ def test_data_parallel_ranks_verify_drafts_alike_with_experts_on_both(engines: E
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_verify_drafts_alike(engines: Engines) -> None:
-    with engines.start(1, share_cores(), TINY, pipeline_parallel_size=2, speculative_config=NGRAM) as stages:
-        for cuts in (None, (96,), (17,)):
-            assert_split_drafts_alike(stages, cuts)
-        assert_steps_check(stages)
-
-
-@pytest.mark.slow
 def test_a_head_for_a_model_of_another_size_is_declined_at_start(
     engines: Engines, llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
