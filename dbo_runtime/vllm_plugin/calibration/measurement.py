@@ -209,7 +209,7 @@ class _Harness:
         self._forward = self._forwards[mode]
         decider = self._forward.decider
         decider.phase = Phase.STARTING if mode == "unsplit" else Phase.SERVING
-        decider.choose_cuts = lambda _: [cut]
+        decider.choose_cuts, decider.decode_len = (lambda _: [cut]), 1  # as `Shape` has it: nothing is drafted
         decider.choose_sizes = lambda tokens: ((cut,) * len(tokens), (shape.total - cut,) * len(tokens))
         if mode != "unsplit":
             self._forward.recording.request()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,6 +63,7 @@ class StepDecider:
         phase: nothing is split before serving, except to profile the memory that it takes.
         trial: compares first steps; None where that is not needed.
         choose_cuts, choose_sizes: if set, cut there whatever the settings say, without and with data parallel ranks.
+        decode_len: if set, the longest query that is a decode, in batches whose decodes have no drafts.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StepDecider:
         self.trial: Trial | None = None
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
+        self.decode_len: int | None = None
         self.rank = rank
         self.has_layer_hooks = has_layer_hooks
         self._runtime = runtime
@@ -176,6 +179,8 @@ class StepDecider:
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch
+        if self.decode_len is not None:
+            batch = replace(batch, decode_len=self.decode_len)
         if shared is None:
             return self._check_hooks(
                 self._runtime.plan(batch, None if self.choose_cuts is None else self.choose_cuts(batch))

@@ -34,7 +34,7 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
         (returns_routed_experts(vllm_config), "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
         (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
-        (drafter == "eagle3" and parallel.pipeline_parallel_size > 1, "speculative decoding by eagle3 in a pipeline"),
+        (drafter is not None and parallel.pipeline_parallel_size > 1, "speculative decoding in a pipeline"),
         (vllm_config.lora_config is not None, "LoRA"),
         (model.is_hybrid or model.is_attention_free, "a state-space model"),
         (model.is_encoder_decoder, "an encoder-decoder model"),

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from vllm.forward_context import get_forward_context
 
+from dbo_runtime.planner.costs.cost_file import load_costs
+from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from examples.tiny_tasks import held_out
+from tests.vllm_plugin.costs import calibrate_few, forget_costs
 from tests.vllm_plugin.drafters import (
     NGRAM,
     draft_by_eagle,
@@ -21,8 +26,10 @@ from tests.vllm_plugin.engine import Engine
 from tests.vllm_plugin.engines import NO_SETTINGS, TINY, Engines, share_cores
 from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.speculation import (
+    LENGTHS,
     MIXED,
     PROMPTS,
+    TASKS,
     TOKENS,
     answer_tasks,
     assert_split_drafts_alike,
@@ -62,6 +69,35 @@ def test_the_check_passes_where_a_layer_drafts(mtp: Engine) -> None:
     assert_steps_check(mtp)
 
 
+def test_only_the_model_is_split_and_the_drafter_is_given_whole_batches(mtp: Engine) -> None:
+    model, drafter = mtp.runner.get_model(), mtp.runner.drafter.model
+    assert isinstance(model.forward, SplitForward)
+    forward, seen = drafter.forward, []
+
+    def look(*args: Any, **given: Any) -> Any:
+        own = [metadata.num_actual_tokens for name, metadata in get_forward_context().attn_metadata.items()]
+        seen.append((set(own), given["positions"].shape[-1]))
+        return forward(*args, **given)
+
+    with patch.object(drafter, "forward", look):
+        _, _, steps = generate(mtp, "always", tokens=4, arrive=(0,) * len(MIXED))
+    assert steps > 0
+    assert max(tokens for _, tokens in seen) > sum(LENGTHS), "all prompts at once, though the step was split"
+    assert all(own == {tokens} for own, tokens in seen)
+
+
+@pytest.mark.slow
+def test_costs_are_measured_where_a_layer_drafts(mtp: Engine, tmp_path: Path) -> None:
+    ((_, digest),) = mtp.llm.collective_rpc(calibrate_few, args=(str(tmp_path / "costs.json"),))
+    assert load_costs(tmp_path / "costs.json").digest == digest
+    try:
+        assert_split_drafts_alike(mtp)
+        mtp.generate(PROMPTS)
+        assert mtp.llm.collective_rpc("dbo_last_step")[0]["expected"] is not None
+    finally:
+        mtp.llm.collective_rpc(forget_costs)
+
+
 @pytest.mark.parametrize("cuts", [None, (17,), (4, 12)], ids=str)
 def test_a_head_that_reads_hidden_states_between_layers_drafts_alike(
     eagle3: Engine, cuts: tuple[int, ...] | None
@@ -92,9 +128,9 @@ def test_most_drafts_are_accepted_and_as_many_split_as_unsplit(
 
 @pytest.mark.slow
 def test_answers_are_those_without_drafts(mtp: Engine, one_rank: Engine) -> None:
-    plain = one_rank.generate(PROMPTS, TOKENS, MIXED)
+    plain = one_rank.generate([*PROMPTS, *TASKS], TOKENS, MIXED)
     drafted, counts, _ = generate(mtp, "off")
-    assert counts["accepted"] > 0
+    assert counts["drafted"] > counts["accepted"] > 0
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
 
 
@@ -151,14 +187,6 @@ def test_data_parallel_ranks_verify_drafts_alike_with_experts_on_both(engines: E
             assert_split_is_close(ranks, cuts)
         for cuts in (None, [[2], [2]], [[1], [3]], [[40], [20]]):
             assert_split_is_close(ranks, cuts, 6, ARRIVALS)
-
-
-@pytest.mark.slow
-def test_stages_of_a_pipeline_verify_drafts_alike(engines: Engines) -> None:
-    with engines.start(1, share_cores(), TINY, pipeline_parallel_size=2, speculative_config=NGRAM) as stages:
-        for cuts in (None, (96,), (17,)):
-            assert_split_drafts_alike(stages, cuts)
-        assert_steps_check(stages)
 
 
 @pytest.mark.slow
