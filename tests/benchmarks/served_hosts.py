@@ -46,11 +46,12 @@ class Server:
     """A server, reached from its own host."""
 
     host: Host
+    port: int = PORT
 
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{self.host.address}:{PORT}"
+        return f"http://{self.host.address}:{self.port}"
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method on all workers, and return the first one's result.
@@ -78,8 +79,13 @@ class Server:
 
 
 @contextmanager
-def serve(setting: Setting, **settings: str) -> Iterator[Server]:
+def serve(setting: Setting, *words: str, **settings: str) -> Iterator[Server]:
     """Start a server on the first host and its follower on the second, and wait until they answer.
+
+    Args:
+        setting: where.
+        words: further options of both.
+        settings: variables of both.
 
     Raises:
         BenchError: if they do not, with the last lines of their logs, or if the port is in use.
@@ -87,18 +93,19 @@ def serve(setting: Setting, **settings: str) -> Iterator[Server]:
     first = setting.hosts[0]
     check_port(first)
     logs = [setting.directory / f"server-{node}.log" for node in (0, 1)]
-    with start_together(*(make_program(setting, node, log, settings) for node, log in enumerate(logs))) as nodes:
+    programs = (make_program(setting, node, log, settings, *words) for node, log in enumerate(logs))
+    with start_together(*programs) as nodes:
         server = Server(first)
         wait_until_up(server, nodes, logs)
         let_drivers_give_way(nodes)
         yield server
 
 
-def make_program(setting: Setting, node: int, log: Path, settings: dict[str, str]) -> Program:
+def make_program(setting: Setting, node: int, log: Path, settings: dict[str, str], *more: str) -> Program:
     """Return a node's server; prompts are not cached, because every run sends the same ones."""
     options = {**OPTIONS, **share_tensors(node, setting.master), "served_model_name": NAME}
     address = (f"--host={setting.hosts[0].address}", f"--port={PORT}") if node == 0 else ("--headless",)
-    words = find_server(str(setting.model), options, "--no-enable-prefix-caching", *address)
+    words = find_server(str(setting.model), options, "--no-enable-prefix-caching", *address, *more)
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **settings}
     return Program(setting.hosts[node].command(*words), setting.environment(node, **variables), log)
 
