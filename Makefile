@@ -84,7 +84,8 @@ demo-sweep: setup ## auto against off and always over link rates and prompt leng
 bench: setup ## run the benchmarks that need one host; docs/benchmarks.md names those that write it
 	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' -q -s \
 		--ignore tests/benchmarks/bench_two_hosts.py --ignore tests/benchmarks/bench_serving.py \
-		--ignore tests/benchmarks/bench_step_time.py
+		--ignore tests/benchmarks/bench_step_time.py \
+		--ignore tests/benchmarks/bench_prefill_node.py
 	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m pytest tests/benchmarks/bench_streams.py \
 		tests/benchmarks/bench_graphs.py -q -s; fi
 
@@ -92,6 +93,7 @@ bench-two-hosts: setup ## measure overlap between two hosts, serving over them, 
 	$(BIN)/python -m tests.benchmarks.bench_two_hosts --write-page
 	$(BIN)/python -m tests.benchmarks.bench_serving --write-page
 	$(BIN)/python -m tests.benchmarks.bench_step_time --write-page
+	$(BIN)/python -m tests.benchmarks.bench_prefill_node --write-page
 
 docs: setup ## write the tables of README.md and docs/ that come from code
 	$(BIN)/python tools/write_docs.py

@@ -15,7 +15,14 @@ import pytest
 
 from examples.network_hosts import Host, NetworkError, TwoHosts
 from examples.process_group import Program, start_together, wait_for_first
-from tests.benchmarks import bench_serving, bench_two_hosts, served_hosts, serving_report, two_hosts_report
+from tests.benchmarks import (
+    bench_prefill_node,
+    bench_serving,
+    bench_two_hosts,
+    served_hosts,
+    serving_report,
+    two_hosts_report,
+)
 from tests.benchmarks.measured_hosts import BenchError
 from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, OfferedLoad, Run, read_figures
 from tests.benchmarks.targets import Target, find_missed
@@ -24,6 +31,11 @@ from tests.benchmarks.workloads import WorkloadError, read_workload
 
 ROOT = Path(__file__).parents[1]
 SLEEP = ("sleep", "300")
+BENCHES = {
+    "bench_two_hosts": bench_two_hosts,
+    "bench_serving": bench_serving,
+    "bench_prefill_node": bench_prefill_node,
+}
 
 
 def make_cell(overlap: Sequence[float], workload: str = "1x2000", same: bool = True) -> Cell:
@@ -131,13 +143,15 @@ def test_requests_that_were_not_answered_are_no_result() -> None:
         ("bench_serving --rate fast", "'fast' is no rate of a link"),
         ("bench_serving --request-rates 0", "'0' is no rate of requests"),
         ("bench_serving --workloads huge", "invalid choice: 'huge'"),
+        ("bench_prefill_node --rate fast", "'fast' is no rate of a link"),
+        ("bench_prefill_node --requests 0", "'0' is not a whole number of at least 1"),
     ],
 )
 def test_a_wrong_command_line_is_refused(words: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, *options = words.split()
     monkeypatch.setattr(sys, "argv", [bench, *options])
     with pytest.raises((BenchError, NetworkError, WorkloadError), match=re.escape(says)):
-        {"bench_two_hosts": bench_two_hosts, "bench_serving": bench_serving}[bench].parse_arguments()
+        BENCHES[bench].parse_arguments()
 
 
 @pytest.mark.parametrize("bench", ["bench_two_hosts", "bench_serving"])

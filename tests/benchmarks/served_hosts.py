@@ -48,11 +48,12 @@ class Server:
     """A server, reached from its own host."""
 
     host: Host
+    port: int = PORT
 
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://{self.host.address}:{PORT}"
+        return f"http://{self.host.address}:{self.port}"
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method on all workers, and return the first one's result.
