@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from process_group import Program, start_together
 from tiny_tasks import training_stream
@@ -138,6 +138,7 @@ class Router:
     prefill: Node
     decode: Node
     retried: int = 0
+    patience: float = STARTS_WITHIN  # seconds for a request
 
     def complete(self, prompt: str, tokens: int) -> list[int]:
         """Return the tokens of an answer.
@@ -145,14 +146,14 @@ class Router:
         Raises:
             RequestError: if there is none in time.
         """
-        deadline = time.monotonic() + STARTS_WITHIN
+        start = time.monotonic()
         while True:
             try:
                 first = self.prefill.complete(prompt, 1, kv_transfer_params=PREFILL_HERE)
                 answer = self.decode.complete(prompt, tokens, kv_transfer_params=first["kv_transfer_params"])
                 return read_tokens(answer)
             except RequestError:
-                if time.monotonic() > deadline:
+                if time.monotonic() - start > self.patience:
                     raise
                 self.retried += 1
                 time.sleep(1.0)
@@ -161,6 +162,7 @@ class Router:
 def main() -> int:
     """Run one server, then the pair, and compare."""
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, leave)
     if importlib.util.find_spec("nixl") is None:
         print("error: NIXL is not installed; pip install 'dbo-runtime[nixl]'.", file=sys.stderr)
         return 2
@@ -172,6 +174,12 @@ def main() -> int:
         with serve(single):
             expected = ask(prompts, lambda prompt: read_tokens(single.complete(prompt, arguments.tokens)))
         return run_pair(arguments, folder, prompts, expected)
+
+
+def leave(*_: Any) -> NoReturn:
+    """End as a failure would, so that servers are ended, and let no second signal disturb that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -199,17 +207,20 @@ def run_pair(arguments: argparse.Namespace, folder: Path, prompts: Sequence[str]
         answered.release()
         return tokens
 
-    with serve(prefill, decode) as (first, _), ThreadPoolExecutor(1) as client:
+    with ThreadPoolExecutor(1) as client, serve(prefill, decode) as (first, _):
         answers = client.submit(ask, prompts, complete)
-        for _ in range(half):
-            answered.acquire()
-        split = prefill.count("vllm:dbo_steps_total", 'mode="split"')
-        os.killpg(first.pid, signal.SIGKILL)
-        print(f"killed the prefill node after {half} answers", flush=True)
-        with serve(prefill):
-            found = answers.result()
-            split += prefill.count("vllm:dbo_steps_total", 'mode="split"')
-        hits = decode.count("vllm:external_prefix_cache_hits_total")
+        try:
+            for _ in range(half):
+                answered.acquire()
+            split = prefill.count("vllm:dbo_steps_total", 'mode="split"')
+            os.killpg(first.pid, signal.SIGKILL)
+            print(f"killed the prefill node after {half} answers", flush=True)
+            with serve(prefill):
+                found = answers.result()
+                split += prefill.count("vllm:dbo_steps_total", 'mode="split"')
+            hits = decode.count("vllm:external_prefix_cache_hits_total")
+        finally:
+            router.patience = 0.0
     equal = sum(one == other for one, other in zip(found, expected, strict=True))
     print(f"identical token by token: {equal} of {len(prompts)} answers")
     print(f"split steps of the prefill node: {split:.0f}")

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tests.vllm_plugin.layer_recorder import SAVE, Event, LayerRecorder
-
-WRITTEN = "written"
+from tests.vllm_plugin.layer_events import SAVE, WRITTEN, Event
+from tests.vllm_plugin.layer_recorder import LayerRecorder
 
 
 class HookRecorder(LayerRecorder):

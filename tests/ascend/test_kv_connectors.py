@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from tests.ascend.conftest import start
-from tests.ascend.hook_recorder import WRITTEN
 from tests.ascend.jobs import answer, make_prompts
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.layer_recorder import SAVE, WAIT, Event
+from tests.vllm_plugin.layer_events import SAVE, WAIT, WRITTEN, Event
 from tests.vllm_plugin.ranks import Ranks
 
 PROMPTS = make_prompts(40, 130, 64)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -15,26 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import get_forward_context
 
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
-
-WAIT, ATTEND, SAVE = "wait", "attend", "save"
-
-
-class Event(NamedTuple):
-    """One call in a layer.
-
-    Attributes:
-        what: `wait`, `attend` or `save`.
-        layer: its name.
-        tokens: that attend; of a save, those that its attention metadata has.
-        saved: of a save, a sum for each token of the step, read from the cache.
-        is_whole: of a save, whether its attention metadata is that of the step.
-    """
-
-    what: str
-    layer: str
-    tokens: int = 0
-    saved: tuple[float, ...] = ()
-    is_whole: bool = True
+from tests.vllm_plugin.layer_events import ATTEND, SAVE, WAIT, Event
 
 
 class LayerRecorder(KVConnectorBase_V1, SupportsHMA):

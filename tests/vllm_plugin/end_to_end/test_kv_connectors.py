@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, PROMPTS, assert_close
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import TINY, Engines, share_cores
-from tests.vllm_plugin.layer_recorder import ATTEND, SAVE, WAIT, Event
+from tests.vllm_plugin.layer_events import ATTEND, SAVE, WAIT, Event
 
 RECORDER = {
     "kv_transfer_config": {
