@@ -189,7 +189,7 @@ def compute_gradients(drafter: Drafter, model: DeepseekV3ForCausalLM, batch: lis
             nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
             for logits, wanted in made
         ) / (DRAFTS * len(batch))
-        loss.backward()  # type: ignore[union-attr]
+        loss.backward()  # type: ignore[union-attr]  # a sum of tensors, which starts as the number 0
         total += loss.item()
     return total
 
@@ -259,7 +259,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("drafter", choices=DRAFTERS, help="which to train")
     parser.add_argument("--steps", type=int, default=240, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training tasks (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="folder for the drafter (default: beside the model's)")
+    parser.add_argument("--out", type=Path, help="folder for the drafter (default: next to the model's)")
     parser.add_argument("--per-kind", type=int, default=100, help="held-out tasks per kind (default: %(default)s)")
     return parser.parse_args()
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KNOWN_DRAFTERS = ("ngram", "suffix", "draft_model", "deepseek_mtp", "eagle", "eagle3")
-"""Methods of speculative decoding, by `name_drafter`, with which split steps were compared with unsplit ones."""
+"""Methods of speculative decoding, by `name_drafter`, with which steps are split.
+
+Split steps were compared with unsplit ones with all but `suffix`, which drafts on the host as `ngram` does.
+"""
 
 
 def check_config(vllm_config: VllmConfig) -> Decline | None:
