@@ -16,7 +16,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.comparison import compare_split
-from dbo_runtime.vllm_plugin.step.trial import Trial
+from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 
 Grid: TypeAlias = Sequence[int]
@@ -41,7 +41,7 @@ class SplitEncoder:
 
     Attributes:
         choose_cuts: if set, cut before these images, whatever the settings say.
-        trial: compares first forwards; None where that is not needed.
+        first_steps: compares first forwards; None where that is not needed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SplitEncoder:
     ) -> None:
         self.runtime = runtime
         self.choose_cuts: Callable[[Sequence[Grid]], Sequence[int]] | None = None
-        self.trial: Trial | None = None
+        self.first_steps: FirstSteps | None = None
         self._is_serving = False  # vLLM profiles and warms up before, which is not counted
         self._agreement = agreement
         self._metrics = metrics
@@ -93,10 +93,10 @@ class SplitEncoder:
             compare_split({RESULTS: embeddings}, {RESULTS: run_unsplit()}, plan)
             return embeddings
         kind = (plan.digest, x.shape[0].bit_length(), len(grids).bit_length())
-        if self.trial is None or not self.trial.takes(kind):
+        if self.first_steps is None or not self.first_steps.takes(kind):
             return embeddings
         unsplit = run_unsplit()
-        self.trial.compare(kind, {RESULTS: embeddings}, {RESULTS: unsplit}, plan)
+        self.first_steps.compare(kind, {RESULTS: embeddings}, {RESULTS: unsplit}, plan)
         return unsplit
 
     def _plan(
@@ -120,8 +120,8 @@ class SplitEncoder:
 
     def _check_early(self, patches: Sequence[int]) -> Decline | None:
         """Decline images by their number, their size and the transport alone; chosen cuts come first."""
-        if self.trial is not None and self.trial.failure is not None:
-            return self.trial.failure
+        if self.first_steps is not None and self.first_steps.failure is not None:
+            return self.first_steps.failure
         if len(patches) < 2:
             return Decline("one image cannot be cut" if patches else "no images")
         if self.choose_cuts is not None:

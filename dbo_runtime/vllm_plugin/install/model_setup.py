@@ -32,8 +32,8 @@ from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, any_stage
 from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
+from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.trial import TRIAL_STEPS, Trial
 from dbo_runtime.vllm_plugin.step.unsupported import check_config
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
@@ -78,7 +78,7 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
             "this version of vLLM is untested: first steps are compared with unsplit ones",
             vllm=get_version(),
             tested=describe_tested(),
-            steps_of_each_kind=TRIAL_STEPS,
+            steps_of_each_kind=COMPARED_STEPS,
         )
     collectives.connect()  # on all stages: making a communicator takes every rank of vLLM's world
     served = ServedModel(rank)
@@ -160,7 +160,7 @@ def _make_encoder(encoder: EncoderProgram, rank: RankContext, device: Device, me
     )
     agreement = Agreement(group)
     split = SplitEncoder(encoder.module, encoder.adapter, runtime, transport, agreement, metrics)
-    split.trial = _make_trial(agreement, rank)
+    split.first_steps = _make_first_steps(agreement, rank)
     return split
 
 
@@ -198,14 +198,14 @@ def _make_forward(
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number, hooked)
     decider.phase = Phase.STARTING
-    decider.trial = _make_trial(agreement, rank)
+    decider.first_steps = _make_first_steps(agreement, rank)
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     recording = Recording(_open_traces(rank, runtime.device), metrics)
     return SplitForward(model, model.forward, runtime, decider, agreement, add_inputs, rank.stage, recording, metrics)
 
 
-def _make_trial(agreement: Agreement, rank: RankContext) -> Trial | None:
-    return None if is_tested() else Trial(agreement, rank.log)
+def _make_first_steps(agreement: Agreement, rank: RankContext) -> FirstSteps | None:
+    return None if is_tested() else FirstSteps(agreement, rank.log)
 
 
 def _open_metrics(rank: RankContext) -> Metrics | None:

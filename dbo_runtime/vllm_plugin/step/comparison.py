@@ -1,4 +1,4 @@
-"""Compare two results of one computation: under DBO_CHECK, and in a trial."""
+"""Compare two results of one computation: under DBO_CHECK, and of first steps."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_c
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.trial import Trial
+from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -39,7 +39,7 @@ class Phase(Enum):
 class StepDecision(NamedTuple):
     """A plan with a forward context for each micro-batch, or a decline without any.
 
-    *statement* must be equal on all ranks, and so is *kind*, by which a trial counts steps; None without a trial.
+    *statement* must be equal on all ranks, and so is *kind*, by which `FirstSteps` counts; None without it.
     """
 
     plan: ExecutionPlan | Decline
@@ -61,7 +61,7 @@ class StepDecider:
 
     Attributes:
         phase: nothing is split before serving, except to profile the memory that it takes.
-        trial: compares first steps; None where that is not needed.
+        first_steps: compares first steps; None where that is not needed.
         choose_cuts, choose_sizes: if set, cut there whatever the settings say, without and with data parallel ranks.
         decode_len: if set, the longest query that is a decode, in batches whose decodes have no drafts.
     """
@@ -76,7 +76,7 @@ class StepDecider:
         has_layer_hooks: bool = False,
     ) -> None:
         self.phase = Phase.SERVING
-        self.trial: Trial | None = None
+        self.first_steps: FirstSteps | None = None
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
         self.decode_len: int | None = None
@@ -88,9 +88,9 @@ class StepDecider:
         self._transport = transport
 
     def copy_for(self, runtime: MicroBatchRuntime, group: GroupCoordinator) -> StepDecider:
-        """Return a decider of the same model's steps with another runtime, without a trial, with nothing agreed on."""
+        """Return a decider of the same model's steps with another runtime: nothing is agreed on, or to be compared."""
         own = copy.copy(self)
-        own.trial = None
+        own.first_steps = None
         own._runtime, own._agreement = runtime, self._agreement.copy_for(group)
         return own
 
@@ -111,18 +111,20 @@ class StepDecider:
             return self._decide_profile(context, tokens) if unsupported is None else _make_decision(unsupported)
         if self.phase is Phase.STARTING:
             return self._decide_capture(context, tokens, unsupported)
-        if self.trial is not None and self.trial.failure is not None:
-            return _make_decision(self.trial.failure)
+        if self.first_steps is not None and self.first_steps.failure is not None:
+            return _make_decision(self.first_steps.failure)
         decision = self._decide_split(context, tokens, unsupported)
         if isinstance(decision.plan, Decline) and unsupported is None and self._runtime.forces_side:
             decision = self._decide_concurrent(context, tokens, decision.plan)
-        if self.trial is None or isinstance(decision.plan, Decline):
+        if self.first_steps is None or isinstance(decision.plan, Decline):
             return decision
         return decision._replace(kind=self._name_kind(decision.plan, context))
 
-    def find_trial(self, kind: Hashable | None) -> Trial | None:
-        """Return the trial that a decided step of this kind belongs to, if any."""
-        return self.trial if self.trial is not None and kind is not None and self.trial.takes(kind) else None
+    def find_first_steps(self, kind: Hashable | None) -> FirstSteps | None:
+        """Return what compares first steps, if a step of this kind is still to be compared."""
+        if self.first_steps is None or kind is None or not self.first_steps.takes(kind):
+            return None
+        return self.first_steps
 
     def _name_kind(self, plan: ExecutionPlan, context: ForwardContext) -> Hashable:
         """Name the kind of a step: its schedule, its sizes in octaves, and whether a request is cut.
@@ -220,7 +222,7 @@ class StepDecider:
         runtime = self._runtime
         if unsupported is not None or not runtime.forces_side or not context.attn_metadata:
             return starting
-        is_compared = runtime.config.check or self.trial is not None
+        is_compared = runtime.config.check or self.first_steps is not None
         cannot_capture = is_compared or any(op.host_sync for op in runtime.program.ops)
         if cannot_capture or check_capture(context, self._splitter.platform):
             return starting

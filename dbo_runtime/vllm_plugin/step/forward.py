@@ -129,8 +129,8 @@ class SplitForward:
         plan, contexts, statement, kind = self.decider.decide(tokens, unsupported)
         planning = time.perf_counter() - start
         is_checked = self.runtime.config.check
-        trial = None if is_checked else self.decider.find_trial(kind)
-        is_compared = is_checked or trial is not None
+        first_steps = None if is_checked else self.decider.find_first_steps(kind)
+        is_compared = is_checked or first_steps is not None
         if is_checked:
             self._agreement.compare(statement)
         if isinstance(plan, Decline):
@@ -149,10 +149,10 @@ class SplitForward:
         if is_compared and isinstance(plan, ExecutionPlan):
             with replace_agent(None):  # KV was transferred by the split run
                 unsplit = run_unsplit()
-            if trial is None:
+            if first_steps is None:
                 compare_split(name_results(results), name_results(unsplit), plan)
             else:
-                trial.compare(kind, name_results(results), name_results(unsplit), plan)
+                first_steps.compare(kind, name_results(results), name_results(unsplit), plan)
                 results = unsplit
         return results
 

@@ -1,4 +1,4 @@
-"""A trial compares the first steps of each kind, then none; and a difference ends splitting, not the engine."""
+"""The first steps of each kind are compared, then none; and a difference ends splitting, not the engine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.trial import TRIAL_STEPS, Trial
 from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model, Splitter, make_forward, run
 
 
 def make_trial(model: Model, splitter: Splitter | None = None, **options: Any) -> tuple[SplitForward, Lines]:
     forward, log = make_forward(model, splitter, **options), Lines()
-    forward.decider.trial = Trial(Agreement(ONE_RANK), log)
+    forward.decider.first_steps = FirstSteps(Agreement(ONE_RANK), log)
     return forward, log
 
 
 def test_the_first_steps_of_a_kind_are_compared_and_the_rest_is_not() -> None:
     model = Model()
     forward, log = make_trial(model)
-    for _ in range(TRIAL_STEPS + 2):
+    for _ in range(COMPARED_STEPS + 2):
         assert torch.equal(run(forward), EXPECTED)
-    assert len(model.unsplit) == TRIAL_STEPS
-    assert forward.runtime.statistics.split == TRIAL_STEPS + 2
+    assert len(model.unsplit) == COMPARED_STEPS
+    assert forward.runtime.statistics.split == COMPARED_STEPS + 2
     assert log.events == ["first steps equal unsplit ones"]
 
 
@@ -35,19 +35,19 @@ def test_the_first_steps_of_a_kind_are_compared_and_the_rest_is_not() -> None:
     ("other", "compared"),
     [
         (Batch((4, 2, 2), prefill_tokens=8), 0),  # of the same kind
-        (Batch((1,) * 8, prefill_tokens=0), TRIAL_STEPS),  # decodes
-        (Batch((8,), prefill_tokens=8), TRIAL_STEPS),  # cut inside a request
+        (Batch((1,) * 8, prefill_tokens=0), COMPARED_STEPS),  # decodes
+        (Batch((8,), prefill_tokens=8), COMPARED_STEPS),  # cut inside a request
     ],
     ids=["prefills", "decodes", "a cut request"],
 )
 def test_each_kind_has_steps_of_its_own(other: Batch, compared: int) -> None:
     model, splitter = Model(), Splitter()
     forward, _ = make_trial(model, splitter)
-    for _ in range(TRIAL_STEPS + 1):
+    for _ in range(COMPARED_STEPS + 1):
         run(forward)
     model.unsplit.clear()
     splitter.batch = other
-    for _ in range(TRIAL_STEPS + 1):
+    for _ in range(COMPARED_STEPS + 1):
         run(forward)
     assert len(model.unsplit) == compared
 
@@ -66,11 +66,11 @@ def test_after_a_difference_requests_get_unsplit_results_and_nothing_is_split() 
 
 def test_a_difference_on_another_rank_ends_splitting_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, _ = make_trial(Model())
-    assert forward.decider.trial is not None
-    monkeypatch.setattr(forward.decider.trial._agreement, "gather", lambda own: [own, "differs by 1"])
+    assert forward.decider.first_steps is not None
+    monkeypatch.setattr(forward.decider.first_steps._agreement, "gather", lambda own: [own, "differs by 1"])
     assert torch.equal(run(forward), EXPECTED)
-    assert forward.decider.trial.failure is not None
-    assert forward.decider.trial.failure.detail == "differs by 1"
+    assert forward.decider.first_steps.failure is not None
+    assert forward.decider.first_steps.failure.detail == "differs by 1"
 
 
 def test_data_parallel_ranks_name_kinds_alike_whatever_their_own_batches_are() -> None:
@@ -88,9 +88,9 @@ def test_data_parallel_ranks_name_kinds_alike_whatever_their_own_batches_are() -
 def test_under_dbo_check_every_step_is_compared_and_a_difference_is_raised() -> None:
     model = Model()
     forward, log = make_trial(model, check=True)
-    for _ in range(TRIAL_STEPS + 2):
+    for _ in range(COMPARED_STEPS + 2):
         run(forward)
-    assert len(model.unsplit) == TRIAL_STEPS + 2
+    assert len(model.unsplit) == COMPARED_STEPS + 2
     assert log.events == []
 
 
@@ -102,12 +102,12 @@ def test_the_unsplit_step_gets_the_embeddings_as_they_came() -> None:
     model.in_place = True
     forward, _ = make_trial(model)
     assert torch.equal(run(forward, input_ids=None, inputs_embeds=embeds.clone()), expected)
-    assert forward.decider.trial is not None
-    assert forward.decider.trial.failure is None
+    assert forward.decider.first_steps is not None
+    assert forward.decider.first_steps.failure is None
 
 
 def test_what_is_copied_to_measure_has_no_trial() -> None:
     forward, _ = make_trial(Model())
     group: Any = ONE_RANK
     copied = forward.copy_for(forward.runtime.device, forward.runtime.config, group)
-    assert copied.decider.trial is None
+    assert copied.decider.first_steps is None

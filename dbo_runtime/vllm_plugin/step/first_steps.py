@@ -1,6 +1,6 @@
 """Compare the first split steps of each kind with unsplit ones, where the version of vLLM is untested.
 
-DBO_CHECK compares every step and ends the engine at a difference. A trial compares a few, ends by itself, and at a
+DBO_CHECK compares every step and ends the engine at a difference. `FirstSteps` compares a few, ends by itself, and at a
 difference stops splitting: the request gets the unsplit result.
 """
 
@@ -21,11 +21,11 @@ from dbo_runtime.vllm_plugin.step.comparison import compare_split
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-TRIAL_STEPS = 3
+COMPARED_STEPS = 3
 """Steps of each kind that are compared."""
 
 
-class Trial:
+class FirstSteps:
     """Compares the first split steps of each kind of one model.
 
     Args:
@@ -44,7 +44,7 @@ class Trial:
 
     def takes(self, kind: Hashable) -> bool:
         """Return whether a step of this kind is still to be compared. All ranks must ask with the same kind."""
-        return self._compared[kind] < TRIAL_STEPS
+        return self._compared[kind] < COMPARED_STEPS
 
     def compare(
         self,
@@ -64,5 +64,5 @@ class Trial:
         if found is not None:
             self.failure = Decline("split steps differ from unsplit ones with this untested version of vLLM", found)
             self._log.error("nothing is split any more", reason=self.failure.reason, detail=found)
-        elif self._compared[kind] == TRIAL_STEPS:
-            self._log.info("first steps equal unsplit ones", steps=TRIAL_STEPS, kind=str(kind))
+        elif self._compared[kind] == COMPARED_STEPS:
+            self._log.info("first steps equal unsplit ones", steps=COMPARED_STEPS, kind=str(kind))
