@@ -13,14 +13,18 @@ from dbo_runtime.doctor.packages import check_own, check_python, check_torch, ch
 from dbo_runtime.doctor.platforms import check_devices, check_platform
 from dbo_runtime.doctor.plugins import check_clashes, check_plugin
 from dbo_runtime.doctor.probe_process import run_probe
+from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
 from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
 
 
-def examine(environ: Mapping[str, str], model: str | None) -> list[Finding]:
+def examine(environ: Mapping[str, str], model: str | None = None, command: ServeCommand | None = None) -> list[Finding]:
     """Return the findings about a vLLM that is started with *environ*, and about a *model* folder if one is given.
+
+    Of a serve *command*, say what would be split.
 
     torch, torch_npu and vLLM are imported in separate processes.
     """
+    environ = {**environ, **command.variables} if command else environ
     config, problems = split_settings(environ)
     bare = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch alone: otherwise it loads torch_npu, and fails with it
     torch = _probe_if_installed(environ, "torch", "torch", **bare)
@@ -37,7 +41,7 @@ def examine(environ: Mapping[str, str], model: str | None) -> list[Finding]:
         check_plugin(environ),
         check_clashes(environ),
         check_switch(config),
-        *_check_model(config, model),
+        *(check_serve_command(command, environ) if command else _check_model(config, model)),
         *check_settings(environ, problems),
         check_costs(config),
         *check_trace(config),

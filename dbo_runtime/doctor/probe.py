@@ -8,15 +8,16 @@ prints them as JSON, in one line that begins with `MARK`.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from dbo_runtime.errors import DeviceError
+from dbo_runtime.errors import ConfigError, DeviceError
 
 MARK = "dbo_runtime.doctor:"
-SUBJECTS = ("torch", "torch_npu", "vllm")
+SUBJECTS = ("torch", "torch_npu", "vllm", "serve")
 
 
 def probe_torch() -> dict[str, Any]:
@@ -48,19 +49,40 @@ def probe_vllm() -> dict[str, Any]:
     return {"platform": get_device_type(), "unknown": None if decline is None else str(decline)}
 
 
-_PROBES: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
-    dict(zip(SUBJECTS, (probe_torch, probe_torch_npu, probe_vllm), strict=True))
+def probe_serve(*arguments: str) -> dict[str, Any]:
+    """Return what vLLM makes of these arguments of `vllm serve`, and all that speaks against splitting steps."""
+    from dbo_runtime.adapter_registry import get_adapter
+    from dbo_runtime.config import read_environment
+    from dbo_runtime.vllm_plugin.api.identity import get_device_type, list_parallel_sizes
+    from dbo_runtime.vllm_plugin.api.serve_command import make_config
+    from dbo_runtime.vllm_plugin.install.config_checks import list_declines
+
+    vllm_config = make_config(arguments)
+    architecture = vllm_config.model_config.architecture
+    declines = list_declines(vllm_config, read_environment(os.environ), get_adapter(architecture))
+    return {
+        "architecture": architecture,
+        "platform": get_device_type(),
+        "parallel": list_parallel_sizes(vllm_config),
+        "declines": [str(decline) for decline in declines],
+    }
+
+
+_PROBES: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
+    dict(zip(SUBJECTS, (probe_torch, probe_torch_npu, probe_vllm, probe_serve), strict=True))
 )
 
 
-def main(subject: str) -> None:
+def main(subject: str, *arguments: str) -> None:
     """Print the facts about a subject, or the error that was raised instead."""
     try:
-        facts = _PROBES[subject]()
+        facts = _PROBES[subject](*arguments)
+    except ConfigError as error:
+        facts = {"error": str(error)}
     except BaseException as error:  # noqa: BLE001 - any error is a fact, too
         facts = {"error": f"{type(error).__name__}: {error}"}
     sys.stdout.write(f"\n{MARK}{json.dumps(facts)}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -16,14 +16,16 @@ TIMEOUT_SECONDS = 300.0  # a first import of vLLM from a slow disk takes minutes
 MAX_ERROR_CHARACTERS = 400
 
 
-def run_probe(subject: str, environ: Mapping[str, str], **variables: str) -> dict[str, Any]:
+def run_probe(subject: str, environ: Mapping[str, str], *arguments: str, **variables: str) -> dict[str, Any]:
     """Return the facts that `probe` prints about *subject*, or `error`: why it printed none. Never raises.
+
+    A subject may take *arguments*.
 
     The process sees the packages that this one sees, and *environ* with *variables* on top.
     """
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     env = {**environ, "PYTHONPATH": path, **variables}
-    command = [sys.executable, "-m", "dbo_runtime.doctor.probe", subject]
+    command = [sys.executable, "-m", "dbo_runtime.doctor.probe", subject, *arguments]
     try:
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False

@@ -14,6 +14,11 @@ def returns_routed_experts(vllm_config: VllmConfig) -> bool:
     return bool(owner.enable_return_routed_experts)
 
 
+def uses_second_runner(vllm_config: VllmConfig) -> bool:
+    """Return whether steps are those of vLLM's second model runner (V2), which makes its own batches and metadata."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
 def scatters_residuals(vllm_config: VllmConfig) -> bool:
     """Return whether stages of a pipeline send residuals whose rows are spread over ranks.
 

@@ -28,6 +28,22 @@ def describe_model(vllm_config: VllmConfig) -> dict[str, str]:
     }
 
 
+def list_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:
+    """Return over how many ranks a model is spread in each way, by the names of vLLM's options; experts over as many.
+
+    `expert` is 1 where experts are not spread over ranks.
+    """
+    parallel = vllm_config.parallel_config
+    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    spreads_experts = parallel.enable_expert_parallel and vllm_config.model_config.is_moe
+    return {
+        "tensor": tensor,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": data,
+        "expert": tensor * data if spreads_experts else 1,
+    }
+
+
 def describe_parallel(vllm_config: VllmConfig, hosts: int) -> dict[str, int]:
     """Return over how many ranks and hosts a model is spread."""
     parallel = vllm_config.parallel_config

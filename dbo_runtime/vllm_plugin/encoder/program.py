@@ -36,7 +36,11 @@ def record_encoder(
     for module in model.modules():
         adapter = adapters.get(type(module).__name__)
         if adapter is not None:
-            decline = platform.check_config(vllm_config) or _check_config(vllm_config) or adapter.decline(module)
+            decline = (
+                next(platform.list_unsupported(vllm_config), None)
+                or _check_config(vllm_config)
+                or adapter.decline(module)
+            )
             program = decline or record_program(adapter, module, collectives)
             return program if isinstance(program, Decline) else EncoderProgram(module, adapter, program)
     if ABSENT in names:

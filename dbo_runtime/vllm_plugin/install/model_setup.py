@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
+from dbo_runtime.adapter import InputAdapter, ModelAdapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
@@ -17,7 +17,7 @@ from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
-from dbo_runtime.vllm_plugin.api.kv_connectors import check_connectors, has_layer_hooks
+from dbo_runtime.vllm_plugin.api.kv_connectors import has_layer_hooks
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
 from dbo_runtime.vllm_plugin.api.versions import describe_versions, get_version, is_tested
 from dbo_runtime.vllm_plugin.api.window import describe_tested
@@ -26,6 +26,7 @@ from dbo_runtime.vllm_plugin.calibration.identity import make_identity
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
+from dbo_runtime.vllm_plugin.install.config_checks import list_declines
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, format_ranks, gather
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
@@ -34,7 +35,6 @@ from dbo_runtime.vllm_plugin.parallel.stage import Stage, any_stage
 from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
 from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.unsupported import check_config
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
@@ -42,8 +42,6 @@ from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-INSTRUCTIONS = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
 
 
 def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAdapter | None) -> None:
@@ -98,18 +96,11 @@ def _record_model(
     adapter: ModelAdapter | None, model: VllmModel, rank: RankContext, collectives: ModelCollectives
 ) -> Program | Decline:
     """Return the program of a model on this rank, or why its steps are not split."""
-    architecture = rank.vllm_config.model_config.architecture
-    decline = rank.platform.check_support(rank.config) or rank.platform.check_model(architecture, rank.config)
+    decline = next(list_declines(rank.vllm_config, rank.config, adapter), None)
     if decline is not None:
         return decline
-    if adapter is None:
-        return Decline("no adapter is registered", f"{architecture}; {INSTRUCTIONS}")
-    decline = (
-        check_config(rank.vllm_config)
-        or check_connectors(read_transfer_config(rank.vllm_config), rank.config.kv_connectors)
-        or check_stage(adapter, rank.stage)
-        or adapter.decline(model)
-    )
+    assert adapter is not None, "without one, models are declined"
+    decline = _check_stage(rank.stage) or adapter.decline(model)
     if decline is not None:
         return decline
     program = record_program(adapter, model, collectives, rank.platform.opens_side_lane(rank.config))
@@ -118,12 +109,9 @@ def _record_model(
     return rank.stage.check_program(program) or program
 
 
-def check_stage(adapter: ModelAdapter, stage: Stage) -> Decline | None:
-    """Decline a stage of a pipeline that an adapter cannot take, whatever the model is."""
+def _check_stage(stage: Stage) -> Decline | None:
     if stage.count > 1 and not stage.layers:
         return Decline("a stage of the pipeline has no layers", f"stage {stage.number} of {stage.count}")
-    if stage.count > 1 and not (isinstance(adapter, StageAdapter) and adapter.takes_stages):
-        return Decline("the adapter takes no stages of a pipeline", name_adapter(adapter))
     return None
 
 

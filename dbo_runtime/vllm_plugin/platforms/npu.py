@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -73,11 +73,11 @@ class NpuPlatform(Platform):
             return None
         return Decline("this model is not proven with vllm-ascend yet", f"{architecture}; {COMPARE}")
 
-    def check_config(self, vllm_config: VllmConfig) -> Decline | None:
-        """Return the first feature of vllm-ascend in use that splitting does not support, or None."""
-        from dbo_runtime.vllm_plugin.platforms.npu_features import check_features
+    def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
+        """Yield each feature of vllm-ascend in use that splitting does not support."""
+        from dbo_runtime.vllm_plugin.platforms.npu_features import list_unsupported
 
-        return check_features(vllm_config)
+        return list_unsupported(vllm_config)
 
     def check_step(self, context: ForwardContext) -> Decline | None:
         """Return why a step is not split, from what is equal on all ranks: how it dispatches tokens to experts."""

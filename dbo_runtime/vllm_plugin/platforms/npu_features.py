@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
@@ -11,22 +12,21 @@ if TYPE_CHECKING:
     from vllm_ascend.ascend_config import AscendConfig
 
 
-def check_features(vllm_config: VllmConfig) -> Decline | None:
-    """Return the first feature in use that splitting does not support, or None."""
+def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
+    """Yield each feature in use that splitting does not support."""
     from vllm_ascend.ascend_config import get_ascend_config
 
     try:
-        return _check_features(vllm_config, get_ascend_config())
+        yield from _list_unsupported(vllm_config, get_ascend_config())
     except AttributeError as error:  # an unknown release, with DBO_CHECK=1
-        return Decline("vllm-ascend's configuration has changed", str(error))
+        yield Decline("vllm-ascend's configuration has changed", str(error))
 
 
-def _check_features(vllm_config: VllmConfig, config: AscendConfig) -> Decline | None:
+def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     finegrained = config.finegrained_tp_config
     features = (
         (vllm_config.parallel_config.use_sequence_parallel_moe, "FlashComm (sequence-parallel MoE)"),
         (vllm_config.speculative_config is not None, "speculative decoding with vllm-ascend"),
-        (vllm_config.use_v2_model_runner, "vLLM's second model runner"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),
@@ -40,4 +40,4 @@ def _check_features(vllm_config: VllmConfig, config: AscendConfig) -> Decline | 
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
         (finegrained.mlp_tensor_parallel_size > 0, "a separate tensor parallel group for the MLP"),
     )
-    return next((Decline(f"not supported yet: {what}") for is_used, what in features if is_used), None)
+    return (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)

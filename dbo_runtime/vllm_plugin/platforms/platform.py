@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -88,9 +88,9 @@ class Platform:
         """Return why steps of a model are not split on this platform where those of others are, or None."""
         return None
 
-    def check_config(self, vllm_config: VllmConfig) -> Decline | None:
-        """Return the first feature of this platform in use that splitting does not support, or None."""
-        return None
+    def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
+        """Yield each feature of this platform in use that splitting does not support."""
+        return iter(())
 
     def check_step(self, context: ForwardContext) -> Decline | None:
         """Return why a step with this forward context is not split, from what is equal on all ranks, or None."""

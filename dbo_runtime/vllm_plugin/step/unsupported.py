@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals
+from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals, uses_second_runner
 from dbo_runtime.vllm_plugin.api.speculation import compare_hidden_sizes, name_drafter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
@@ -21,13 +22,17 @@ Split steps were compared with unsplit ones with all but `suffix`, which drafts 
 
 def check_config(vllm_config: VllmConfig) -> Decline | None:
     """Return the first feature in use that splitting does not support, or None."""
-    decline = get_platform().check_config(vllm_config)
-    if decline is not None:
-        return decline
+    return next(list_unsupported(vllm_config), None)
+
+
+def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
+    """Yield each feature in use that splitting does not support."""
+    yield from get_platform().list_unsupported(vllm_config)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     drafter = name_drafter(vllm_config)
     features = (
+        (uses_second_runner(vllm_config), "vLLM's second model runner"),
         (scatters_residuals(vllm_config), "pipeline parallel with sequence parallelism (enable_sp)"),
         (parallel.enable_elastic_ep, "elastic expert parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB)"),
@@ -42,10 +47,7 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
         (model.is_hybrid or model.is_attention_free, "a state-space model"),
         (model.is_encoder_decoder, "an encoder-decoder model"),
     )
-    unsupported = (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
-    return next(unsupported, None) or _check_drafter(vllm_config)
-
-
-def _check_drafter(vllm_config: VllmConfig) -> Decline | None:
+    yield from (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
     sizes = compare_hidden_sizes(vllm_config)
-    return None if sizes is None else Decline("the drafter is one for another model", sizes)
+    if sizes is not None:
+        yield Decline("the drafter is one for another model", sizes)

@@ -246,10 +246,10 @@ def test_a_feature_of_vllm_ascend_that_splitting_does_not_support_speaks_against
     monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.program.get_encoder_adapter", lambda name: DoublingAdapter())
     monkeypatch.setattr("dbo_runtime.vllm_plugin.encoder.program.list_encoders", lambda: {"Doubling"})
     platform, unsupported = Platform("npu"), Decline("not supported yet: its own MLP group")
-    monkeypatch.setattr(platform, "check_config", lambda config: unsupported)
+    monkeypatch.setattr(platform, "list_unsupported", lambda config: iter([unsupported]))
     model = torch.nn.ModuleList([Doubling()])
     assert record_encoder(model, make_config(), platform, collectives) == unsupported
-    monkeypatch.setattr(platform, "check_config", lambda config: None)
+    monkeypatch.setattr(platform, "list_unsupported", lambda config: iter(()))
     assert isinstance(record_encoder(model, make_config(), platform, collectives), EncoderProgram)
 
 

@@ -11,7 +11,6 @@ from vllm.distributed import parallel_state
 from vllm.sequence import IntermediateTensors
 
 from dbo_models.dense import DenseAdapter
-from dbo_models.toy import ToyAdapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
@@ -187,23 +186,14 @@ def test_a_program_that_is_not_the_stages_is_described() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("adapter", "stage", "decline"),
-    [
-        (ToyAdapter(), WHOLE_MODEL, None),
-        (ToyAdapter(), FIRST, Decline("the adapter takes no stages of a pipeline", "dbo_models.toy.ToyAdapter")),
-        (DenseAdapter(), MIDDLE, None),
-        (
-            DenseAdapter(),
-            Stage(1, 3, range(2, 2), HANDED),
-            Decline("a stage of the pipeline has no layers", "stage 1 of 3"),
-        ),
-    ],
-)
-def test_an_adapter_is_asked_about_stages_only_if_it_takes_them(
-    adapter: Any, stage: Stage, decline: Decline | None
-) -> None:
-    assert model_setup.check_stage(adapter, stage) == decline
+def test_a_stage_without_layers_is_declined() -> None:
+    vllm_config = make_vllm_config()
+    vllm_config.model_config.architecture = "LlamaForCausalLM"
+    vllm_config.parallel_config.pipeline_parallel_size = 3
+    model: Any = None
+    rank = make_rank(Stage(1, 3, range(2, 2), HANDED), vllm_config, get_platform("cpu"))
+    found = model_setup._record_model(DenseAdapter(), model, rank, model)
+    assert found == Decline("a stage of the pipeline has no layers", "stage 1 of 3")
 
 
 def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
@@ -217,6 +207,7 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
 
     vllm_config = make_vllm_config()
     vllm_config.model_config.architecture = "SomeForCausalLM"
+    vllm_config.parallel_config.pipeline_parallel_size = 2
     rank = make_rank(LAST, vllm_config, get_platform("cpu"))
     found = model_setup._record_model(Blind(), None, rank, None)  # type: ignore[arg-type]
     assert isinstance(found, Decline)

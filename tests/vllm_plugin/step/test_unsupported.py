@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.step.unsupported import check_config
+from dbo_runtime.vllm_plugin.step.unsupported import check_config, list_unsupported
 
 SIZE = 128  # of hidden states
 
@@ -33,6 +33,7 @@ def make_config(**changes: Any) -> SimpleNamespace:
             get_hidden_size=lambda: SIZE,
         ),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+        use_v2_model_runner=False,
         kv_transfer_config=None,
         speculative_config=None,
         lora_config=None,
@@ -50,6 +51,7 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
         {"pipeline_parallel_size": 2, "enable_sp": True},
         "pipeline parallel with sequence parallelism (enable_sp)",
     ),
+    ({"use_v2_model_runner": True}, "vLLM's second model runner"),
     ({"enable_elastic_ep": True}, "elastic expert parallel"),
     ({"enable_eplb": True}, "expert load balancing (EPLB)"),
     ({"use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
@@ -145,6 +147,11 @@ def test_routed_experts_are_found_where_vllm_has_them_since_0_32() -> None:
     assert check_config(config) == Decline("not supported yet: returning the routed experts")
 
 
-def test_of_several_features_one_is_named() -> None:
-    config = make_config(lora_config=object(), enable_eplb=True)
-    assert check_config(config) == Decline("not supported yet: expert load balancing (EPLB)")
+def test_of_several_features_the_first_is_logged_and_the_doctor_lists_all() -> None:
+    config = make_config(
+        lora_config=object(), enable_eplb=True, **draft_by("eagle", draft_model_config=make_drafter(64))
+    )
+    features = [Decline(f"not supported yet: {what}") for what in ("expert load balancing (EPLB)", "LoRA")]
+    assert check_config(config) == features[0]
+    reasons = [decline.reason for decline in list_unsupported(config)]
+    assert reasons == [*(decline.reason for decline in features), "the drafter is one for another model"]

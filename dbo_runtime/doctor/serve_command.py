@@ -1,0 +1,65 @@
+"""Check a serve command: what vLLM would make of it, what of its steps would be split, and what prevents that."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dbo_runtime.doctor.finding import Finding
+from dbo_runtime.doctor.probe_process import run_probe
+from dbo_runtime.errors import ConfigError
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+USAGE = "dbo doctor -- [NAME=VALUE ...] vllm serve MODEL [OPTIONS]"
+
+
+class ServeCommand(NamedTuple):
+    """A command that starts a server.
+
+    Attributes:
+        variables: set for this command only, as a shell does for `NAME=VALUE` before it.
+        arguments: those of `vllm serve`.
+    """
+
+    variables: Mapping[str, str]
+    arguments: tuple[str, ...]
+
+
+def read_command(words: Sequence[str]) -> ServeCommand:
+    """Return the command that was pasted.
+
+    Raises:
+        ConfigError: if it is not a `vllm serve` command.
+    """
+    count = next((number for number, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
+    variables = {name: value for name, _, value in (word.partition("=") for word in words[:count])}
+    if tuple(words[count : count + 2]) != ("vllm", "serve"):
+        raise ConfigError(f"{shlex.join(words)!r} is not a `vllm serve` command: {USAGE}")
+    return ServeCommand(variables, tuple(words[count + 2 :]))
+
+
+def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> list[Finding]:
+    """Return what a server that is started with this command and *environ* would split, and all that prevents it."""
+    facts = run_probe("serve", environ, *command.arguments)
+    if "error" in facts:
+        remedy = "correct the command, or name a folder with the model's config.json instead of the model"
+        return [Finding("command", "fail", f"vLLM does not accept it: {facts['error']}", remedy)]
+    return [_describe_layout(facts), *(Finding("command", "fail", found) for found in facts["declines"])]
+
+
+def _describe_layout(facts: Mapping[str, Any]) -> Finding:
+    sizes = facts["parallel"]
+    layout = ", ".join(f"{name} parallel {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    found = f"{facts['architecture']} on {facts['platform']}, {layout}"
+    if facts["declines"]:
+        return Finding("command", "info", f"{found}: every step would run unsplit")
+    hidden = [
+        *(["all-reduces"] if sizes["tensor"] > 1 else []),
+        *(["dispatch and combine of experts"] if sizes["data"] > 1 and sizes["expert"] > 1 else []),
+    ]
+    if not hidden:
+        remedy = "spread layers over ranks, as with --tensor-parallel-size"
+        return Finding("command", "fail", f"{found}: no communication to hide, `auto` splits nothing", remedy)
+    return Finding("command", "ok", f"{found}: {' and '.join(hidden)} would overlap with computation")

@@ -1,0 +1,48 @@
+"""vLLM's configuration of a `vllm serve` command, made by vLLM itself, without a server. Read against 0.23 to 0.33."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from dbo_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def make_config(arguments: Sequence[str]) -> VllmConfig:
+    """Return the configuration that `vllm serve` makes of its *arguments*. It needs the model's config.json only.
+
+    Raises:
+        ConfigError: if vLLM does not accept them.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    with _report_errors():
+        parsed = parser.parse_args(["serve", *arguments])
+        if parsed.model_tag is not None:  # as the command itself does
+            parsed.model = parsed.model_tag
+        return AsyncEngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+@contextmanager
+def _report_errors() -> Iterator[None]:
+    printed = StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+    except SystemExit:  # argparse has printed why
+        raise ConfigError(printed.getvalue().strip().rpartition("error: ")[2]) from None
+    except (ValueError, OSError, NotImplementedError) as error:
+        problems = error.errors() if hasattr(error, "errors") else ()  # pydantic's, which name each field
+        raise ConfigError(
+            "; ".join(problem["msg"].removeprefix("Value error, ") for problem in problems) or str(error)
+        ) from None

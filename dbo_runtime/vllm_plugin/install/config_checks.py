@@ -1,0 +1,46 @@
+"""What speaks against splitting a model's steps, as far as vLLM's configuration tells: no weights are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dbo_runtime.adapter import ModelAdapter, StageAdapter, name_adapter
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
+from dbo_runtime.vllm_plugin.api.kv_connectors import check_connectors
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from dbo_runtime.vllm_plugin.step.unsupported import list_unsupported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+INSTRUCTIONS = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
+
+
+def list_declines(vllm_config: VllmConfig, config: RuntimeConfig, adapter: ModelAdapter | None) -> Iterator[Decline]:
+    """Yield all that speaks against splitting, the first of which is logged when the model is loaded.
+
+    Args:
+        vllm_config: what vLLM makes of its command line.
+        config: the settings.
+        adapter: of the model; None if none is registered, which DBO_GENERIC=1 does without.
+    """
+    platform, architecture = get_platform(), vllm_config.model_config.architecture
+    unsupported = platform.check_support(config)
+    if unsupported is not None:
+        yield unsupported
+        return  # what this platform, or its version, makes of the configuration is not known
+    unproven = platform.check_model(architecture, config)
+    if unproven is not None:
+        yield unproven
+    if adapter is None and not config.generic:
+        yield Decline("no adapter is registered", f"{architecture}; {INSTRUCTIONS}")
+    yield from list_unsupported(vllm_config)
+    unknown = check_connectors(read_transfer_config(vllm_config), config.kv_connectors)
+    if unknown is not None:
+        yield unknown
+    takes_stages = isinstance(adapter, StageAdapter) and adapter.takes_stages
+    if adapter is not None and vllm_config.parallel_config.pipeline_parallel_size > 1 and not takes_stages:
+        yield Decline("the adapter takes no stages of a pipeline", name_adapter(adapter))

@@ -1,0 +1,78 @@
+"""Serve commands that are given to the doctor: how they are read, and what it says of what vLLM makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dbo_runtime.doctor import serve_command
+from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command, read_command
+from dbo_runtime.errors import ConfigError
+from tests.doctor.surroundings import Surroundings
+
+ALONE = {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1}
+
+
+def test_variables_before_the_command_are_those_of_its_server() -> None:
+    words = ["DBO_MODE=always", "EMPTY=", "vllm", "serve", "model", "--kv-transfer-config", '{"a": 1}']
+    expected = ServeCommand({"DBO_MODE": "always", "EMPTY": ""}, ("model", "--kv-transfer-config", '{"a": 1}'))
+    assert read_command(words) == expected
+
+
+@pytest.mark.parametrize("words", [["vllm", "bench"], ["serve", "model"], ["A=1"], ["A=1", "vllm"]], ids=" ".join)
+def test_another_command_is_refused_with_how_to_give_one(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"is not a `vllm serve` command: dbo doctor -- \[NAME=VALUE"):
+        read_command(words)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ({"tensor": 8}, "tensor parallel 8: all-reduces would overlap with computation"),
+        (
+            {"tensor": 2, "data": 4, "expert": 8},
+            "tensor parallel 2, data parallel 4, expert parallel 8: all-reduces and dispatch and combine of experts "
+            "would overlap with computation",
+        ),
+    ],
+)
+def test_what_would_overlap_is_named(sizes: dict[str, int], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = check({"parallel": {**ALONE, **sizes}, "declines": []}, monkeypatch)
+    assert (finding.state, finding.found) == ("ok", f"SomeForCausalLM on npu, {found}")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pipeline": 2}, {"data": 2}], ids=str)
+def test_without_communication_in_layers_nothing_is_split(
+    sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (finding,) = check({"parallel": {**ALONE, **sizes}, "declines": []}, monkeypatch)
+    assert (finding.state, "no communication to hide" in finding.found) == ("fail", True)
+
+
+def test_each_thing_that_prevents_splitting_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = check({"parallel": ALONE, "declines": ["one", "other: why"]}, monkeypatch)
+    assert (first.state, first.found) == ("info", "SomeForCausalLM on npu, one rank: every step would run unsplit")
+    assert [(finding.state, finding.found) for finding in others] == [("fail", "one"), ("fail", "other: why")]
+
+
+def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[serve_command.Finding]:
+    """Return the findings where the process that imports vLLM reports these facts."""
+    answer = {"architecture": "SomeForCausalLM", "platform": "npu", **facts}
+    monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: answer)
+    return check_serve_command(ServeCommand({}, ("model",)), {})
+
+
+def test_options_need_a_model(core: Surroundings) -> None:
+    done = core.run("--options=--tensor-parallel-size 2")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "dbo_runtime doctor: --options are of a model: dbo doctor MODEL_DIR --options '...'\n",
+    )
+
+
+def test_a_command_is_checked_with_its_own_variables(serving: Surroundings) -> None:
+    printed = serving.run("--", "DBO_MODE=off", "vllm", "serve", "model").stdout
+    assert "DBO_MODE=off: every step runs unsplit" in printed
+    assert "FAIL  command  " in printed  # this vLLM is a stub, without a command line

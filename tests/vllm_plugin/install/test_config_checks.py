@@ -1,0 +1,92 @@
+"""What the doctor says of serve commands that the real vLLM parses, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dbo_runtime.doctor.finding import Finding
+from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
+
+ROOT = Path(__file__).parents[3]
+MODEL = str(ROOT / "examples" / "tiny-deepseek")
+
+
+def check(*arguments: str) -> list[Finding]:
+    """Return the findings of serving the tiny DeepSeek with these options."""
+    return check_serve_command(ServeCommand({}, (MODEL, *arguments)), {**os.environ, "VLLM_ASCEND_ENABLE_DBO": "1"})
+
+
+def test_a_command_whose_steps_are_split() -> None:
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+    transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_producer"})
+    (found,) = check(
+        "--tensor-parallel-size=2",
+        "--enable-expert-parallel",
+        f"--speculative-config={drafts}",
+        f"--kv-transfer-config={transfer}",
+    )
+    layout = "DeepseekV3ForCausalLM on cpu, tensor parallel 2, expert parallel 2"
+    assert found == Finding("command", "ok", f"{layout}: all-reduces would overlap with computation")
+
+
+def test_everything_that_prevents_splitting_is_listed_not_the_first_only() -> None:
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+    module = "tests.vllm_plugin.layer_recorder"
+    transfer = json.dumps({"kv_connector": "LayerRecorder", "kv_connector_module_path": module, "kv_role": "kv_both"})
+    layout, *found = check(
+        "--tensor-parallel-size=2",
+        "--pipeline-parallel-size=2",
+        "--enable-lora",
+        f"--speculative-config={drafts}",
+        f"--kv-transfer-config={transfer}",
+    )
+    assert layout.found.endswith("tensor parallel 2, pipeline parallel 2: every step would run unsplit")
+    assert [(finding.state, finding.found.partition(";")[0]) for finding in found] == [
+        ("fail", "not supported yet: speculative decoding in a pipeline"),
+        ("fail", "not supported yet: LoRA"),
+        ("fail", "the KV connector is not known to dbo_runtime (LayerRecorder"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("--no-such-option", "unrecognized arguments: --no-such-option"),
+        (
+            "--tensor-parallel-size=3",
+            "Total number of attention heads (4) must be divisible by tensor parallel size (3).",
+        ),
+    ],
+)
+def test_a_command_that_vllm_does_not_accept_is_reported_in_its_words(option: str, problem: str) -> None:
+    (found,) = check(option)
+    assert (found.state, found.found) == ("fail", f"vLLM does not accept it: {problem}")
+
+
+@pytest.mark.slow
+def test_the_commands_on_the_page_are_answered_as_it_says() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text().partition("### Would this command be split?")[2]
+    block = re.search(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    for shown in block[1].split("$ ")[1:]:
+        command, *lines = shown.splitlines()
+        switch, *words = shlex.split(command)
+        assert (switch, words[:3]) == ("VLLM_ASCEND_ENABLE_DBO=1", ["dbo", "doctor", "--"])
+        done = subprocess.run(
+            [sys.executable, "-m", "dbo_runtime", *words[1:]],
+            env={**os.environ, "VLLM_ASCEND_ENABLE_DBO": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert [line for line in done.stdout.splitlines() if line[6:14] == "command "] == lines
+        assert done.returncode == (1 if any(line.startswith("FAIL") for line in lines) else 0)
