@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from functools import partial
 
 import pytest
@@ -18,3 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def publish(request: pytest.FixtureRequest) -> Publish:
     """Print a section of the page, and write it if asked."""
     return partial(tell_section, request.config.getoption("--write-page"))
+
+
+@pytest.fixture(autouse=True)
+def no_limit() -> None:
+    """Let benchmarks take longer than tests may: no stacks are printed after `faulthandler_timeout`."""
+    faulthandler.cancel_dump_traceback_later()
