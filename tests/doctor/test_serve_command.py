@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dbo_runtime.doctor import serve_command
+from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command, read_command
 from dbo_runtime.errors import ConfigError
 from tests.doctor.surroundings import Surroundings
@@ -57,7 +58,7 @@ def test_each_thing_that_prevents_splitting_is_a_finding(monkeypatch: pytest.Mon
     assert [(finding.state, finding.found) for finding in others] == [("fail", "one"), ("fail", "other: why")]
 
 
-def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[serve_command.Finding]:
+def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Return the findings where the process that imports vLLM reports these facts."""
     answer = {"architecture": "SomeForCausalLM", "platform": "npu", **facts}
     monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: answer)

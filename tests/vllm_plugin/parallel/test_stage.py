@@ -11,6 +11,7 @@ from vllm.distributed import parallel_state
 from vllm.sequence import IntermediateTensors
 
 from dbo_models.dense import DenseAdapter
+from dbo_models.toy import ToyAdapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
@@ -19,6 +20,7 @@ from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.install import model_setup
+from dbo_runtime.vllm_plugin.install.config_checks import list_declines
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage, get_stage
@@ -184,6 +186,22 @@ def test_a_program_that_is_not_the_stages_is_described() -> None:
         "stages send hidden_states; "
         "on stage 1 of 3 its adapter takes hidden_states and returns hidden_states, residual",
     )
+
+
+@pytest.mark.parametrize(
+    ("adapter", "stages", "declines"),
+    [
+        (ToyAdapter(), 1, []),
+        (ToyAdapter(), 3, [Decline("the adapter takes no stages of a pipeline", "dbo_models.toy.ToyAdapter")]),
+        (DenseAdapter(), 3, []),
+    ],
+)
+def test_an_adapter_that_takes_no_stages_is_declined_in_pipelines(
+    adapter: Any, stages: int, declines: list[Decline]
+) -> None:
+    vllm_config: Any = make_vllm_config(pipeline_parallel_size=stages)
+    vllm_config.model_config.architecture = "LlamaForCausalLM"
+    assert list(list_declines(vllm_config, RuntimeConfig(enabled=True), adapter)) == declines
 
 
 def test_a_stage_without_layers_is_declined() -> None:
