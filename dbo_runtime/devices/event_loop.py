@@ -103,8 +103,8 @@ class EventLoop:
                 rank.issue(self._now)
             arrivals = [self._start_ops(number, rank) for number, rank in enumerate(self._ranks)]
             self._set_ends()
-            issues = (rank.next_issue for rank in self._ranks)
-            until = min([*arrivals, *issues, *(op.end for op in self._running)], default=math.inf)
+            ends = [op.end for op in self._running]
+            until = min(arrivals + ends + [rank.next_issue for rank in self._ranks], default=math.inf)
             if until == math.inf:
                 return
             self._advance(until)
@@ -201,9 +201,8 @@ class _Rank:
 
     def compute_arrival(self, number: int) -> float:
         """Return when all that an instruction waits for has ended and is visible; infinite if that is not known yet."""
-        latest = -math.inf
-        for issue in self.schedule.instructions[number].waits:
-            latest = max(latest, self.ends.get(issue, math.inf))
+        waits = self.schedule.instructions[number].waits
+        latest = max([self.ends.get(issue, math.inf) for issue in waits]) if waits else -math.inf
         return latest + self.machine.handover_seconds
 
     def compute_slowdown(self, number: int) -> float:

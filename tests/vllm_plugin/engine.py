@@ -81,10 +81,13 @@ class Engine:
         assert len(counts) == 1
         return int(counts.pop())
 
-    def generate(self, prompts: Sequence[Any], tokens: int = 1, arrive: Sequence[int] = ()) -> list[Answer]:
+    def generate(
+        self, prompts: Sequence[Any], tokens: int = 1, arrive: Sequence[int] = (), loras: Sequence[Any] = ()
+    ) -> list[Answer]:
         """Generate greedily from prompts, of tokens or as vLLM takes them; return all log-probabilities.
 
-        With *arrive*, prompt i is added only after that many steps, so that steps mix decodes and prefills.
+        With *arrive*, prompt i is added only after that many steps, so that steps mix decodes and prefills. With
+        *loras*, it uses the i-th of these adapters, or none where that is None.
         """
         from vllm import SamplingParams
 
@@ -96,7 +99,7 @@ class Engine:
         while waiting or engine.has_unfinished_requests():
             for i in [i for i, when in waiting.items() if when <= step]:
                 given = prompts[i] if isinstance(prompts[i], dict) else {"prompt_token_ids": list(prompts[i])}
-                engine.add_request(str(i), given, sampling)
+                engine.add_request(str(i), given, sampling, lora_request=loras[i] if loras else None)
                 del waiting[i]
             for output in engine.step():
                 if output.finished:

@@ -23,8 +23,8 @@ from dbo_runtime.program import Program
 
 # Steps that are simulated by each order for a table whose lanes slow each other down by different factors: for the
 # expected costs, and for the worst cases.
-SIMULATED_STEPS = 24
-SIMULATED_WORST_CASES = 5
+SIMULATED_STEPS = 40
+SIMULATED_WORST_CASES = 4
 
 
 class PreparedOrder(NamedTuple):

@@ -66,11 +66,13 @@ def _add_credit(duration: OpDuration, credit: OpDuration | None) -> Callable[[in
 def _make_slowdown(lanes: Sequence[str], contention: Mapping[str, float]) -> Callable[[str, Collection[str]], float]:
     """Make the function from a lane, and those that run, to the greatest of its factors."""
     factors = {
-        lane: {other: contention.get(f"{lane}/{other}", contention.get(lane, 1.0)) for other in lanes if other != lane}
-        for lane in lanes
+        lane: {other: contention.get(f"{lane}/{other}", contention.get(lane, 1.0)) for other in lanes} for lane in lanes
     }
+    for lane, of_lane in factors.items():
+        of_lane[lane] = 0.0  # a lane does not slow itself down
 
     def compute(lane: str, running: Collection[str]) -> float:
-        return max((factors[lane][other] for other in running if other != lane), default=1.0)
+        of_lane = factors[lane]
+        return max([of_lane[other] for other in running]) if len(running) > 1 else 1.0
 
     return compute

@@ -38,6 +38,9 @@ def list_declines(vllm_config: VllmConfig, config: RuntimeConfig, adapter: Model
     if adapter is None and not config.generic:
         yield Decline("no adapter is registered", f"{architecture}; {INSTRUCTIONS}")
     yield from list_unsupported(vllm_config)
+    if vllm_config.lora_config is not None:
+        settings = {"DBO_COMPILE": config.compile, "DBO_GENERIC": adapter is None and config.generic}
+        yield from (Decline(f"not supported yet: LoRA with {name}=1") for name, is_used in settings.items() if is_used)
     unknown = check_connectors(read_transfer_config(vllm_config), config.kv_connectors)
     if unknown is not None:
         yield unknown

@@ -1,4 +1,4 @@
-"""Patch upstream bugs of vLLM's CPU build that break parallelism of all kinds, or speculative decoding.
+"""Patch upstream bugs of vLLM's CPU build that break parallelism of all kinds, speculative decoding, or LoRA.
 
 None of this is part of overlap: the same bugs stop a model without this package. Each entry of `UPSTREAM_BUGS` has a
 symptom and a test for the bug, and is not patched in a vLLM that has fixed it.
@@ -11,6 +11,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,6 +208,38 @@ def _get_model_runner() -> type[CPUModelRunner]:
     return kind
 
 
+def _gives_adapters_to_all() -> bool:
+    """Return whether a token without an adapter, whose index is -1, is given that of the last slot."""
+    output = torch.zeros(1, 1)
+    _get_lora_ops().bgmv_expand(torch.ones(1, 1), torch.ones(2, 1, 1), output, torch.tensor([-1]))
+    return bool(output.any())
+
+
+def _skip_tokens_without_adapters() -> None:
+    """Expand zeros for tokens without an adapter, as vLLM's PR #48421 does; kernels of other platforms skip them."""
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    ops = _get_lora_ops()
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        patched = _hide_unmapped(getattr(ops, name))
+        setattr(ops, name, patched)  # which the kernels of prefills call
+        setattr(punica_cpu, name, patched)
+
+
+def _hide_unmapped(expand: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(expand)
+    def run(
+        inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, indices: torch.Tensor, *args: Any, **kw: Any
+    ) -> None:
+        expand(inputs.masked_fill((indices < 0)[:, None], 0.0), weights, output, indices, *args, **kw)
+
+    return run
+
+
+def _get_lora_ops() -> ModuleType:
+    return import_module("vllm.lora.ops.torch_ops.lora_ops")
+
+
 UPSTREAM_BUGS = (
     UpstreamBug(
         symptom="expert parallel on CPU ends in a segmentation fault: expert_map is ignored",
@@ -236,5 +270,11 @@ UPSTREAM_BUGS = (
         versions=("0.30.0",),
         is_present=lambda: bool(find_triton_dispatchers()),
         patch=set_cpu_kernels,
+    ),
+    UpstreamBug(
+        symptom="requests without a LoRA adapter are answered with one on CPU, in steps with requests that have one",
+        versions=("0.23.0", "0.28.0", "0.30.0", "0.32.0"),
+        is_present=_gives_adapters_to_all,
+        patch=_skip_tokens_without_adapters,
     ),
 )

@@ -23,6 +23,7 @@ from dbo_runtime.vllm_plugin.api.versions import describe_versions, get_version,
 from dbo_runtime.vllm_plugin.api.window import describe_tested
 from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
 from dbo_runtime.vllm_plugin.calibration.identity import make_identity
+from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
@@ -103,6 +104,9 @@ def _record_model(
     decline = _check_stage(rank.stage) or adapter.decline(model)
     if decline is not None:
         return decline
+    lora = make_lora_mapping(model)
+    if isinstance(lora, Decline):
+        return lora
     program = record_program(adapter, model, collectives, rank.platform.opens_side_lane(rank.config))
     if isinstance(program, Decline):
         return program
@@ -189,7 +193,11 @@ def _make_forward(
     decider.first_steps = _make_first_steps(agreement, rank)
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     recording = Recording(_open_traces(rank, runtime.device), metrics)
-    return SplitForward(model, model.forward, runtime, decider, agreement, add_inputs, rank.stage, recording, metrics)
+    lora = make_lora_mapping(model)
+    assert not isinstance(lora, Decline), "then it has no program"
+    return SplitForward(
+        model, model.forward, runtime, decider, agreement, add_inputs, rank.stage, recording, metrics, lora
+    )
 
 
 def _make_first_steps(agreement: Agreement, rank: RankContext) -> FirstSteps | None:

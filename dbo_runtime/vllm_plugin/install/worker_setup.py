@@ -37,7 +37,8 @@ def _patch_cpu_build(vllm_config: VllmConfig, platform: Platform, quiet: bool) -
     """Patch the upstream bugs of the CPU build, split or not, where a feature that they break is in use."""
     parallel = vllm_config.parallel_config
     is_parallel = parallel.enable_expert_parallel or parallel.data_parallel_size * parallel.pipeline_parallel_size > 1
-    if not platform.needs_cpu_patches or not (is_parallel or vllm_config.speculative_config is not None):
+    others = vllm_config.speculative_config, vllm_config.lora_config
+    if not platform.needs_cpu_patches or (not is_parallel and others == (None, None)):
         return
     for symptom in apply_patches():
         open_log(quiet=quiet).info("patched an upstream bug of vLLM", symptom=symptom)

@@ -32,6 +32,7 @@ class CpuPlatform(Platform):
     compiles_ops = True
     needs_cpu_patches = True
     cuts_decodes = True
+    splits_lora = True
 
     def open_device(
         self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger

@@ -48,6 +48,7 @@ class Platform:
         sliced_tensors: names of the forward context's tensors that are sliced by token.
         pads_batches: whether a batch may have more tokens than its attention metadata; those at the end are padding.
         cuts_decodes: whether its attention backends were shown to take pieces of a decode with drafts.
+        splits_lora: whether its LoRA mapping is known, and split steps with it were compared with unsplit ones.
     """
 
     has_device = False
@@ -63,6 +64,7 @@ class Platform:
     sliced_tensors: tuple[str, ...] = SLICED_CONTEXT_TENSORS
     pads_batches = False
     cuts_decodes = False
+    splits_lora = False
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -25,6 +25,7 @@ from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
+from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import (
     WHOLE_MODEL,
@@ -65,6 +66,7 @@ class SplitForward:
         stage: the pipeline stage that the model is.
         recording: records split steps.
         metrics: counts steps; None on ranks that do not count.
+        lora: the adapters of each token; None without LoRA.
 
     Attributes:
         last_step: predicted and measured seconds of the last step.
@@ -81,6 +83,7 @@ class SplitForward:
         stage: Stage = WHOLE_MODEL,
         recording: Recording | None = None,
         metrics: Metrics | None = None,
+        lora: LoraMapping | None = None,
     ) -> None:
         self.runtime = runtime
         self.decider = decider
@@ -93,6 +96,7 @@ class SplitForward:
         self._add_inputs = add_inputs
         self._stage = stage
         self._metrics = metrics
+        self._lora = lora
 
     def copy_for(self, device: Device, config: RuntimeConfig, group: GroupCoordinator) -> SplitForward:
         """Return a forward of the same model with separate plans, counts and times, and a silent log."""
@@ -125,6 +129,8 @@ class SplitForward:
         tokens = positions.shape[-1]
         run_unsplit = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         unsupported = _check_arguments(kwargs) or self._stage.check_inputs(intermediate_tensors, tokens)
+        if unsupported is None and self._lora is not None:
+            unsupported = self._lora.check(tokens)
         start = time.perf_counter()
         plan, contexts, statement, kind = self.decider.decide(tokens, unsupported)
         planning = time.perf_counter() - start
@@ -178,8 +184,11 @@ class SplitForward:
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
         step = forward_context.get_forward_context()
         hooks = transfer_once(step, contexts) if self.decider.has_layer_hooks else nullcontext()
-        with hooks, forward_context.override_forward_context(contexts[0]):  # restores the step's own at the end
-            outputs = self.runtime.run(plan, cut, partial(_enter, contexts), recorder)
+        select_lora = nullcontext(None) if self._lora is None else self._lora.split(plan.slices)
+        # At the end, the step's own forward context is restored.
+        with hooks, forward_context.override_forward_context(contexts[0]), select_lora as select:
+            enter = partial(_enter, contexts) if select is None else partial(_enter_with_lora, contexts, select)
+            outputs = self.runtime.run(plan, cut, enter, recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule, planning)
         return self._stage.join(program, outputs)
@@ -220,3 +229,9 @@ def _check_arguments(kwargs: dict[str, Any]) -> Decline | None:
 def _enter(contexts: list[ForwardContext], micro_batch: int) -> None:
     """Make a micro-batch's forward context the current one."""
     enter_context(contexts[micro_batch])
+
+
+def _enter_with_lora(contexts: list[ForwardContext], select: Callable[[int], None], micro_batch: int) -> None:
+    """Make a micro-batch's forward context, and its LoRA adapters, the current ones."""
+    enter_context(contexts[micro_batch])
+    select(micro_batch)

@@ -43,11 +43,23 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
         (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
         (drafter is not None and parallel.pipeline_parallel_size > 1, "speculative decoding in a pipeline"),
-        (vllm_config.lora_config is not None, "LoRA"),
         (model.is_hybrid or model.is_attention_free, "a state-space model"),
         (model.is_encoder_decoder, "an encoder-decoder model"),
     )
     yield from (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
+    if vllm_config.lora_config is not None:
+        yield from _list_unsupported_with_lora(vllm_config)
     sizes = compare_hidden_sizes(vllm_config)
     if sizes is not None:
         yield Decline("the drafter is one for another model", sizes)
+
+
+def _list_unsupported_with_lora(vllm_config: VllmConfig) -> Iterator[Decline]:
+    platform, model = get_platform(), vllm_config.model_config
+    features = (
+        (not platform.splits_lora, f"LoRA on {platform.name!r}"),
+        (vllm_config.lora_config.fully_sharded_loras, "fully sharded LoRA"),
+        (model.is_moe, "LoRA with a mixture of experts"),
+        (model.use_mla, "LoRA with latent attention"),
+    )
+    yield from (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)

@@ -51,7 +51,8 @@ def test_everything_that_prevents_splitting_is_listed_not_the_first_only() -> No
     assert layout.found.endswith("tensor parallel 2, pipeline parallel 2: every step would run unsplit")
     assert [(finding.state, finding.found.partition(";")[0]) for finding in found] == [
         ("fail", "not supported yet: speculative decoding in a pipeline"),
-        ("fail", "not supported yet: LoRA"),
+        ("fail", "not supported yet: LoRA with a mixture of experts"),
+        ("fail", "not supported yet: LoRA with latent attention"),
         ("fail", "the KV connector is not known to dbo_runtime (LayerRecorder"),
     ]
 

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import torch, torch.distributed as dist
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
 from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
@@ -87,6 +88,15 @@ def advance():
     drafts.eagle_step_update_slot_mapping_and_metadata(torch.tensor([3, 15]), table, lens, 16, 32, places, slots)
     return places.tolist(), slots.tolist(), lens.tolist()
 
+def expand():
+    x, weights, ids = torch.ones(3, 2), torch.arange(6.0).view(3, 1, 2), torch.tensor([1, -1, 0])
+    decodes, prefills, slices = torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3, 2)
+    punica_cpu.bgmv_expand(x, weights, decodes, ids)
+    punica_cpu.sgmv_expand(x, weights, prefills, None, torch.ones(3, dtype=torch.long), ids, 3, 1, 3, True)
+    punica_cpu.bgmv_expand_slice(x, weights, slices, ids, 1, 1)
+    assert decodes.tolist() == prefills.tolist() == slices[:, 1:].tolist() and not slices[:, 0].any()
+    return decodes[:, 0].tolist()
+
 communicator = CpuCommunicator.__new__(CpuCommunicator)
 communicator.world_size, communicator.device_group = 1, dist.group.WORLD
 def refuses(method, *arguments, **options):
@@ -107,6 +117,7 @@ assert refuses(communicator.reduce_scatterv, x, dim=0, sizes=[4]), "vLLM has red
 assert refuses(Runner.sync_and_gather_intermediate_tensors, stage, 2, None, False), "vLLM makes buffers: remove this"
 for call in (lambda: repeat(0.0, 2.0), lambda: verify([7] * 5), lambda: verify_random([0.25] * 4), recover, advance):
     assert refuses(call), "vLLM has kernels for CPU here: remove this gap"
+assert expand() == [5.0, 9.0, 1.0], "vLLM skips tokens without adapters now: remove this"
 
 # Patched, once.
 assert apply_patches() == [bug.symptom for bug in UPSTREAM_BUGS]
@@ -130,6 +141,7 @@ assert verify_random([0.1, 0.1, 0.6, 0.2]) == [[2, 3]], "0.6 is above 0.5"
 assert verify_random([0.4, 0.1, 0.4, 0.1]) == [[1, -1]]
 assert recover() == [1], "the most probable but the rejected one"
 assert advance() == ([4, 16], [5 * 16 + 4, 8 * 16], [5, 17])
+assert expand() == [5.0, 0.0, 1.0]
 assert "along dimension 0 only" in refuses(communicator.all_gatherv, x, dim=1)
 """
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.platforms.cpu import CpuPlatform
 from dbo_runtime.vllm_plugin.step.unsupported import check_config, list_unsupported
 
 SIZE = 128  # of hidden states
+LORA = SimpleNamespace(fully_sharded_loras=False)
 
 
 def make_config(**changes: Any) -> SimpleNamespace:
@@ -30,6 +33,8 @@ def make_config(**changes: Any) -> SimpleNamespace:
             is_attention_free=False,
             is_encoder_decoder=False,
             enable_return_routed_experts=False,
+            is_moe=False,
+            use_mla=False,
             get_hidden_size=lambda: SIZE,
         ),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
@@ -59,7 +64,9 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
     ({"enable_return_routed_experts": True}, "returning the routed experts"),
     ({"use_ubatching": True}, "vLLM's own micro-batching (--enable-dbo)"),
-    ({"lora_config": object()}, "LoRA"),
+    ({"lora_config": SimpleNamespace(fully_sharded_loras=True)}, "fully sharded LoRA"),
+    ({"lora_config": LORA, "is_moe": True}, "LoRA with a mixture of experts"),
+    ({"lora_config": LORA, "use_mla": True}, "LoRA with latent attention"),
     ({"is_hybrid": True}, "a state-space model"),
     ({"is_attention_free": True}, "a state-space model"),
     ({"is_encoder_decoder": True}, "an encoder-decoder model"),
@@ -129,7 +136,11 @@ def test_a_drafter_may_have_a_hidden_size_of_its_own_where_it_reads_the_models(c
     assert check_config(make_config(**changes)) is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"pipeline_parallel_size": 2}, {"enable_sp": True}, {"lora_config": LORA}, {"is_moe": True, "use_mla": True}],
+    ids=str,
+)
 def test_a_config_without_any_of_the_features_can_be_split(changes: dict[str, Any]) -> None:
     assert check_config(make_config(**changes)) is None
 
@@ -149,9 +160,15 @@ def test_routed_experts_are_found_where_vllm_has_them_since_0_32() -> None:
 
 def test_of_several_features_the_first_is_logged_and_the_doctor_lists_all() -> None:
     config = make_config(
-        lora_config=object(), enable_eplb=True, **draft_by("eagle", draft_model_config=make_drafter(64))
+        lora_config=LORA, use_mla=True, enable_eplb=True, **draft_by("eagle", draft_model_config=make_drafter(64))
     )
-    features = [Decline(f"not supported yet: {what}") for what in ("expert load balancing (EPLB)", "LoRA")]
+    unsupported = ("expert load balancing (EPLB)", "LoRA with latent attention")
+    features = [Decline(f"not supported yet: {what}") for what in unsupported]
     assert check_config(config) == features[0]
     reasons = [decline.reason for decline in list_unsupported(config)]
     assert reasons == [*(decline.reason for decline in features), "the drafter is one for another model"]
+
+
+def test_lora_is_named_on_a_platform_whose_mapping_is_not_known() -> None:
+    with patch.object(CpuPlatform, "splits_lora", False):
+        assert check_config(make_config(lora_config=LORA)) == Decline("not supported yet: LoRA on 'cpu'")

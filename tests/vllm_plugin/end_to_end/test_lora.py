@@ -1,0 +1,112 @@
+"""Requests with LoRA adapters: split steps give each token the adapter that it has in unsplit ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.vllm_plugin.end_to_end.test_equivalence import PROMPTS, assert_close
+from tests.vllm_plugin.engine import Answer, Engine, find_difference
+from tests.vllm_plugin.engines import Engines, share_cores
+from tests.vllm_plugin.families import LAYERS, make_family
+
+RANK = 4
+HIDDEN, INTERMEDIATE, QUERIES, KEYS = 128, 256, 128, 64
+SHAPES = {  # of the projections that adapters change: inputs and outputs
+    "self_attn.q_proj": (HIDDEN, QUERIES),
+    "self_attn.k_proj": (HIDDEN, KEYS),
+    "self_attn.v_proj": (HIDDEN, KEYS),
+    "self_attn.o_proj": (QUERIES, HIDDEN),
+    "mlp.gate_proj": (HIDDEN, INTERMEDIATE),
+    "mlp.up_proj": (HIDDEN, INTERMEDIATE),
+    "mlp.down_proj": (INTERMEDIATE, HIDDEN),
+}
+USED = (1, None, 2, 2, 1)  # adapter of each of PROMPTS
+CUTS = [(96,), (96, 320), (17, 263), (300,)]  # where adapters change; inside requests
+ARRIVE = (0, 0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def engine(
+    request: pytest.FixtureRequest, engines: Engines, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    model = make_family("LlamaForCausalLM", tmp_path_factory.mktemp("lora"))
+    options = {"attention_backend": "CPU_ATTN", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with engines.start(request.param, share_cores(), model, **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The adapter of each prompt, as vLLM takes it."""
+    from vllm.lora.request import LoRARequest
+
+    known = {
+        number: LoRARequest(f"lora-{number}", number, str(make_lora(tmp_path_factory.mktemp("adapter"), number)))
+        for number in set(USED) - {None}
+    }
+    return [known.get(number) for number in USED]
+
+
+def make_lora(folder: Path, seed: int) -> Path:
+    """Write an adapter of random weights that changes every projection, in PEFT's form."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        for name, (inputs, outputs) in SHAPES.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) / RANK**0.5
+    save_file(weights, folder / "adapter_model.safetensors")
+    projections = [name.partition(".")[2] for name in SHAPES]
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": projections, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def generate(engine: Engine, loras: list[Any], tokens: int, **settings: str) -> list[Answer]:
+    engine.configure(**settings)
+    return engine.generate(PROMPTS, tokens, ARRIVE if tokens > 1 else (), loras)
+
+
+@pytest.mark.parametrize("tokens", [1, 6], ids=["prefill", "mixed"])
+def test_each_token_has_its_adapter_wherever_the_batch_is_cut(engine: Engine, loras: list[Any], tokens: int) -> None:
+    """Mixed steps hold decodes and prefills; some are decodes only."""
+    unsplit = generate(engine, loras, tokens, DBO_MODE="off")
+    without = generate(engine, [None] * len(PROMPTS), tokens, DBO_MODE="off")
+    differs = [find_difference([one], [other]) > 0.1 for one, other in zip(unsplit, without, strict=True)]
+    assert differs == [number is not None for number in USED], "adapters change too little to be compared"
+    for cuts in CUTS if tokens == 1 else ((2,), (40,)):
+        before = engine.count_split()
+        engine.cut_at(*cuts)
+        split = generate(engine, loras, tokens, DBO_MODE="always")
+        engine.cut_by_settings()
+        assert engine.count_split() > before
+        assert_close(unsplit, split)
+
+
+def test_the_mapping_of_the_step_is_back_after_a_split_step(engine: Engine, loras: list[Any]) -> None:
+    """vLLM updates the mapping only where it differs from that of the last step, as here it does not."""
+    prompts, same = [PROMPTS[0], PROMPTS[0]], [loras[0], loras[2]]
+    engine.configure(DBO_MODE="off")
+    unsplit = engine.generate(prompts, 1, (), same)
+    engine.cut_at(96)
+    for mode in ("always", "off", "always"):
+        engine.configure(DBO_MODE=mode)
+        assert_close(unsplit, engine.generate(prompts, 1, (), same))
+    engine.cut_by_settings()
+
+
+def test_checked_steps_are_those_of_the_whole_batch(engine: Engine, loras: list[Any]) -> None:
+    engine.cut_at(96)
+    before = engine.count_split()
+    generate(engine, loras, 4, DBO_MODE="always", DBO_CHECK="1")
+    assert engine.count_split() > before
+    engine.cut_by_settings()
+    engine.configure(DBO_MODE="always", DBO_CHECK="0")
