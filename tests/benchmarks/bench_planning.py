@@ -48,7 +48,6 @@ DISTINCT_BATCHES = 100_000
 CONFIG = RuntimeConfig(probation=False)  # decisions of a search have none
 LIMITS = ServingLimits()
 MIX = Path(__file__).with_name("recorded_mix.json")
-# vLLM raised the limit of 2,048 tokens to a whole prompt: with MLA on CPUs it cannot chunk prompts.
 MIX_LIMITS = ServingLimits(tokens=4096, requests=64, context=4096)
 
 MAX_SECONDS = {0.5: 50e-6, 0.99: 1e-3, 1.0: 5e-3}  # quantile -> inside a step

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.record_mix
 
 serves `examples/tiny-deepseek` in this process and writes `recorded_mix.json`: of each step the tokens of its requests
-and their contexts. Requests arrive while others run; prompts are chunked, and a few share a prefix that is cached.
+and their contexts. Requests arrive while others run; a few share a prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
 FILE = Path(__file__).with_name("recorded_mix.json")
-REQUESTS = 150
+REQUESTS = 300
 ARRIVALS_PER_STEP = 0.35
 VOCABULARY = 300
 
@@ -44,7 +44,7 @@ def main() -> None:
             attention_backend="CPU_MLA",
             enforce_eager=True,
             max_model_len=4096,
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=4096,
             max_num_seqs=64,
             kv_cache_memory_bytes=1 << 29,
             enable_prefix_caching=True,

@@ -45,8 +45,8 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.program import Program
 
 MAX_REMEMBERED_KINDS = 4096
-SIZES_PER_OCTAVE = 4  # of the tokens of a step: those between are of a kind
-ATTENTION_SHARES = 8  # of the time of a step: between none and all
+SIZES_PER_OCTAVE = 5  # of the tokens of a step: those between are of a kind
+ATTENTION_SHARES = 6  # of the time of a step: between none and all
 
 NOTICEABLE_LOG = 0.005  # of a factor of the correction: decisions do not follow smaller changes at once
 ALIKE = 0.015  # share of a step's time by which a remembered decision may be worse for another step of the kind

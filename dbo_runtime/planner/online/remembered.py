@@ -10,7 +10,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.online.split_choice import SplitChoice
 
-MAX_DECISIONS = 3  # for a kind: requests end elsewhere, so that not every cut suits every step
+MAX_DECISIONS = 4  # for a kind: requests end elsewhere, so that not every cut suits every step
 
 
 class StepKind(NamedTuple):
