@@ -17,7 +17,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-compat test-slow test-nightly bench bench-two-hosts docs lint format clean
+	train test test-npu test-ascend count-recipes test-compat test-slow test-nightly bench bench-two-hosts docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -66,6 +66,9 @@ test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for C
 		NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow" $(PARALLEL_FILES); \
 	elif [ $(ASCEND) = required ]; then exit 1; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
+
+count-recipes: setup-ascend ## count which commands of vllm-ascend's tutorials would be split, for docs/ascend.md (minutes)
+	$(ASCEND_BIN)/python -m tests.ascend.count_recipes
 
 test-compat: ## run the suites that touch vLLM on another version, VLLM=0.32.0; `make docs` writes the outcome
 	@$(PYTHON) tools/set_up.py --vllm $(VLLM) $(COMPAT)

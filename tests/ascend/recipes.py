@@ -1,0 +1,219 @@
+"""The serve commands of vllm-ascend's tutorials, as arguments of `vllm serve` for models without weights.
+
+`recipes.csv` has the facts of each: parallel sizes, quantization, drafter, KV connector and flags, from the documentation
+in vllm-ascend 0.30.0rc2's source package. Commands that differ in shell variables only are one line.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).with_name("recipes.csv")
+
+# What a script leaves to its variables: sizes of which the tutorials print examples.
+TENSOR_PARALLEL, DATA_PARALLEL, PIPELINE_PARALLEL = "8", "2", "1"
+DRAFTS = 3
+FLAGS: dict[str, dict[str, Any]] = {  # of `--additional-config`
+    "fc1": {"enable_flashcomm1": True},
+    "dsacp": {"enable_dsa_cp": True},
+    "fmc2": {"enable_fused_mc2": 1},
+    "shdp": {"enable_shared_expert_dp": True},
+    "eplb": {"eplb_config": {"dynamic_eplb": True}},
+    "lmhead_tensor_parallel_size": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}},
+}
+OPTIONS = {"eager": "--enforce-eager", "async": "--async-scheduling"}
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 163840,
+    "vocab_size": 129280,
+    "torch_dtype": "bfloat16",
+}
+QWEN = {"max_position_embeddings": 40960, "vocab_size": 151936, "torch_dtype": "bfloat16", "head_dim": 128}
+QWEN_DENSE = {
+    **QWEN,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+QWEN_MOE = {
+    **QWEN,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+QWEN_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        **QWEN,
+        "model_type": "qwen3_vl_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    },
+    "vision_config": {"model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "out_hidden_size": 4096},
+}
+MODELS: dict[str, dict[str, Any]] = {  # by the page; on others, models have no adapter
+    "DeepSeek-R1": DEEPSEEK,
+    "DeepSeek-V3.1": DEEPSEEK,
+    "dynamic_chunked_pipeline_parallel": DEEPSEEK,
+    "pd_disaggregation_mooncake_multi_node": DEEPSEEK,
+    "ray": QWEN_MOE,
+    "Qwen3-235B-A22B": QWEN_MOE,
+    "Qwen3-30B-A3B": QWEN_MOE,
+    "Qwen3-Coder-30B-A3B": QWEN_MOE,
+    "Qwen3-Dense": QWEN_DENSE,
+    "suffix_speculative_decoding": QWEN_DENSE,
+    "Qwen-VL-Dense": QWEN_VL,
+}
+PACKAGES = {  # that connectors and drafters import; nothing of them is called for a configuration
+    "mooncake.engine": "class TransferEngine: ...",
+    "mooncake.store": "class ReplicateConfig: ...\nclass MooncakeDistributedStore: ...",
+    "arctic_inference.suffix_decoding": "class SuffixDecodingCache: ...",
+}
+DRAFTER = {  # an Eagle3 head
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "intermediate_size": 16384,
+    "draft_vocab_size": 32000,
+}
+
+
+class Recipe(NamedTuple):
+    """A command; the fields are the columns of the file, and empty where it says nothing or leaves it to a variable."""
+
+    page: str
+    line: str
+    model: str
+    tensor_parallel: str
+    data_parallel: str
+    pipeline_parallel: str
+    expert_parallel: str
+    quantization: str
+    drafter: str
+    connectors: str
+    kv_role: str
+    flags: str
+    decode_context_parallel: str
+    prefill_context_parallel: str
+    second_runner: str
+    prefix_caching: str
+    cudagraph_mode: str
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The model's config.json; None if its architecture has no adapter."""
+        return MODELS.get(self.page.removesuffix(".md"))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it prefills on more than one rank: where dual-batch overlap would pay."""
+        sizes = self.tensor_parallel, self.data_parallel, self.pipeline_parallel
+        return sizes != ("1", "1", "1") and self.kv_role != "kv_consumer"
+
+
+def read_recipes() -> list[Recipe]:
+    """Return all commands."""
+    with FILE.open(encoding="utf-8", newline="") as file:
+        return [Recipe(**row) for row in csv.DictReader(file)]
+
+
+def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Write a model without weights to *folder*; return the arguments of `vllm serve` and its environment variables."""
+    config = recipe.config
+    assert config is not None
+    model = _write(folder / "model", config)
+    if recipe.quantization == "ascend":
+        _write(model, {"model_quant_type": "W8A8_DYNAMIC"}, "quant_model_description.json")
+    arguments = [
+        str(model),
+        f"--tensor-parallel-size={recipe.tensor_parallel or TENSOR_PARALLEL}",
+        f"--data-parallel-size={recipe.data_parallel or DATA_PARALLEL}",
+        f"--pipeline-parallel-size={recipe.pipeline_parallel or PIPELINE_PARALLEL}",
+        *(["--enable-expert-parallel"] if recipe.expert_parallel == "1" else []),
+        *([f"--quantization={recipe.quantization}"] if recipe.quantization else []),
+        *(["--no-enable-prefix-caching"] if recipe.prefix_caching == "off" else []),
+        *(OPTIONS[flag] for flag in recipe.flags.split() if flag in OPTIONS),
+    ]
+    additional = {key: value for flag in recipe.flags.split() for key, value in FLAGS.get(flag, {}).items()}
+    if additional:
+        arguments.append(f"--additional-config={json.dumps(additional)}")
+    if recipe.drafter:
+        drafts: dict[str, Any] = {"method": recipe.drafter, "num_speculative_tokens": DRAFTS}
+        if recipe.drafter == "eagle3":
+            shared = {name: config[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+            drafts["model"] = str(_write(folder / "drafter", {**DRAFTER, **shared}))
+        arguments.append(f"--speculative-config={json.dumps(drafts)}")
+    if recipe.connectors:
+        transfer = {"kv_connector": recipe.connectors, "kv_role": recipe.kv_role, "engine_id": "0", "kv_port": "30000"}
+        arguments.append(f"--kv-transfer-config={json.dumps(transfer)}")
+    if recipe.cudagraph_mode:
+        arguments.append(f"--compilation-config={json.dumps({'cudagraph_mode': recipe.cudagraph_mode})}")
+    for name, content in PACKAGES.items():
+        _write_package(folder / "packages", name, content)
+    variables = {"PYTHONPATH": str(folder / "packages")}
+    if recipe.second_runner:
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = recipe.second_runner
+    if "eplb" in recipe.flags.split():
+        variables["DYNAMIC_EPLB"] = "true"
+    return arguments, variables
+
+
+def _write_package(folder: Path, name: str, content: str) -> None:
+    file = folder.joinpath(*name.split(".")).with_suffix(".py")
+    for package in file.relative_to(folder).parents:
+        (folder / package).mkdir(exist_ok=True, parents=True)
+        (folder / package / "__init__.py").touch()
+    file.write_text(content, encoding="utf-8")
+
+
+def _write(folder: Path, content: dict[str, Any], name: str = "config.json") -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
