@@ -21,7 +21,7 @@ from typing import NamedTuple
 from dbo_runtime.doctor.probe import MARK
 from tests.ascend.conftest import ENVIRONMENT
 from tests.ascend.recipes import Recipe, make_command, read_recipes
-from tests.benchmarks.page import ROOT, make_table, write_section
+from tests.benchmarks.page import ROOT, make_table, tell_section
 from tests.standin_cann import cann
 from tests.standin_cann.build import build
 
@@ -71,13 +71,12 @@ def main() -> None:
     for recipe in filter(lambda each: each.overlaps, read_recipes()):
         answers.append(ask(recipe))
         if recipe.config is not None:
-            print(f"{recipe.page}:{recipe.line}: {'; '.join(answers[-1].reasons) or WOULD_BE_SPLIT}", flush=True)
+            sys.stderr.write(f"{recipe.page}:{recipe.line}: {'; '.join(answers[-1].reasons) or WOULD_BE_SPLIT}\n")
     table = make_table(["what prevents splitting", "commands", "of prefill nodes", "by itself"], count(answers))
     split = sum(not answer.reasons for answer in answers)
     prefill = sum(answer.recipe.kv_role == "kv_producer" for answer in answers)
     lines = [f"**{split} of {len(answers)}** commands would be split; {prefill} are prefill nodes.", "", *table]
-    print("\n".join(lines))
-    write_section("recipes", "make count-recipes", lines, ROOT / "docs" / "ascend.md")
+    tell_section(True, "recipes", "make count-recipes", lines, ROOT / "docs" / "ascend.md")
 
 
 def _shorten(reason: str) -> str:

@@ -1,7 +1,7 @@
 """The serve commands of vllm-ascend's tutorials, as arguments of `vllm serve` for models without weights.
 
-`recipes.csv` has the facts of each: parallel sizes, quantization, drafter, KV connector and flags, from the documentation
-in vllm-ascend 0.30.0rc2's source package. Commands that differ in shell variables only are one line.
+`recipes.csv` has the facts of each: parallel sizes, quantization, drafter, KV connector and flags, from the
+documentation in vllm-ascend 0.30.0rc2's source package. Commands that differ in shell variables only are one line.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ MODELS: dict[str, dict[str, Any]] = {  # by the page; on others, models have no 
     "ray": QWEN_MOE,
     "Qwen3-235B-A22B": QWEN_MOE,
     "Qwen3-30B-A3B": QWEN_MOE,
-    "Qwen3-Coder-30B-A3B": QWEN_MOE,
     "Qwen3-Dense": QWEN_DENSE,
     "suffix_speculative_decoding": QWEN_DENSE,
     "Qwen-VL-Dense": QWEN_VL,

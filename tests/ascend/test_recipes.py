@@ -1,0 +1,59 @@
+"""The serve commands of vllm-ascend's tutorials: read as they are, and asked about as users would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count
+from tests.ascend.recipes import MODELS, make_command, read_recipes
+
+RECIPES = read_recipes()
+
+
+def test_the_commands_are_those_of_the_tutorials() -> None:
+    assert len(RECIPES) == len(set(RECIPES)) == 188
+    overlapping = [recipe for recipe in RECIPES if recipe.overlaps]
+    assert len(overlapping) == 128
+    assert sum(recipe.kv_role == "kv_producer" for recipe in overlapping) == 36
+    assert {name for name in MODELS if not any(recipe.page == f"{name}.md" for recipe in RECIPES)} == set()
+
+
+def test_a_command_has_what_its_line_says(tmp_path: Path) -> None:
+    recipe = next(each for each in RECIPES if each.drafter == "eagle3" and each.config is not None)
+    recipe = recipe._replace(tensor_parallel="", connectors="MooncakeConnectorV1", kv_role="kv_producer", flags="shdp")
+    (model, *options), variables = make_command(recipe, tmp_path)
+    assert (Path(model) / "config.json").is_file()
+    assert "--tensor-parallel-size=8" in options
+    assert '--additional-config={"enable_shared_expert_dp": true}' in options
+    assert any('"model": "' in option for option in options if option.startswith("--speculative-config="))
+    assert any('"kv_connector": "MooncakeConnectorV1"' in option for option in options)
+    assert variables.keys() == {"PYTHONPATH"}
+
+
+def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> None:
+    (recipe,) = (
+        each for each in RECIPES if (each.page, each.line) == ("pd_disaggregation_mooncake_multi_node.md", "547")
+    )
+    assert ask(recipe).reasons == (
+        "not supported yet: quantized experts with data parallel",
+        "not supported yet: speculative decoding with vllm-ascend",
+        "not supported yet: data parallel shared experts (enable_shared_expert_dp)",
+    )
+    plain = recipe._replace(quantization="", drafter="", flags="", data_parallel="1")
+    assert ask(plain).reasons == ()
+
+
+def test_commands_are_counted_by_reason() -> None:
+    one, other = (
+        each
+        for each in RECIPES
+        if each.page.startswith("pd_disaggregation") and each.kv_role == "kv_producer" and each.tensor_parallel != "1"
+    )
+    answers = [
+        Answer(one, ("a (detail)", "b")),
+        Answer(other, ("a (other)",)),
+        Answer(one, ()),
+        Answer(one, (NO_ADAPTER,)),
+    ]
+    assert count(answers)[0] == ["a", 2, 2, 1]
+    assert ["nothing: would be split", 1, 1, 1] in count(answers)
