@@ -65,6 +65,14 @@ def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     assert {reason for reason in reasons if reason not in page} == set()
 
 
+def test_the_tests_that_prove_features_exist() -> None:
+    section = (ROOT / "docs" / "vllm.md").read_text().partition("by the tests that prove them")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(test_\w+)`", section))
+    assert len(named) > 20
+    files = (ROOT / "tests" / "vllm_plugin").rglob("test_*.py")
+    assert named <= set(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
+
+
 def read_public_names() -> dict[str, set[str]]:
     """Return the public names of each module, as the page on the public API lists them."""
     page = (ROOT / "docs" / "public-api.md").read_text()

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from dbo_runtime.adapter import ModelAdapter, StageAdapter, name_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import check_connectors
+from dbo_runtime.vllm_plugin.platforms.platform import COMPARE
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.unsupported import list_unsupported
 
@@ -38,6 +40,8 @@ def list_declines(vllm_config: VllmConfig, config: RuntimeConfig, adapter: Model
     if adapter is None and not config.generic:
         yield Decline("no adapter is registered", f"{architecture}; {INSTRUCTIONS}")
     yield from list_unsupported(vllm_config)
+    if uses_second_runner(vllm_config) and not config.check:
+        yield Decline("not proven with vLLM's second model runner yet", COMPARE)
     if vllm_config.lora_config is not None:
         settings = {"DBO_COMPILE": config.compile, "DBO_GENERIC": adapter is None and config.generic}
         yield from (Decline(f"not supported yet: LoRA with {name}=1") for name, is_used in settings.items() if is_used)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals, uses_second_runner
+from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals
 from dbo_runtime.vllm_plugin.api.speculation import compare_hidden_sizes, name_drafter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
@@ -32,7 +32,6 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     model = vllm_config.model_config
     drafter = name_drafter(vllm_config)
     features = (
-        (uses_second_runner(vllm_config), "vLLM's second model runner"),
         (scatters_residuals(vllm_config), "pipeline parallel with sequence parallelism (enable_sp)"),
         (parallel.enable_elastic_ep, "elastic expert parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB)"),

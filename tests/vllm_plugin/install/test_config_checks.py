@@ -9,11 +9,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dbo_models.dense import DenseAdapter
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
+from dbo_runtime.vllm_plugin.install.config_checks import list_declines
+from tests.vllm_plugin.step.test_unsupported import LORA, make_config
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "examples" / "tiny-deepseek")
@@ -55,6 +60,26 @@ def test_everything_that_prevents_splitting_is_listed_not_the_first_only() -> No
         ("fail", "not supported yet: LoRA with latent attention"),
         ("fail", "the KV connector is not known to dbo_runtime (LayerRecorder"),
     ]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("changes", "config", "has_adapter", "reason"),
+    [
+        ({"use_v2_model_runner": True}, RuntimeConfig(), True, "not proven with vLLM's second model runner yet"),
+        ({"use_v2_model_runner": True}, RuntimeConfig(check=True), True, None),
+        ({"lora_config": LORA}, RuntimeConfig(), True, None),
+        ({"lora_config": LORA}, RuntimeConfig(compile=True), True, "not supported yet: LoRA with DBO_COMPILE=1"),
+        ({"lora_config": LORA}, RuntimeConfig(generic=True), True, None),
+        ({"lora_config": LORA}, RuntimeConfig(generic=True), False, "not supported yet: LoRA with DBO_GENERIC=1"),
+    ],
+)
+def test_some_features_depend_on_settings(
+    changes: dict[str, Any], config: RuntimeConfig, has_adapter: bool, reason: str | None
+) -> None:
+    vllm_config: Any = make_config(architecture="LlamaForCausalLM", **changes)
+    adapter = DenseAdapter() if has_adapter else None
+    assert [decline.reason for decline in list_declines(vllm_config, config, adapter)] == ([reason] if reason else [])
 
 
 @pytest.mark.parametrize(
