@@ -85,5 +85,5 @@ def test_a_ray_worker_splits_by_the_settings_of_the_driver(tmp_path: Path) -> No
     printed = run_script(WORKER, json.dumps(variables), file)
     assert json.loads(printed.rpartition("served:")[2]) == ["SplitForward", "always", 77]
     copied.pop("VLLM_ASCEND_ENABLE_DBO")
-    with pytest.raises(AssertionError, match="'function' object has no attribute 'runtime'|has no attribute 'runtime'"):
+    with pytest.raises(AssertionError, match="has no attribute 'runtime'"):
         run_script(WORKER, json.dumps({**copied, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}), file)
