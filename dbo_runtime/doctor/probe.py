@@ -79,6 +79,8 @@ def main(subject: str, *arguments: str) -> None:
         facts = _PROBES[subject](*arguments)
     except ConfigError as error:
         facts = {"error": str(error)}
+    except ModuleNotFoundError as error:
+        facts = {"error": f"{type(error).__name__}: {error}", "missing": error.name}
     except BaseException as error:  # noqa: BLE001 - any error is a fact, too
         facts = {"error": f"{type(error).__name__}: {error}"}
     sys.stdout.write(f"\n{MARK}{json.dumps(facts)}\n")

@@ -43,6 +43,9 @@ def read_command(words: Sequence[str]) -> ServeCommand:
 def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> list[Finding]:
     """Return what a server that is started with this command and *environ* would split, and all that prevents it."""
     facts = run_probe("serve", environ, *command.arguments)
+    if "missing" in facts:
+        remedy = "run the doctor in the environment of the server"
+        return [Finding("command", "fail", f"not checked: {facts['missing']} is not installed here", remedy)]
     if "error" in facts:
         remedy = "correct the command, or name a folder with the model's config.json instead of the model"
         return [Finding("command", "fail", f"vLLM does not accept it: {facts['error']}", remedy)]

@@ -52,6 +52,11 @@ def test_without_communication_in_layers_nothing_is_split(
     assert (finding.state, "no communication to hide" in finding.found) == ("fail", True)
 
 
+def test_a_package_that_is_missing_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = check({"error": "ModuleNotFoundError: No module named 'mooncake'", "missing": "mooncake"}, monkeypatch)
+    assert (finding.state, finding.found) == ("fail", "not checked: mooncake is not installed here")
+
+
 def test_each_thing_that_prevents_splitting_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *others = check({"parallel": ALONE, "declines": ["one", "other: why"]}, monkeypatch)
     assert (first.state, first.found) == ("info", "SomeForCausalLM on npu, one rank: every step would run unsplit")

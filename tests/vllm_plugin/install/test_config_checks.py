@@ -20,6 +20,8 @@ from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines
 from tests.vllm_plugin.step.test_unsupported import LORA, make_config
 
+pytestmark = pytest.mark.vllm
+
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "examples" / "tiny-deepseek")
 
@@ -62,7 +64,6 @@ def test_everything_that_prevents_splitting_is_listed_not_the_first_only() -> No
     ]
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("changes", "config", "has_adapter", "reason"),
     [

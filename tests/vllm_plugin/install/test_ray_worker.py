@@ -27,7 +27,8 @@ from dbo_runtime.vllm_plugin.api.serve_command import make_config
 load_general_plugins()  # as the engine does, before it has an executor
 model, file = sys.argv[1:]
 with open(file, "wb") as config:
-    pickle.dump(make_config([model, "--dtype=float32", "--attention-backend=CPU_MLA", "--enforce-eager"]), config)
+    options = ["--dtype=float32", "--attention-backend=CPU_MLA", "--enforce-eager", "--gpu-memory-utilization=0.2"]
+    pickle.dump(make_config([model, *options]), config)
 print("copied:" + json.dumps({name: os.environ[name] for name in get_env_vars_to_copy() if name in os.environ}))
 """
 
