@@ -1,6 +1,6 @@
 """vLLM's LoRA layers, and the punica wrapper that tells them which adapter each token uses.
 
-Read against vLLM 0.23.0 to 0.33.0.
+Read against vLLM 0.23.0 to 0.32.0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def slice_wrapper(wrapper: PunicaWrapperBase, tokens: slice) -> PunicaWrapperBas
     """
     part = copy.copy(wrapper)
     part._token_lora_indices = wrapper._token_lora_indices[tokens]
-    part._embeddings_indices = wrapper._embeddings_indices[tokens]
+    part._embeddings_indices = wrapper._embeddings_indices[..., tokens]  # in two rows up to vLLM 0.28
     part.indices_len = list(wrapper.indices_len)
     part.indices_len[0] = part.indices_len[3] = tokens.stop - tokens.start
     if part.is_prefill:

@@ -365,7 +365,8 @@ def make_context(attn_metadata: Any, **changes: Any) -> ForwardContext:
         "additional_kwargs": {"platform": "data"},
         "cudagraph_runtime_mode": CUDAGraphMode.NONE,
     }
-    return ForwardContext(**{**values, **changes})
+    known = {field.name for field in fields(ForwardContext)}  # 0.23 has no `is_padding`
+    return ForwardContext(**{name: value for name, value in {**values, **changes}.items() if name in known})
 
 
 def build(group: AttentionGroup, common: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
