@@ -127,6 +127,11 @@ CASES = [
         lambda *tensors: npu().npu_rotary_mul(*tensors),
     ),
     Case(
+        "npu::npu_mrope",
+        lambda g: [make_distinct(g, 9, 3), draw(g, 3, 4 * 8), draw(g, 3, 2 * 8), draw(g, 9, 8)],
+        lambda *tensors: npu().npu_mrope(*tensors, 8, mrope_section=[0, 0, 0]),
+    ),
+    Case(
         "vllm::triton_split_qkv_rmsnorm_mrope",
         lambda g: [draw(g, 3, 6 * 8), draw(g, 8), draw(g, 8), draw(g, 3, 3, 8)],
         lambda *tensors: torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(*tensors, 2, 2, 8, 1e-6, [2, 1, 1], False)[:3],

@@ -56,6 +56,31 @@ def test_pairs_in_two_halves_rotate_as_in_llama(
     assert_near(found, expected)
 
 
+@pytest.mark.parametrize(("heads", "size", "rotated"), [(1, 2, 2), (4, 8, 8), (2, 16, 12)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("npu::npu_mrope")
+def test_queries_and_keys_rotate_by_rows_of_a_cache_as_in_llama(
+    standin: StandIn, dtype: torch.dtype, heads: int, size: int, rotated: int
+) -> None:
+    """Where the cache is narrower than a head, the rest of the head stays."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    generator, tokens = make_generator(size), 5
+    cos, sin = (part[:, 0, 0] for part in make_angles(generator, 9, rotated, dtype))
+    positions = torch.randperm(9, generator=generator)[:tokens]
+    query, key = draw(generator, tokens, heads * size, dtype=dtype), draw(generator, tokens, size, dtype=dtype)
+    cache = torch.cat([cos[:, : rotated // 2], sin[:, : rotated // 2]], -1)
+    found = npu().npu_mrope(*put(positions, query, key, cache), size, mrope_section=[0, 0, 0])
+    for part, out in zip((query, key), found, strict=True):
+        each = part.float().unflatten(-1, (-1, size))
+        turned, _ = apply_rotary_pos_emb(
+            *[each[None, ..., :rotated]] * 2, *(table[positions].float()[None] for table in (cos, sin)), unsqueeze_dim=2
+        )
+        expected = torch.cat([turned[0], each[..., rotated:]], -1).flatten(1)
+        assert out.dtype == dtype
+        assert_near(out, expected)
+
+
 SECTIONS = {"apart": ((2, 1, 1), False), "in turns": ((2, 1, 1), True), "in turns, more": ((4, 2, 2), True)}
 
 

@@ -36,6 +36,7 @@ OPERATORS = {
         "npu_format_cast": others.cast_format,
         "npu_scatter_pa_kv_cache": vision.scatter_cache,
         "npu_rotary_mul": vision.rotate_halves,
+        "npu_mrope": others.rotate_by_cache,
     },
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from standin_ascend.kernels import launch, refuse
+from standin_ascend.vision import compute_rotation
 
 
 def add_norm(
@@ -41,6 +42,40 @@ def compute_add_norm(
     deviations.copy_(torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon))
     scaled = x * deviations * gamma.float()
     normed.copy_(scaled if beta is None else scaled + beta.float())
+
+
+def rotate_by_cache(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    head_size: int,
+    *,
+    mrope_section: Sequence[int] | None = None,
+    rotary_mode: str | None = "half",
+    cache_mode: str | None = "default",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`npu_mrope` of one position a token: queries and keys [tokens, heads * size], rotated by rows of the cache."""
+    if any(mrope_section or ()) or positions.dim() != 1 or rotary_mode != "half" or cache_mode != "default":
+        raise NotImplementedError(f"npu_mrope: sections {mrope_section}, mode {rotary_mode}, cache mode {cache_mode}")
+    out = torch.empty_like(query), torch.empty_like(key)
+    launch("RopeWithSinCosCacheV2", compute_cached_rotation, positions, [query, key], cos_sin_cache, head_size, out)
+    return out
+
+
+def compute_cached_rotation(
+    positions: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    cache: torch.Tensor,
+    head_size: int,
+    out: Sequence[torch.Tensor],
+) -> None:
+    """Rotate the first values of each head, as many as a row of *cache* [positions, cosines and sines] is long."""
+    cos, sin = (half.repeat(1, 2)[:, None] for half in cache[positions.long()].float().chunk(2, -1))
+    for part, result in zip(parts, out, strict=True):
+        heads, rotated = part.unflatten(-1, (-1, head_size)), result.unflatten(-1, (-1, head_size))
+        rotated.copy_(heads)
+        compute_rotation(heads[..., : cache.shape[1]], cos, sin, rotated[..., : cache.shape[1]])
 
 
 def cast_format(x: torch.Tensor, acl_format: int, **rest: Any) -> torch.Tensor:

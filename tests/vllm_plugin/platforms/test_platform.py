@@ -70,11 +70,11 @@ def test_with_vllm_ascend_other_models_are_compared_or_unsplit() -> None:
     cpu, npu = get_platform("cpu"), get_platform("npu")
     assert npu.check_model("DeepseekV3ForCausalLM", RuntimeConfig(enabled=True)) is None
     assert cpu.check_model("LlamaForCausalLM", RuntimeConfig(enabled=True)) is None
-    assert npu.check_model("LlamaForCausalLM", RuntimeConfig(enabled=True, check=True)) is None
-    found = npu.check_model("LlamaForCausalLM", RuntimeConfig(enabled=True))
+    assert npu.check_model("GraniteForCausalLM", RuntimeConfig(enabled=True, check=True)) is None
+    found = npu.check_model("GraniteForCausalLM", RuntimeConfig(enabled=True))
     assert found is not None
     assert found.reason == "this model is not proven with vllm-ascend yet"
-    assert found.detail.startswith("LlamaForCausalLM; with DBO_CHECK=1")
+    assert found.detail.startswith("GraniteForCausalLM; with DBO_CHECK=1")
 
 
 @pytest.mark.parametrize("platform", ["npu", "cuda"])
