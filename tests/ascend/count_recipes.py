@@ -8,9 +8,7 @@ for CANN, and writes the counts to docs/ascend.md. Nothing is served.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from dbo_runtime.doctor.probe import MARK
+from dbo_runtime.doctor.probe_process import run_probe
 from tests.ascend.conftest import ENVIRONMENT
 from tests.ascend.recipes import Recipe, make_command, read_recipes
 from tests.benchmarks.page import ROOT, make_table, tell_section
@@ -44,11 +42,8 @@ def ask(recipe: Recipe) -> Answer:
         return Answer(recipe, (NO_ADAPTER,))
     with TemporaryDirectory() as folder:
         arguments, variables = make_command(recipe, Path(folder))
-        environment = {**os.environ, **ENVIRONMENT, "LD_LIBRARY_PATH": str(build()), **variables}
-        environment["NPU_STANDIN_DEVICES"] = DEVICES
-        command = [sys.executable, "-m", "dbo_runtime.doctor.probe", "serve", *arguments]
-        printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    facts = json.loads(printed.stdout.rpartition(MARK)[2])
+        environment = {**os.environ, **ENVIRONMENT, "NPU_STANDIN_DEVICES": DEVICES, "LD_LIBRARY_PATH": str(build())}
+        facts = run_probe("serve", environment, *arguments, **variables)
     if "error" in facts:
         return Answer(recipe, (f"{NOT_ACCEPTED} ({facts['error']})",))
     return Answer(recipe, tuple(facts["declines"]))

@@ -98,7 +98,8 @@ QWEN_VL = {
     },
     "vision_config": {"model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "out_hidden_size": 4096},
 }
-MODELS: dict[str, dict[str, Any]] = {  # by the page; on others, models have no adapter
+# By the page, one size of a family for all of its models. On other pages models have no adapter, or none is named.
+MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-R1": DEEPSEEK,
     "DeepSeek-V3.1": DEEPSEEK,
     "dynamic_chunked_pipeline_parallel": DEEPSEEK,
@@ -147,7 +148,7 @@ class Recipe(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The model's config.json; None if its architecture has no adapter."""
+        """A config.json of its model's family; None if that has no adapter, or the command names no model."""
         return MODELS.get(self.page.removesuffix(".md"))
 
     @property
@@ -170,13 +171,18 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     model = _write(folder / "model", config)
     if recipe.quantization == "ascend":
         _write(model, {"model_quant_type": "W8A8_DYNAMIC"}, "quant_model_description.json")
+    given = {
+        "decode-context-parallel-size": recipe.decode_context_parallel,
+        "prefill-context-parallel-size": recipe.prefill_context_parallel,
+        "quantization": recipe.quantization,
+    }
     arguments = [
         str(model),
         f"--tensor-parallel-size={recipe.tensor_parallel or TENSOR_PARALLEL}",
         f"--data-parallel-size={recipe.data_parallel or DATA_PARALLEL}",
         f"--pipeline-parallel-size={recipe.pipeline_parallel or PIPELINE_PARALLEL}",
         *(["--enable-expert-parallel"] if recipe.expert_parallel == "1" else []),
-        *([f"--quantization={recipe.quantization}"] if recipe.quantization else []),
+        *(f"--{option}={value}" for option, value in given.items() if value),
         *(["--no-enable-prefix-caching"] if recipe.prefix_caching == "off" else []),
         *(OPTIONS[flag] for flag in recipe.flags.split() if flag in OPTIONS),
     ]

@@ -6,6 +6,7 @@ it gives unsplit, and a request cut inside gives what vllm-ascend gives when it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import pytest
@@ -31,14 +32,38 @@ BOUNDARIES = list(accumulate(LENGTHS))[:-1]
 ENGINES = ["one_npu", "two_npus", "two_stages", pytest.param("stages_of_two", marks=pytest.mark.slow)]
 
 
+def assert_prefills_are_equal(npus: Ranks, cuts: Sequence[Sequence[int]]) -> None:
+    """Compare prefills of PROMPTS that are cut at these boundaries of requests with the unsplit one."""
+    ((unsplit, _),) = npus.run(answer, [PROMPTS])
+    for edges in cuts:
+        ((split, counts),) = npus.run(answer, [PROMPTS], 1, edges)
+        assert [count["split"] for count in counts] == [1] * len(counts), counts
+        assert find_difference(unsplit, split) == 0.0, f"cut at {edges}"
+
+
+def assert_chunks_are_equal(npus: Ranks, length: int, size: int) -> None:
+    """Compare a prompt that is cut after each *size* tokens with one that is prefilled in chunks of that size."""
+    prompts = make_prompts(length)
+    (chunked,) = npus.run(answer_in_chunks, [prompts], size)
+    ((split, counts),) = npus.run(answer, [prompts], 1, list(range(size, length - 1, size)))
+    assert [count["split"] for count in counts] == [1] * len(counts), counts
+    assert find_difference(chunked, split) == 0.0
+
+
+def assert_mixed_steps_are_equal(npus: Ranks) -> None:
+    """Compare steps of decodes, chunks and prefills, each cut at a boundary of requests, with unsplit ones."""
+    prompts, arrive = [make_prompts(30, 7, 500, 90, 11, 200)], (0, 0, 1, 2, 3, 5)
+    ((unsplit, _),) = npus.run(answer, prompts, 8, None, arrive)
+    npus.run(cut_at_boundaries)
+    ((split, counts),) = npus.run(generate, prompts, 8, arrive)
+    assert all(count["split"] >= 10 for count in counts), counts
+    assert find_difference(unsplit, split) == 0.0
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_prefill_cut_at_any_request_boundary_is_equal_to_the_bit(engine: str, request: pytest.FixtureRequest) -> None:
-    npus: Ranks = request.getfixturevalue(engine)
-    ((unsplit, _),) = npus.run(answer, [PROMPTS])
-    for cuts in [[boundary] for boundary in BOUNDARIES] + [BOUNDARIES[:2], BOUNDARIES[1:], BOUNDARIES]:
-        ((split, counts),) = npus.run(answer, [PROMPTS], 1, cuts)
-        assert [count["split"] for count in counts] == [1] * len(counts), counts
-        assert find_difference(unsplit, split) == 0.0, f"cut at {cuts}"
+    cuts = [[boundary] for boundary in BOUNDARIES] + [BOUNDARIES[:2], BOUNDARIES[1:], BOUNDARIES]
+    assert_prefills_are_equal(request.getfixturevalue(engine), cuts)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -48,24 +73,13 @@ def test_a_prefill_cut_at_any_request_boundary_is_equal_to_the_bit(engine: str, 
 def test_a_request_cut_inside_is_equal_to_one_prefilled_in_chunks(
     engine: str, length: int, size: int, request: pytest.FixtureRequest
 ) -> None:
-    npus: Ranks = request.getfixturevalue(engine)
-    prompts = make_prompts(length)
-    (chunked,) = npus.run(answer_in_chunks, [prompts], size)
-    ((split, counts),) = npus.run(answer, [prompts], 1, list(range(size, length - 1, size)))
-    assert [count["split"] for count in counts] == [1] * len(counts), counts
-    assert find_difference(chunked, split) == 0.0
+    assert_chunks_are_equal(request.getfixturevalue(engine), length, size)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_steps_of_decodes_chunks_and_prefills_are_equal_to_the_bit(engine: str, request: pytest.FixtureRequest) -> None:
     """Prompts arrive while others decode, and do not all fit into one step: each step is cut between requests."""
-    npus: Ranks = request.getfixturevalue(engine)
-    prompts, arrive = [make_prompts(30, 7, 500, 90, 11, 200)], (0, 0, 1, 2, 3, 5)
-    ((unsplit, _),) = npus.run(answer, prompts, 8, None, arrive)
-    npus.run(cut_at_boundaries)
-    ((split, counts),) = npus.run(generate, prompts, 8, arrive)
-    assert all(count["split"] >= 10 for count in counts), counts
-    assert find_difference(unsplit, split) == 0.0
+    assert_mixed_steps_are_equal(request.getfixturevalue(engine))
 
 
 def test_where_settings_cut_answers_are_as_good_as_unsplit_ones(two_npus: Ranks) -> None:

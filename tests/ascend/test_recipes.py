@@ -21,9 +21,11 @@ def test_the_commands_are_those_of_the_tutorials() -> None:
 def test_a_command_has_what_its_line_says(tmp_path: Path) -> None:
     recipe = next(each for each in RECIPES if each.drafter == "eagle3" and each.config is not None)
     recipe = recipe._replace(tensor_parallel="", connectors="MooncakeConnectorV1", kv_role="kv_producer", flags="shdp")
+    recipe = recipe._replace(decode_context_parallel="8", quantization="")
     (model, *options), variables = make_command(recipe, tmp_path)
     assert (Path(model) / "config.json").is_file()
-    assert "--tensor-parallel-size=8" in options
+    assert {"--tensor-parallel-size=8", "--decode-context-parallel-size=8"} <= set(options)
+    assert not any(option.startswith(("--quantization", "--prefill-context")) for option in options)
     assert '--additional-config={"enable_shared_expert_dp": true}' in options
     assert any('"model": "' in option for option in options if option.startswith("--speculative-config="))
     assert any('"kv_connector": "MooncakeConnectorV1"' in option for option in options)

@@ -97,10 +97,15 @@ def test_each_slice_has_the_metadata_that_it_has_with_the_first_runner(cuts: tup
 
 
 def test_a_batch_that_it_pads_is_declined() -> None:
-    context = make_context(build_by_second_runner(make_group()))
-    assert make_splitter().read_batch(context, TOKENS + 4) == Decline("padded batch")
+    padded = TOKENS + 4
+    context = make_context(build_by_second_runner(make_group()), is_padding=torch.arange(padded) >= TOKENS)
+    detail = f"{padded} tokens, {TOKENS} in the attention metadata"
+    assert make_splitter().read_batch(context, padded) == Decline("padded batch", detail)
 
 
 def test_its_block_tables_are_read_from_the_metadata() -> None:
     """The host has no copy of them, so a step with prefix caching waits for the device."""
-    assert read_block_table(SimpleNamespace(), ["layers.0"]) is None
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    runner: Any = object.__new__(GPUModelRunner)
+    assert read_block_table(runner, ["layers.0"]) is None
