@@ -23,6 +23,18 @@ from dbo_runtime.errors import SplitError
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class QuantizedTokens(NamedTuple):
+    """Tokens in a type of fewer bytes, which experts with quantized weights take.
+
+    Attributes:
+        x: their integers [tokens, hidden].
+        scales: what each token's are multiplied by [tokens], in fp32.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor
+
+
 class Routing(NamedTuple):
     """Where the tokens of one micro-batch of this rank go.
 
@@ -32,6 +44,7 @@ class Routing(NamedTuple):
         sizes: tokens of every rank in this micro-batch, including this rank [ranks].
         counts: rows this rank sends to every rank and receives from it [2, ranks]; None before they are exchanged.
         chosen: whether each token goes to each rank [tokens, ranks]; None if every token goes to every rank.
+        quantized: what is sent instead of the tokens; None: they are sent as they are.
     """
 
     weights: torch.Tensor
@@ -39,6 +52,7 @@ class Routing(NamedTuple):
     sizes: tuple[int, ...]
     counts: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
+    quantized: QuantizedTokens | None = None
 
 
 class DispatchedTokens(NamedTuple):
@@ -47,11 +61,13 @@ class DispatchedTokens(NamedTuple):
     Attributes:
         x: the tokens [received, hidden].
         weights, ids: of their experts, including those on other ranks [received, top_k].
+        scales: of each token, if they were quantized before they were sent [received].
     """
 
     x: torch.Tensor
     weights: torch.Tensor
     ids: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 class CombineHandle(NamedTuple):
@@ -83,7 +99,7 @@ class Dispatcher(Protocol):
         """Exchange how many rows each rank receives. Collective. `dispatch` does it if it has not been done."""
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
-        """Send the tokens *x* [tokens, hidden] to their experts' ranks. Collective.
+        """Send the tokens *x* [tokens, hidden] to their experts' ranks, quantized if *routing* has them so. Collective.
 
         Raises:
             SplitError: if *x* does not have the number of tokens that the other ranks expect.
@@ -118,8 +134,7 @@ class AllGather:
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
         """Gather the tokens of all ranks, and with them their routing."""
         _check_size(x, routing, self._rank)
-        weights, ids = _send_routing(routing, lambda packed: gather_rows(packed, routing.sizes, self._group))
-        tokens = DispatchedTokens(gather_rows(x, routing.sizes, self._group), weights, ids)
+        tokens = _send(x, routing, lambda rows: gather_rows(rows, routing.sizes, self._group))
         return tokens, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
 
     def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
@@ -163,11 +178,7 @@ class AllToAll:
             routing = self.exchange_sizes(routing)
         sent, received = (tuple(counts) for counts in _require(routing.counts).tolist())
         rows = _require(routing.chosen).t().nonzero()[:, 1]  # by rank, then by token
-        weights, ids = _send_routing(
-            Routing(routing.weights[rows], routing.ids[rows], routing.sizes),
-            lambda packed: exchange_rows(packed, sent, received, self._group),
-        )
-        tokens = DispatchedTokens(exchange_rows(x[rows], sent, received, self._group), weights, ids)
+        tokens = _send(x, routing, lambda each: exchange_rows(each[rows], sent, received, self._group))
         return tokens, CombineHandle(sent, received, x.shape[0], rows)
 
     def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
@@ -212,12 +223,17 @@ def exchange_rows(
     return result
 
 
-def _send_routing(routing: Routing, send: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send weights and ids [tokens, top_k] as one tensor of bits: even a small collective costs its latency."""
-    packed = torch.cat([routing.weights.float().view(torch.int32), routing.ids.int()], dim=1)
-    weights, ids = send(packed).chunk(2, dim=1)
-    received = weights.contiguous().view(torch.float32)
-    return received.to(routing.weights.dtype), ids.to(routing.ids.dtype).contiguous()
+def _send(x: torch.Tensor, routing: Routing, send: Callable[[torch.Tensor], torch.Tensor]) -> DispatchedTokens:
+    """Send tokens; their weights, ids and scales as one tensor of bits: even a small collective costs its latency."""
+    weights, ids, quantized = routing.weights, routing.ids, routing.quantized
+    columns = [weights.float().view(torch.int32), ids.int()]
+    if quantized is not None:
+        x = quantized.x
+        columns.append(quantized.scales[:, None].view(torch.int32))
+    arrived = send(torch.cat(columns, dim=1)).split([column.shape[1] for column in columns], dim=1)
+    floats = [column.contiguous().view(torch.float32) for column in (arrived[0], *arrived[2:])]
+    scales = None if quantized is None else floats[1][:, 0]
+    return DispatchedTokens(send(x), floats[0].to(weights.dtype), arrived[1].to(ids.dtype).contiguous(), scales)
 
 
 def _check_size(x: torch.Tensor, routing: Routing, rank: int) -> None:

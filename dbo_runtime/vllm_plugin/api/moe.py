@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dbo_runtime.decline import Decline, DeclineError
-from dbo_runtime.dispatch import DispatchedTokens
+from dbo_runtime.dispatch import DispatchedTokens, QuantizedTokens
 from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class MoeLayer:
             hidden_states=x, router_logits=logits, topk_indices_dtype=runner._quant_method.topk_indices_dtype
         )
         return weights, ids
+
+    def quantize(self, x: torch.Tensor) -> QuantizedTokens | None:
+        """Quantize *x* [tokens, hidden] before it is sent, as experts will take it; None: it is sent as it is."""
+        return None
 
     def run_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Run the shared experts on *x* [tokens, hidden], past the wrapper that keeps their output for later."""

@@ -31,7 +31,8 @@ class SplitExperts:
     def gate(self, x: torch.Tensor) -> Routing:
         """Choose experts for *x* [tokens, hidden]; the micro-batch's forward context has the other ranks' sizes."""
         weights, ids = self._layer.choose_experts(x)
-        return self._get_dispatcher().choose_ranks(Routing(weights, ids, get_rank_sizes()))
+        routing = Routing(weights, ids, get_rank_sizes(), quantized=self._layer.quantize(x))
+        return self._get_dispatcher().choose_ranks(routing)
 
     def exchange_sizes(self, routing: Routing) -> Routing:
         """Send every rank the number of rows that it will receive."""

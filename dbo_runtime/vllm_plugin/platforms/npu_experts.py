@@ -8,25 +8,31 @@ sum over each token's experts.
 
 from __future__ import annotations
 
+from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from vllm import forward_context
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.dispatch import DispatchedTokens
+from dbo_runtime.dispatch import DispatchedTokens, QuantizedTokens
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
+    from vllm_ascend.ops.fused_moe.shared_experts import AscendSharedExperts
 
 MOE_RUNNERS = ("AscendMoERunner",)
 """What runs an MoE layer."""
 
-MOE_METHODS = ("AscendUnquantizedFusedMoEMethod",)
+MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", "AscendW8A8DynamicFusedMoEMethod")
 """What applies a layer's weights by calling the communication method's experts, and does nothing else."""
+
+INT8_METHODS = ("AscendW8A8DynamicFusedMoEMethod",)
+"""Those of them whose experts take tokens in int8, each with a scale (`npu_dynamic_quant`)."""
 
 GATHERING, EXCHANGING = "ALLGATHER", "ALLTOALL"  # MoE communication that split steps can replace
 
@@ -44,9 +50,8 @@ class AscendMoeLayer(MoeLayer):
     def check(self) -> Decline | None:
         """Return why a layer that dispatches tokens cannot be decomposed, or None if it can."""
         runner, routed = self._runner, self._runner.routed_experts
-        method = type(routed.quant_method).__name__
-        if method not in MOE_METHODS:
-            return Decline("the MoE method cannot be decomposed", f"{method}; known: {', '.join(MOE_METHODS)}")
+        if self._method not in MOE_METHODS:
+            return Decline("the MoE method cannot be decomposed", f"{self._method}; known: {', '.join(MOE_METHODS)}")
         checks = (
             (runner.gate is None, "does not hold its gate"),
             (runner.routed_input_transform is not None, "transforms tokens before the experts (latent MoE)"),
@@ -65,18 +70,49 @@ class AscendMoeLayer(MoeLayer):
         weights, ids = runner.routed_experts._select_experts(x, logits, enable_force_load_balance=False)
         return weights, ids
 
+    def quantize(self, x: torch.Tensor) -> QuantizedTokens | None:
+        """Quantize *x* [tokens, hidden] if its experts take int8: half of bf16's bytes.
+
+        vllm-ascend's all-to-all does so, and its all-gather does after it. Each token is quantized by itself, so
+        experts get the same integers.
+        """
+        if self._method not in INT8_METHODS:
+            return None
+        import torch_npu
+
+        return QuantizedTokens(*torch_npu.npu_dynamic_quant(x))
+
     def run_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Run the shared experts on *x* [tokens, hidden]; the schedule decides what runs concurrently."""
-        result: torch.Tensor = self._runner.ascend_shared_experts.layer(x)
+        from vllm_ascend.ops.fused_moe.dataclass.shared_experts import PreparedSharedExpertInput, RoutedMoEMilestones
+
+        result: torch.Tensor = self._shared_experts.forward(PreparedSharedExpertInput(x), RoutedMoEMilestones())
         return result
 
     def run_experts(self, arrived: DispatchedTokens) -> torch.Tensor:
         """Run this rank's experts on dispatched tokens, as after a gather: those of other ranks add nothing."""
         layer = self._runner.routed_experts
         forward_context.get_forward_context().moe_comm_method = _get_gathering_method(self._runner.moe_config)
-        applied = layer.quant_method.apply(layer, arrived.x, arrived.weights, arrived.ids, None, None)
+        layer.ascend_pertoken_scale = arrived.scales  # where vllm-ascend's own `forward_impl` hands it on
+        try:
+            applied = layer.quant_method.apply(layer, arrived.x, arrived.weights, arrived.ids, None, None)
+        finally:
+            layer.ascend_pertoken_scale = None
         result: torch.Tensor = applied.routed_out
         return result
+
+    @property
+    def _method(self) -> str:
+        """What applies the weights; a wrapper of all quantized methods has it inside."""
+        method = self._runner.routed_experts.quant_method
+        return type(getattr(method, "quant_method", method)).__name__
+
+    @cached_property
+    def _shared_experts(self) -> AscendSharedExperts:
+        """The shared experts without a stream of vllm-ascend's: lanes have their own."""
+        shared = copy(self._runner.ascend_shared_experts)
+        shared.multistream_overlap = False
+        return shared
 
 
 def check_communication(context: ForwardContext) -> Decline | None:

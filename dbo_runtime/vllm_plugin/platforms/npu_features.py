@@ -24,10 +24,8 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
-    is_dispatched = vllm_config.model_config.is_moe and parallel.data_parallel_size > 1
     features = (
         (parallel.use_sequence_parallel_moe, "FlashComm (sequence-parallel MoE)"),
-        (is_dispatched and vllm_config.quant_config is not None, "quantized experts with data parallel"),
         (vllm_config.speculative_config is not None, "speculative decoding with vllm-ascend"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),

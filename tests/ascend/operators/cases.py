@@ -30,6 +30,14 @@ def make_numbers(generator: torch.Generator, below: int, *shape: int) -> torch.T
     return torch.randint(below, shape, generator=generator, dtype=torch.int32)
 
 
+def make_int8(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+
+
+def draw_scales(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=generator) + 0.1
+
+
 def make_distinct(generator: torch.Generator, below: int, count: int) -> torch.Tensor:
     return torch.randperm(below, generator=generator)[:count]
 
@@ -161,6 +169,43 @@ CASES = [
         lambda x, weight, groups: npu().npu_grouped_matmul(
             [x], [weight], split_item=2, group_type=0, group_list_type=COUNTS, group_list=groups
         ),
+    ),
+    Case(
+        "npu::npu_dynamic_quant",
+        lambda g: [draw(g, 5, 8)],
+        lambda x: npu().npu_dynamic_quant(x, dst_type=torch.int8),
+    ),
+    Case(
+        "npu::npu_quantize",
+        lambda g: [draw(g, 5, 8), draw(g, 8), draw(g, 8)],
+        lambda x, scales, offsets: npu().npu_quantize(x, scales, offsets, torch.qint8, -1, False),
+    ),
+    Case(
+        "npu::npu_quant_matmul",
+        lambda g: [make_int8(g, 5, 8), make_int8(g, 8, 6), draw(g, 6, dtype=torch.float32), draw_scales(g, 5)],
+        lambda x, weight, scale, rows: npu().npu_quant_matmul(
+            x, weight, scale, pertoken_scale=rows, output_dtype=torch.bfloat16
+        ),
+    ),
+    Case(
+        "_C_ascend::npu_dequant_swiglu_quant",
+        lambda g: [make_numbers(g, 999, 5, 8), draw_scales(g, 8), draw_scales(g, 5)],
+        lambda x, scale, rows: torch.ops._C_ascend.npu_dequant_swiglu_quant(
+            x, weight_scale=scale, activation_scale=rows, quant_mode=1
+        ),
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::grouped_matmul_swiglu_quant_weight_nz",
+        lambda g: [
+            make_int8(g, 9, 8),
+            make_int8(g, 3, 8, 6),
+            draw_scales(g, 3, 6),
+            draw_scales(g, 9),
+            torch.tensor([2, 5, 9]),
+        ],
+        lambda *tensors: torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(*tensors)[:2],
+        is_described=False,
     ),
     Case(
         "npu::npu_moe_token_permute",

@@ -116,8 +116,7 @@ class Routing(NamedTuple):
             expert_num=self.experts,
             active_num=self.ids.numel(),
             expert_tokens_num_flag=True,
-            quant_mode=-1,
-            **more,
+            **{"quant_mode": -1, **more},
         )
 
 

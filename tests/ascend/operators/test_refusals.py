@@ -43,8 +43,9 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "batches, split": lambda x: npu().npu_transpose_batchmatmul(x, x, batch_split_factor=2),
     "choice, another norm": lambda x: choose(x[0].cpu(), RoutingCase(1, 16, 1, 1, BEST, 2, 0), 1.0, None),
     "choice, other groups": lambda x: choose(x[0].cpu(), RoutingCase(1, 16, 1, 1, 2, SIGMOID, 0), 1.0, None),
-    "routing, quantized": lambda x: route_with(x, quant_mode=1),
-    "routing, scaled": lambda x: route_with(x, scale=x[0, 0]),
+    "routing, quantized by one scale": lambda x: route_with(x, quant_mode=0, scale=x[0, 0]),
+    "routing, smoothed": lambda x: route_with(x, quant_mode=1, scale=x[0, 0]),
+    "routing, of another type": lambda x: route_with(x, x_dtype=torch.float8_e4m3fn),
     "routing, dropped": lambda x: route_with(x, drop_pad_mode=1, expert_capacity=2),
     "routing, less than all": lambda x: route_with(x, active_num=3),
     "routing, counts by key": lambda x: route_with(x, expert_tokens_num_type=2),
@@ -52,6 +53,18 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "groups, quantized": lambda x: multiply_with(x, scale=[x[0]]),
     "groups, of columns": lambda x: multiply_with(x, group_type=2),
     "groups, counts by key": lambda x: multiply_with(x, group_list_type=2),
+    "quantization, smoothed": lambda x: npu().npu_dynamic_quant(x, smooth_scales=x[0, 0]),
+    "quantization, to four bits": lambda x: npu().npu_dynamic_quant(x, dst_type=torch.quint4x2),
+    "quantization, of rows": lambda x: npu().npu_quantize(x, x[0, 0], None, torch.qint8, 0, False),
+    "quantization, by division": lambda x: npu().npu_quantize(x, x[0, 0], None, torch.qint8, -1, True),
+    "product of floats": lambda x: npu().npu_quant_matmul(x[0], x[0], x[0]),
+    "product, shifted": lambda x: multiply_integers_with(x, offset=x[0, 0].float()),
+    "product, to eight bits": lambda x: multiply_integers_with(x, output_dtype=torch.int8),
+    "activation, biased": lambda x: activate_with(x, bias=x[0]),
+    "activation, limited": lambda x: activate_with(x, swiglu_limit=7.0),
+    "activation of a product, limited": lambda x: activate_product_with(x, swiglu_mode=1, clamp_limit=7.0),
+    "activation of a product, by group": lambda x: activate_product_with(x, group_index=x[0, 0].long()),
+    "activation of a product, by one scale": lambda x: activate_product_with(x, quant_mode=0),
     "permute, less than all": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), num_out_tokens=3),
     "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
     "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),
@@ -87,6 +100,22 @@ def route_with(x: torch.Tensor, **changes: Any) -> None:
 def multiply_with(x: torch.Tensor, **changes: Any) -> None:
     options = {"split_item": 2, "group_type": 0, "group_list_type": COUNTS, **changes}
     npu().npu_grouped_matmul([x[0]], [x], group_list=x[0, 0].long(), **options)
+
+
+def multiply_integers_with(x: torch.Tensor, **changes: Any) -> None:
+    integers = x[0].to(torch.int8)
+    npu().npu_quant_matmul(integers, integers.T, x[0, 0, :4].float(), **changes)
+
+
+def activate_with(x: torch.Tensor, **changes: Any) -> None:
+    integers, scales = x.to(torch.int8), x[:, 0].float()
+    groups = x[:, 0, 0].long()
+    torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(integers[0], integers, scales, scales, groups, **changes)
+
+
+def activate_product_with(x: torch.Tensor, **changes: Any) -> None:
+    options = {"weight_scale": x[0, 0].float(), "activation_scale": x[0, :, 0].float(), "quant_mode": 1, **changes}
+    torch.ops._C_ascend.npu_dequant_swiglu_quant(x[0].int(), **options)
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)

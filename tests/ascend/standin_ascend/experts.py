@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from standin_ascend.kernels import launch, refuse
+from standin_ascend.quantized import INT8, compute_group_products, compute_quantization, find_type
 
 SOFTMAX, SIGMOID = 0, 1  # norm type: the latter is DeepSeek-V3's gate
 BEST, SUM_OF_TWO = 0, 1  # group select mode: a group's score is its best, or the sum of its two best
 CUMULATED, COUNTS = 0, 1  # how tokens of an expert are told: up to its end, or each number
+AS_IT_IS, BY_TOKEN = -1, 1  # quantization mode
 
 
 def choose_experts(
@@ -67,33 +69,44 @@ def route(
     x: torch.Tensor,
     expert_idx: torch.Tensor,
     *,
+    scale: torch.Tensor | None = None,
     expert_num: int = -1,
     expert_tokens_num_type: int = 0,
     active_expert_range: Sequence[int] = (),
     row_idx_type: int = 0,
     active_num: int = -1,
+    quant_mode: int = -1,
+    x_dtype: Any = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """`npu_moe_init_routing_v2`: a row of *x* [tokens, hidden] for each choice, sorted by expert; where they went."""
+    """`npu_moe_init_routing_v2`: a row of *x* [tokens, hidden] for each choice, sorted by expert; where they went.
+
+    Rows are quantized on their way, or are quantized already and take their scales [tokens] with them.
+    """
     refuse("npu_moe_init_routing_v2", rest, "expert_tokens_num_flag")
     rows = expert_idx.numel()
     if active_num not in (-1, rows) or expert_tokens_num_type not in (CUMULATED, COUNTS):
         raise NotImplementedError(f"npu_moe_init_routing_v2: {active_num} rows, told as {expert_tokens_num_type}")
+    if quant_mode not in (AS_IT_IS, BY_TOKEN) or (quant_mode == BY_TOKEN and scale is not None) or x_dtype not in INT8:
+        raise NotImplementedError(f"npu_moe_init_routing_v2: quant_mode {quant_mode}, scale {scale}, x {x_dtype}")
     first, last = list(active_expert_range) or (0, expert_num)
-    out = x.new_empty(rows, x.shape[1])
+    out = x.new_empty(rows, x.shape[1], dtype=torch.int8 if quant_mode == BY_TOKEN else x.dtype)
     places = x.new_empty(rows, dtype=torch.int32)
     counts = x.new_empty(last - first, dtype=torch.int64)
+    scales = x.new_empty(rows, dtype=torch.float32)
     settings = first, last, row_idx_type, expert_tokens_num_type
-    launch("MoeInitRoutingV2", compute_route, x, expert_idx, out, places, counts, *settings)
-    return out, places, counts, x.new_empty(rows, dtype=torch.float32)
+    launch("MoeInitRoutingV2", compute_route, x, expert_idx, scale, out, places, counts, scales, *settings)
+    return out, places, counts, scales
 
 
 def compute_route(
     x: torch.Tensor,
     expert_idx: torch.Tensor,
+    given_scales: torch.Tensor | None,
     out: torch.Tensor,
     places: torch.Tensor,
     counts: torch.Tensor,
+    scales: torch.Tensor,
     first: int,
     last: int,
     row_idx_type: int,
@@ -104,7 +117,13 @@ def compute_route(
     here = (experts >= first) & (experts < last)
     order = torch.where(here, experts, torch.iinfo(torch.int64).max).argsort(stable=True)
     number = int(here.sum())
-    out.copy_(x[order // expert_idx.shape[1]])
+    rows = order // expert_idx.shape[1]
+    if given_scales is not None:
+        scales.copy_(given_scales.reshape(-1)[rows])
+    if out.dtype == x.dtype:
+        out.copy_(x[rows])
+    else:
+        compute_quantization(x[rows], out, scales)
     out[number:] = 0
     if row_idx_type == 0:
         places.fill_(-1)
@@ -120,28 +139,60 @@ def multiply_groups(
     weight: Sequence[torch.Tensor],
     *,
     group_list: torch.Tensor,
+    scale: Sequence[torch.Tensor] | None = None,
+    per_token_scale: Sequence[torch.Tensor] | None = None,
     group_list_type: int = 0,
     group_type: int = -1,
+    output_dtype: Any = None,
     **rest: Any,
 ) -> list[torch.Tensor]:
-    """`npu_grouped_matmul`: the rows of each expert times its matrix; rows beyond the last group give zeros."""
+    """`npu_grouped_matmul`: the rows of each expert times its matrix; rows beyond the last group give zeros.
+
+    Of int8, each product is scaled by column (*scale* [experts, out]) and by row (*per_token_scale* [rows]).
+    """
     refuse("npu_grouped_matmul", rest, "split_item")
     if len(x) != 1 or group_type != 0 or group_list_type not in (CUMULATED, COUNTS):
         raise NotImplementedError(f"npu_grouped_matmul: groups of type {group_type}, told as {group_list_type}")
     weights = weight[0] if weight[0].dim() == 3 else list(weight)
-    out = x[0].new_empty(x[0].shape[0], weight[0].shape[-1])
-    launch("GroupedMatmul", compute_groups, x[0], weights, group_list, out, group_list_type)
+    if x[0].dtype != torch.int8:
+        if scale or per_token_scale:
+            raise NotImplementedError(f"npu_grouped_matmul of {x[0].dtype} with scales")
+        out = x[0].new_empty(x[0].shape[0], weight[0].shape[-1])
+        launch("GroupedMatmul", compute_groups, x[0], weights, group_list, out, group_list_type)
+        return [out]
+    scales = scale and (list(scale[0]) if scale[0].dim() == 2 else list(scale))
+    rows = None if per_token_scale is None else per_token_scale[0]
+    out = x[0].new_empty(x[0].shape[0], weight[0].shape[-1], dtype=find_type(output_dtype))
+    launch("GroupedMatmul", compute_integer_groups, x[0], weights, group_list, scales, rows, out, group_list_type)
     return [out]
 
 
 def compute_groups(x: torch.Tensor, weights: Any, groups: torch.Tensor, out: torch.Tensor, count_type: int) -> None:
     """Multiply group by group."""
-    ends = groups.cumsum(0).tolist() if count_type == COUNTS else groups.tolist()
     out.zero_()
     first = 0
-    for expert, last in enumerate(ends):
+    for expert, last in enumerate(find_ends(groups, count_type)):
         out[first:last] = (x[first:last].double() @ weights[expert].double()).to(out.dtype)  # see compute_attention
         first = last
+
+
+def compute_integer_groups(
+    x: torch.Tensor,
+    weights: Any,
+    groups: torch.Tensor,
+    scales: Any,
+    token_scales: torch.Tensor | None,
+    out: torch.Tensor,
+    count_type: int,
+) -> None:
+    """Multiply integers group by group."""
+    compute_group_products(x, weights, find_ends(groups, count_type), scales, token_scales, out)
+
+
+def find_ends(groups: torch.Tensor, count_type: int) -> list[int]:
+    """Return the row at which each group ends."""
+    ends: list[int] = (groups.cumsum(0) if count_type == COUNTS else groups).tolist()
+    return ends
 
 
 def permute(

@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 
-from standin_ascend import attention, experts, others, vision
+from standin_ascend import attention, experts, others, quantized, vision
 
 SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6)"
     " -> (Tensor y, Tensor rstd, Tensor x)",
     "moe_gating_top_k(Tensor x, int k, int k_group, int group_count, int group_select_mode, int renorm, int norm_type,"
     " bool out_flag, float routed_scaling_factor, float eps, Tensor? bias_opt=None) -> (Tensor, Tensor, Tensor)",
+    "grouped_matmul_swiglu_quant_weight_nz(Tensor x, Tensor weight, Tensor weight_scale, Tensor x_scale,"
+    " Tensor group_list, *, Tensor? bias=None, Tensor? offset=None, float swiglu_limit=-1000000.0)"
+    " -> (Tensor output, Tensor output_scale, Tensor output_offset)",
+    "npu_dequant_swiglu_quant(Tensor x, *, Tensor? weight_scale=None, Tensor? activation_scale=None, Tensor? bias=None,"
+    " Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=True,"
+    " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
+    " -> (Tensor y, Tensor scale)",
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
 )
@@ -37,10 +44,15 @@ OPERATORS = {
         "npu_scatter_pa_kv_cache": vision.scatter_cache,
         "npu_rotary_mul": vision.rotate_halves,
         "npu_mrope": others.rotate_by_cache,
+        "npu_dynamic_quant": quantized.quantize_dynamically,
+        "npu_quantize": quantized.quantize,
+        "npu_quant_matmul": quantized.multiply,
     },
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
         "moe_gating_top_k": experts.choose_experts,
+        "npu_dequant_swiglu_quant": quantized.activate_product,
+        "grouped_matmul_swiglu_quant_weight_nz": quantized.multiply_and_activate,
     },
     "aten": {
         "_foreach_add.List": others.add_lists,

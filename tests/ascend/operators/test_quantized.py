@@ -1,0 +1,200 @@
+"""Operators of quantized weights, against Python's integers: products are exact, and one row never changes another."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ascend.operators.cases import draw_scales, make_int8
+from tests.ascend.operators.checks import (
+    ANY_FORMAT,
+    COUNTS,
+    CUMULATED,
+    FLOATS,
+    HALF,
+    SEEDS,
+    SIZES,
+    assert_equal,
+    assert_near,
+    covers,
+    draw,
+    make_generator,
+    npu,
+    put,
+)
+from tests.ascend.operators.experts import Routing, make_routings
+from tests.profiles import scale
+from tests.standin_cann.cann import StandIn
+
+pytestmark = ANY_FORMAT
+
+GROUPS = st.lists(st.integers(0, 4), min_size=1, max_size=4)
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> list[list[int]]:
+    """Multiply integers [rows, in] x [in, out] as Python does."""
+    columns = weight.T.tolist()
+    return [[sum(a * b for a, b in zip(row, column, strict=True)) for column in columns] for row in x.tolist()]
+
+
+def quantize(row: list[float]) -> tuple[list[int], float]:
+    """Round the values of one row so that its largest is 127."""
+    largest = max(map(abs, row))
+    return [round(value * 127 / largest) if largest else 0 for value in row], largest / 127
+
+
+def activate(x: torch.Tensor) -> torch.Tensor:
+    """Return SwiGLU of each row [rows, 6]: its first half gates the second."""
+    rows = [
+        [gate / (1 + math.exp(-gate)) * up for gate, up in zip(row[:3], row[3:], strict=True)] for row in x.tolist()
+    ]
+    return torch.tensor(rows).view(len(x), 3)
+
+
+def assert_quantized(found: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare rows with their quantization; a value in the middle of two integers may be rounded to either."""
+    assert (found.dtype, scales.dtype, scales.shape) == (torch.int8, torch.float32, expected.shape[:-1])
+    pairs = zip(found.flatten(0, -2).tolist(), scales.flatten().tolist(), expected.flatten(0, -2).tolist(), strict=True)
+    for row, row_scale, values in pairs:
+        integers, wanted = quantize(values)
+        assert row_scale == pytest.approx(wanted, rel=1e-5)
+        assert all(abs(one - other) <= 1 for one, other in zip(row, integers, strict=True))
+        exact = [value / wanted if wanted else 0.0 for value in values]
+        assert all(abs(one - other) <= 0.501 for one, other in zip(row, exact, strict=True))
+
+
+@settings(max_examples=scale(40))
+@given(seed=SEEDS, tokens=st.integers(0, 5), size=SIZES, dtype=FLOATS, zeros=st.booleans())
+@covers("npu::npu_dynamic_quant")
+def test_each_row_is_quantized_by_its_largest_value(
+    standin: StandIn, seed: int, tokens: int, size: int, dtype: torch.dtype, zeros: bool
+) -> None:
+    x = draw(make_generator(seed), tokens, 2, size, dtype=dtype) * (not zeros)
+    assert_quantized(*npu().npu_dynamic_quant(x.npu(), dst_type=torch.int8), x.float())
+
+
+@settings(max_examples=scale(40))
+@given(seed=SEEDS, tokens=st.integers(0, 5), size=SIZES, shifted=st.booleans())
+@covers("npu::npu_quantize")
+def test_values_are_scaled_shifted_and_saturated(
+    standin: StandIn, seed: int, tokens: int, size: int, shifted: bool
+) -> None:
+    generator = make_generator(seed)
+    x, scales = draw(generator, tokens, size), draw(generator, size) * 100
+    offsets = torch.randint(-9, 9, (size,), generator=generator).to(HALF) if shifted else None
+    on_device = None if offsets is None else offsets.npu()
+    found = npu().npu_quantize(x.npu(), scales.npu(), on_device, torch.qint8, -1, False)
+    assert found.dtype == torch.int8
+    added = [0.0] * size if offsets is None else offsets.tolist()
+    for row, values in zip(found.tolist(), x.tolist(), strict=True):
+        exact = [value * by + more for value, by, more in zip(values, scales.tolist(), added, strict=True)]
+        assert row == pytest.approx([min(max(value, -128), 127) for value in exact], abs=0.501)
+
+
+@settings(max_examples=scale(40))
+@given(seed=SEEDS, tokens=st.integers(0, 5), size=SIZES, form=st.sampled_from(["static", "by token", "integers"]))
+@covers("npu::npu_quant_matmul")
+def test_integers_are_multiplied_exactly_and_scaled(
+    standin: StandIn, seed: int, tokens: int, size: int, form: str
+) -> None:
+    generator = make_generator(seed)
+    x, weight, by_column = make_int8(generator, tokens, size), make_int8(generator, size, 6), draw_scales(generator, 6)
+    product = torch.tensor(multiply(x, weight)).view(tokens, 6)
+    if form == "integers":
+        found = npu().npu_quant_matmul(*put(x, weight, by_column), output_dtype=torch.int32)
+        assert_equal(found, product.int())
+    elif form == "static":
+        bias = torch.randint(-1000, 1000, (6,), generator=generator, dtype=torch.int32)
+        found = npu().npu_quant_matmul(*put(x, weight, by_column), bias=bias.npu(), output_dtype=HALF)
+        assert_near(found, (product + bias) * by_column)
+    else:
+        by_row, bias = draw_scales(generator, tokens), draw(generator, 6)
+        options = {"pertoken_scale": by_row.npu(), "bias": bias.npu(), "output_dtype": HALF}
+        found = npu().npu_quant_matmul(*put(x, weight, by_column), **options)
+        assert_near(found, product * by_column * by_row[:, None] + bias.float())
+
+
+@settings(max_examples=scale(30))
+@given(seed=SEEDS, counts=GROUPS, rest=st.integers(0, 2), listed=st.booleans(), count_type=st.sampled_from([CUMULATED, COUNTS]))
+@covers("npu::npu_grouped_matmul")
+def test_integers_of_each_expert_are_multiplied_by_its_matrix(
+    standin: StandIn, seed: int, counts: list[int], rest: int, listed: bool, count_type: int
+) -> None:
+    generator, experts = make_generator(seed), len(counts)
+    x, weight = make_int8(generator, sum(counts) + rest, 8), make_int8(generator, experts, 8, 6)
+    by_column, by_row = draw_scales(generator, experts, 6), draw_scales(generator, len(x))
+    groups = torch.tensor(counts) if count_type == COUNTS else torch.tensor(counts).cumsum(0)
+    (found,) = npu().npu_grouped_matmul(
+        x=put(x),
+        weight=put(*weight) if listed else put(weight),
+        scale=put(*by_column) if listed else put(by_column),
+        per_token_scale=put(by_row),
+        split_item=2,
+        group_type=0,
+        group_list_type=count_type,
+        group_list=groups.npu(),
+        output_dtype=HALF,
+    )
+    expected, first = torch.zeros(len(x), 6), 0
+    for expert, count in enumerate(counts):
+        rows = slice(first, first + count)
+        product = torch.tensor(multiply(x[rows], weight[expert])).view(count, 6)
+        expected[rows] = product * by_column[expert] * by_row[rows, None]
+        first += count
+    assert found.dtype == HALF
+    assert_near(found, expected)
+
+
+@settings(max_examples=scale(30))
+@given(seed=SEEDS, counts=GROUPS)
+@covers("_C_ascend::grouped_matmul_swiglu_quant_weight_nz", "npu::npu_grouped_matmul")
+def test_the_fused_activation_is_that_of_its_parts(standin: StandIn, seed: int, counts: list[int]) -> None:
+    generator, experts = make_generator(seed), len(counts)
+    x, weight = make_int8(generator, sum(counts), 8), make_int8(generator, experts, 8, 6)
+    by_column, by_row = draw_scales(generator, experts, 6) / 1000, draw_scales(generator, len(x))
+    ends = torch.tensor(counts).cumsum(0)
+    inputs = put(x, weight, by_column, by_row, ends)
+    found, scales, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(*inputs)
+    (product,) = npu().npu_grouped_matmul(
+        x=inputs[:1],
+        weight=[inputs[1]],
+        scale=[inputs[2]],
+        per_token_scale=[inputs[3]],
+        group_type=0,
+        group_list=inputs[4],
+        output_dtype=torch.float32,
+    )
+    assert_quantized(found, scales, activate(product))
+
+
+@settings(max_examples=scale(30))
+@given(seed=SEEDS, tokens=st.integers(0, 4), mode=st.sampled_from([0, 1]))
+@covers("_C_ascend::npu_dequant_swiglu_quant")
+def test_a_product_of_integers_is_scaled_and_activated(standin: StandIn, seed: int, tokens: int, mode: int) -> None:
+    generator = make_generator(seed)
+    x, by_column = torch.randint(-999, 999, (tokens, 6), generator=generator), draw_scales(generator, 6) / 100
+    by_row = draw_scales(generator, tokens)
+    found, scales = torch.ops._C_ascend.npu_dequant_swiglu_quant(
+        x.int().npu(), weight_scale=by_column.npu(), activation_scale=by_row.npu(), quant_mode=1, swiglu_mode=mode
+    )
+    assert_quantized(found, scales, activate(x * by_column * by_row[:, None]))
+
+
+@settings(max_examples=scale(40))
+@given(routing=make_routings())
+@covers("npu::npu_moe_init_routing_v2", "npu::npu_dynamic_quant")
+def test_rows_quantized_on_their_way_are_those_quantized_before(standin: StandIn, routing: Routing) -> None:
+    """The same integers, with the scale of their token beside each row."""
+    options = {"expert_tokens_num_type": COUNTS, "active_expert_range": [routing.first, routing.last]}
+    on_the_way = routing.call(quant_mode=1, **options)
+    integers, scales = npu().npu_dynamic_quant(routing.x.npu())
+    before = routing._replace(x=integers.cpu()).call(scale=scales, **options)
+    sources = [number // routing.ids.shape[1] for _, number in routing.sort()]
+    for rows, places, counts, row_scales in (on_the_way, before):
+        assert_equal(rows[: len(sources)], integers.cpu()[sources])
+        assert_equal(row_scales[: len(sources)], scales.cpu()[sources])
+        assert_equal((places, counts), before[1:3])

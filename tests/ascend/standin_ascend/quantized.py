@@ -1,0 +1,211 @@
+"""Operators of quantized weights: int8 activations with a scale for each token, products of integers, and their fusions.
+
+Products are sums of integers and exact, so a row is the same whatever rows come with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from standin_ascend.kernels import launch, refuse
+
+INT8 = (None, 1, torch.int8)  # how the type is told: by default, by its number in torch, by torch's own
+LARGEST = 127
+
+
+def quantize_dynamically(
+    input: torch.Tensor,  # noqa: A002 - torch_npu's name
+    *,
+    dst_type: Any = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`npu_dynamic_quant`: int8 of *input* [..., hidden], and the scale of each row [...]."""
+    refuse("npu_dynamic_quant", rest)
+    if dst_type not in INT8:
+        raise NotImplementedError(f"npu_dynamic_quant to type {dst_type}")
+    out = torch.empty_like(input, dtype=torch.int8)
+    scales = input.new_empty(input.shape[:-1], dtype=torch.float32)
+    launch("DynamicQuant", compute_quantization, input, out, scales)
+    return out, scales
+
+
+def compute_quantization(x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor) -> None:
+    """Divide each row by its largest value, which becomes 127."""
+    x = x.float()
+    largest = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    scales.copy_(largest / LARGEST)
+    out.copy_((x / scales.masked_fill(scales == 0, 1)[..., None]).round())
+
+
+def quantize(
+    input: torch.Tensor,  # noqa: A002 - torch_npu's name
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    dtype: int,
+    axis: int = 1,
+    div_mode: bool = True,
+) -> torch.Tensor:
+    """`npu_quantize`: int8 of *input* [..., hidden] times *scales* [hidden] plus *zero_points* [hidden]."""
+    if axis not in (-1, input.dim() - 1) or div_mode:
+        raise NotImplementedError(f"npu_quantize: axis {axis}, division {div_mode}")
+    out = torch.empty_like(input, dtype=torch.int8)
+    launch("AscendQuantV3", compute_static_quantization, input, scales, zero_points, out)
+    return out
+
+
+def compute_static_quantization(
+    x: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Scale, shift, round, and saturate."""
+    shifted = x.float() * scales.float() + (0 if offsets is None else offsets.float())
+    out.copy_(shifted.round().clamp(-LARGEST - 1, LARGEST))
+
+
+def multiply(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    pertoken_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    output_dtype: Any = None,
+    **rest: Any,
+) -> torch.Tensor:
+    """`npu_quant_matmul`: int8 [..., tokens, in] times int8 [in, out], by the scales of both -> [..., tokens, out]."""
+    refuse("npu_quant_matmul", rest)
+    if x1.dtype != torch.int8 or x2.dtype != torch.int8 or scale.dtype == torch.int64:
+        raise NotImplementedError(f"npu_quant_matmul of {x1.dtype} and {x2.dtype} with scales in {scale.dtype}")
+    out = x1.new_empty(*x1.shape[:-1], x2.shape[-1], dtype=find_type(output_dtype))
+    launch("QuantBatchMatmul", compute_product, x1, x2, scale, pertoken_scale, bias, out)
+    return out
+
+
+def compute_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    token_scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Multiply integers exactly (they fit into float64), add a bias of integers, scale, and add another one."""
+    product = x.double() @ weight.double()
+    if bias is not None and bias.dtype == torch.int32:
+        product += bias.double()
+    if out.dtype == torch.int32:
+        out.copy_(product)
+        return
+    scaled = product.float() * (1.0 if scale is None else scale.float())
+    if token_scales is not None:
+        scaled = scaled * token_scales.float()[..., None]
+    out.copy_(scaled if bias is None or bias.dtype == torch.int32 else scaled + bias.float())
+
+
+def compute_group_products(
+    x: torch.Tensor,
+    weights: Any,
+    ends: Sequence[int],
+    scales: Any,
+    token_scales: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Multiply group by group, each that ends at a row by its matrix; rows beyond the last give zeros."""
+    out.zero_()
+    first = 0
+    for expert, last in enumerate(ends):
+        rows = slice(first, last)
+        token_scale = None if token_scales is None else token_scales[rows]
+        compute_product(x[rows], weights[expert], scales and scales[expert], token_scale, None, out[rows])
+        first = last
+
+
+def multiply_and_activate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    group_list: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    swiglu_limit: float = -1000000.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`grouped_matmul_swiglu_quant_weight_nz`: SwiGLU of each expert's rows [rows, 2 x inner], quantized by row."""
+    if bias is not None or offset is not None or swiglu_limit > 0:
+        raise NotImplementedError("grouped_matmul_swiglu_quant_weight_nz with a bias, an offset or a limit")
+    out = x.new_empty(x.shape[0], weight.shape[-1] // 2)
+    scales = x.new_empty(x.shape[0], dtype=torch.float32)
+    launch("GroupedMatmulSwigluQuant", compute_activation, x, weight, weight_scale, x_scale, group_list, out, scales)
+    return out, scales, x.new_empty(0, dtype=torch.float32)
+
+
+def compute_activation(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    token_scales: torch.Tensor,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+    out_scales: torch.Tensor,
+) -> None:
+    """Multiply, activate and quantize in float32, group by group."""
+    products = x.new_empty(x.shape[0], weights.shape[-1], dtype=torch.float32)
+    compute_group_products(x, weights, ends.tolist(), list(scales), token_scales, products)
+    gate, up = products.chunk(2, -1)
+    compute_quantization(F.silu(gate) * up, out, out_scales)
+
+
+def activate_product(
+    x: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    activation_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None,
+    quant_offset: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    activate_left: bool = True,
+    quant_mode: int = 0,
+    swiglu_mode: int = 0,
+    clamp_limit: float = 0.0,
+    glu_alpha: float = 1.0,
+    glu_bias: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`npu_dequant_swiglu_quant`: SwiGLU of a product in int32 [tokens, 2 x inner], quantized by row.
+
+    Mode 1 limits and shifts its factors; without a limit and a shift it is the same.
+    """
+    others = bias, quant_scale, quant_offset, group_index
+    plain = swiglu_mode == 0 or (clamp_limit, glu_alpha, glu_bias) == (0.0, 1.0, 0.0)
+    if any(each is not None for each in others) or not (activate_left and quant_mode == 1 and plain):
+        raise NotImplementedError(f"npu_dequant_swiglu_quant: modes {quant_mode} and {swiglu_mode}, biases or groups")
+    out = x.new_empty(x.shape[0], x.shape[1] // 2, dtype=torch.int8)
+    scales = x.new_empty(x.shape[0], dtype=torch.float32)
+    launch("DequantSwigluQuant", compute_product_activation, x, weight_scale, activation_scale, out, scales)
+    return out, scales
+
+
+def compute_product_activation(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    token_scales: torch.Tensor,
+    out: torch.Tensor,
+    out_scales: torch.Tensor,
+) -> None:
+    """Scale, activate and quantize in float32."""
+    gate, up = (x.float() * scales.float() * token_scales.float()[:, None]).chunk(2, -1)
+    compute_quantization(F.silu(gate) * up, out, out_scales)
+
+
+def find_type(number: Any) -> torch.dtype:
+    """Return the type of a product: float16 if none is told, or by torch's number of it."""
+    if isinstance(number, torch.dtype):
+        return number
+    types = {None: torch.float16, 3: torch.int32, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+    if number not in types:
+        raise NotImplementedError(f"a product of type {number}")
+    return types[number]

@@ -1,0 +1,59 @@
+"""Weights in int8 inside vllm-ascend: split steps give what its own steps give, to the last bit.
+
+Products of integers are exact, and activations are quantized token by token, so nothing depends on the batch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_tasks import held_out
+from tests.ascend.conftest import TINY, start
+from tests.ascend.jobs import answer, make_prompts
+from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
+from tests.ascend.reference import count_equal, tokenize
+from tests.ascend.test_equivalence import (
+    BOUNDARIES,
+    assert_chunks_are_equal,
+    assert_mixed_steps_are_equal,
+    assert_prefills_are_equal,
+)
+from tests.vllm_plugin.engine import find_difference
+from tests.vllm_plugin.families import make_family
+
+QUANTIZED = {"quantization": "ascend"}
+
+
+@pytest.mark.parametrize("attention", [STATIC, pytest.param(DYNAMIC, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_split_steps_are_equal_to_unsplit_ones(name: str, attention: str, tmp_path: Path) -> None:
+    """Prefills, a request cut inside, and decodes mixed with them; one engine a family, its experts shared out."""
+    source = TINY if name.startswith("Deepseek") else make_family(name, tmp_path / "source")
+    model = quantize_model(source, tmp_path / "quantized", attention)
+    shared_out = "Qwen3ForCausalLM" != name
+    for npus in start(1, model, {"DBO_CHECK": "1"}, tensor_parallel_size=2, enable_expert_parallel=shared_out, **QUANTIZED):
+        assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
+        assert_chunks_are_equal(npus, 400, 128)
+        assert_mixed_steps_are_equal(npus)
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_experts_of_data_parallel_ranks_get_the_tokens_in_int8(dispatch: str, tmp_path: Path) -> None:
+    """Half as many bytes as in bf16, and the same answers; all-to-all adds two ranks' results in another order."""
+    model = quantize_model(TINY, tmp_path / "quantized")
+    prompts = [make_prompts(40, 30, 25, 5), make_prompts(40)]
+    tasks = tokenize(TINY, [task.prompt for task in held_out(4)])
+    for npus in start(2, model, {"DBO_DISPATCH": dispatch}, **QUANTIZED):
+        unsplit_by_rank = npus.run(answer, prompts, 1)
+        for cut in (40, 70, 95):
+            splits = npus.run(answer, prompts, 1, [[cut], [cut]])
+            for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
+                assert [count["split"] for count in counts] == [1] * len(counts), counts
+                assert find_difference(unsplit, split) <= (0.0 if dispatch == "all_gather" else 0.1)
+        unsplit_by_rank = npus.run(answer, [tasks[:10], tasks[10:14]], 8)
+        splits = npus.run(answer, [tasks[:10], tasks[10:14]], 8, [])
+        for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
+            assert counts[0]["split"] >= 6, counts
+            assert count_equal(unsplit, split) == len(unsplit)
