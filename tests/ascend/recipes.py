@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,6 +153,12 @@ class Recipe(NamedTuple):
         return MODELS.get(self.page.removesuffix(".md"))
 
     @property
+    def scheme(self) -> str:
+        """What ModelSlim calls its quantized weights, by the model's name; W8A8 if that says nothing."""
+        told = re.search(r"w\d+a\d+", self.model, re.IGNORECASE)
+        return f"{told[0].upper() if told else 'W8A8'}_DYNAMIC"
+
+    @property
     def overlaps(self) -> bool:
         """Whether it prefills on more than one rank: where dual-batch overlap would pay."""
         sizes = self.tensor_parallel, self.data_parallel, self.pipeline_parallel
@@ -170,7 +177,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     assert config is not None
     model = _write(folder / "model", config)
     if recipe.quantization == "ascend":
-        _write(model, {"model_quant_type": "W8A8_DYNAMIC"}, "quant_model_description.json")
+        _write(model, {"model_quant_type": recipe.scheme}, "quant_model_description.json")
     given = {
         "decode-context-parallel-size": recipe.decode_context_parallel,
         "prefill-context-parallel-size": recipe.prefill_context_parallel,

@@ -1,6 +1,6 @@
-"""Dense decoders inside vllm-ascend: split steps give what its own steps give, to the last bit.
+"""Every adapter of this repository inside vllm-ascend: split steps give what its own steps give, to the last bit.
 
-They are not in the list of known models yet, so steps are split under DBO_CHECK=1.
+DeepSeek has tests of its own (`test_equivalence.py`), and so have encoders (`test_encoder.py`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,39 @@ from pathlib import Path
 import pytest
 
 from tests.ascend.conftest import start
+from tests.ascend.jobs import answer, make_prompts
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.engine import find_difference
+from tests.vllm_plugin.families import FAMILIES, make_family
+from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_vision_family
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("MistralForCausalLM", "Qwen2ForCausalLM", QWEN25)]
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3, *SLOW])
 def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> None:
-    """Prefills, a request cut inside, and decodes mixed with them; one engine a family."""
-    for npus in start(1, make_family(name, tmp_path), {"DBO_CHECK": "1"}, tensor_parallel_size=2):
+    """Prefills, a request cut inside, and decodes mixed with them; one engine a family, its experts shared out."""
+    model = make_family(name, tmp_path) if name in FAMILIES else make_vision_family(name, tmp_path)
+    shared_out = name.startswith("Qwen3Moe")
+    for npus in start(1, model, tensor_parallel_size=2, enable_expert_parallel=shared_out):
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
         assert_chunks_are_equal(npus, 400, 128)
         assert_mixed_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_qwen3_moe_dispatches_tokens_to_data_parallel_ranks(dispatch: str, tmp_path: Path) -> None:
+    model, prompts = make_family("Qwen3MoeForCausalLM", tmp_path), [make_prompts(40, 30, 25, 5), make_prompts(40)]
+    for npus in start(2, model, {"DBO_DISPATCH": dispatch}):
+        unsplit_by_rank = npus.run(answer, prompts, 1)
+        for cut in (40, 70, 95):
+            splits = npus.run(answer, prompts, 1, [[cut], [cut]])
+            for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
+                assert [count["split"] for count in counts] == [1] * len(counts), counts
+                assert find_difference(unsplit, split) <= (0.0 if dispatch == "all_gather" else 0.1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count
 from tests.ascend.recipes import MODELS, make_command, read_recipes
 
@@ -32,12 +34,24 @@ def test_a_command_has_what_its_line_says(tmp_path: Path) -> None:
     assert variables.keys() == {"PYTHONPATH"}
 
 
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [
+        ("DeepSeek-R1-W8A8", "W8A8_DYNAMIC"),
+        ("Kimi-K2.5-w4a8", "W4A8_DYNAMIC"),
+        ("dsk-v3.1-w4a4_mlp-w8a8c8_att", "W4A4_DYNAMIC"),
+        ("", "W8A8_DYNAMIC"),
+    ],
+)
+def test_a_models_name_says_how_it_is_quantized(model: str, scheme: str) -> None:
+    assert RECIPES[0]._replace(model=model).scheme == scheme
+
+
 def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> None:
     (recipe,) = (
         each for each in RECIPES if (each.page, each.line) == ("pd_disaggregation_mooncake_multi_node.md", "547")
     )
     assert ask(recipe).reasons == (
-        "not supported yet: quantized experts with data parallel",
         "not supported yet: speculative decoding with vllm-ascend",
         "not supported yet: data parallel shared experts (enable_shared_expert_dp)",
     )

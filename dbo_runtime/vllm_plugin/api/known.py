@@ -11,8 +11,21 @@ VLLM_WINDOW = ((0, 23), (0, 34))
 KNOWN_ASCEND_VERSIONS = ("0.30.0rc2",)
 """Versions of vllm-ascend of which split steps have been compared with unsplit ones."""
 
-KNOWN_ASCEND_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+KNOWN_ASCEND_MODELS = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3VLForConditionalGeneration",
+)
 """Models of which split steps have been compared with unsplit ones on vllm-ascend."""
+
+KNOWN_ASCEND_QUANTIZATIONS = ("W8A8", "W8A8_DYNAMIC")
+"""Quantized weights, as ModelSlim names them, with which they have been."""
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""

@@ -11,7 +11,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import check_connectors
-from dbo_runtime.vllm_plugin.platforms.platform import COMPARE
+from dbo_runtime.vllm_plugin.platforms.platform import tell_to_compare
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.unsupported import list_unsupported
 
@@ -29,19 +29,18 @@ def list_declines(vllm_config: VllmConfig, config: RuntimeConfig, adapter: Model
         config: the settings.
         adapter: of the model; None if none is registered, which DBO_GENERIC=1 does without.
     """
-    platform, architecture = get_platform(), vllm_config.model_config.architecture
+    platform = get_platform()
     unsupported = platform.check_support(config)
     if unsupported is not None:
         yield unsupported
         return  # what this platform, or its version, makes of the configuration is not known
-    unproven = platform.check_model(architecture, config)
-    if unproven is not None:
-        yield unproven
+    if not config.check:
+        yield from (tell_to_compare(unproven) for unproven in platform.list_unproven(vllm_config))
     if adapter is None and not config.generic:
-        yield Decline("no adapter is registered", f"{architecture}; {INSTRUCTIONS}")
+        yield Decline("no adapter is registered", f"{vllm_config.model_config.architecture}; {INSTRUCTIONS}")
     yield from list_unsupported(vllm_config)
     if uses_second_runner(vllm_config) and not config.check:
-        yield Decline("not proven with vLLM's second model runner yet", COMPARE)
+        yield tell_to_compare(Decline("not proven with vLLM's second model runner yet"))
     if vllm_config.lora_config is not None:
         settings = {"DBO_COMPILE": config.compile, "DBO_GENERIC": adapter is None and config.generic}
         yield from (Decline(f"not supported yet: LoRA with {name}=1") for name, is_used in settings.items() if is_used)

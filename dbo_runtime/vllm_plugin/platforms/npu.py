@@ -11,8 +11,8 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.program import SIDE
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
-from dbo_runtime.vllm_plugin.api.known import KNOWN_ASCEND_MODELS, KNOWN_ASCEND_VERSIONS
-from dbo_runtime.vllm_plugin.platforms.platform import COMPARE, Platform
+from dbo_runtime.vllm_plugin.api.known import KNOWN_ASCEND_VERSIONS
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
     import torch.distributed as dist
@@ -67,11 +67,11 @@ class NpuPlatform(Platform):
         known = ", ".join(KNOWN_ASCEND_VERSIONS)
         return Decline("this version of vllm-ascend is not known to dbo_runtime", f"{actual}; known: {known}")
 
-    def check_model(self, architecture: str, config: RuntimeConfig) -> Decline | None:
-        """Return why steps of a model are not split with vllm-ascend, or None."""
-        if architecture in KNOWN_ASCEND_MODELS or config.check:
-            return None
-        return Decline("this model is not proven with vllm-ascend yet", f"{architecture}; {COMPARE}")
+    def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
+        """Yield the architecture and the quantized weights that were not run with vllm-ascend."""
+        from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
+
+        return list_unproven(vllm_config)
 
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield each feature of vllm-ascend in use that splitting does not support."""

@@ -1,4 +1,4 @@
-"""Features of vllm-ascend that splitting does not support. Read against vllm-ascend 0.30.0rc2."""
+"""What of vllm-ascend is not split: features that are not supported, and what was not run. Read against vllm-ascend 0.30.0rc2."""
 
 from __future__ import annotations
 
@@ -6,10 +6,43 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.known import KNOWN_ASCEND_MODELS, KNOWN_ASCEND_QUANTIZATIONS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm_ascend.ascend_config import AscendConfig
+
+
+MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
+
+
+def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
+    """Yield the architecture and the quantized weights of a model of which no split step was compared."""
+    architecture = vllm_config.model_config.architecture
+    if architecture not in KNOWN_ASCEND_MODELS:
+        yield Decline("this model is not proven with vllm-ascend yet", architecture)
+    unproven = sorted(find_quantizations(vllm_config) - {*KNOWN_ASCEND_QUANTIZATIONS, UNQUANTIZED})
+    if unproven:
+        yield Decline("these quantized weights are not proven with vllm-ascend yet", ", ".join(unproven))
+
+
+def find_quantizations(vllm_config: VllmConfig) -> set[str]:
+    """Return what a model's weights and caches are quantized to, in the words of ModelSlim's description.
+
+    Of another method's weights it is the method's name. Caches of attention (`fa_quant_type`) are quantized only where
+    a node decodes for others.
+    """
+    quantized = vllm_config.quant_config
+    if quantized is None:
+        return set()
+    if quantized.get_name() != MODELSLIM:
+        return {quantized.get_name()}
+    description: dict[str, str] = quantized.quant_description
+    transfer = vllm_config.kv_transfer_config
+    decodes = transfer is not None and transfer.kv_role == "kv_consumer"
+    caches = ["kv_cache_type", "indexer_quant_type", *(["fa_quant_type"] if decodes else [])]
+    told = {description[name] for name in ("model_quant_type", *caches) if name in description}
+    return told | {scheme for name, scheme in description.items() if name.endswith(".weight")}
 
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor
 COMPARE = "with DBO_CHECK=1 steps are split, and each is compared with the unsplit one"
 
 
+def tell_to_compare(unproven: Decline) -> Decline:
+    """Return why something is not split because it was not run yet, with the way to run it."""
+    return Decline(unproven.reason, f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
+
+
 class Platform:
     """A platform that vLLM serves on. Modules of a platform import torch and vLLM only where they are called.
 
@@ -74,9 +79,7 @@ class Platform:
         if not self.has_device:
             return Decline(f"there is no device for {self.name!r}")
         unproven = self.check_version() if self.is_proven else Decline(f"not proven on {self.name!r} yet")
-        if unproven is None or config.check:
-            return None
-        return Decline(unproven.reason, f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
+        return None if unproven is None or config.check else tell_to_compare(unproven)
 
     def opens_side_lane(self, config: RuntimeConfig) -> bool:
         """Return whether a second compute lane is opened for ops, when a server starts with these settings."""
@@ -86,9 +89,12 @@ class Platform:
         """Return why the installed version of a platform's plugin is not served split, or None."""
         return None
 
-    def check_model(self, architecture: str, config: RuntimeConfig) -> Decline | None:
-        """Return why steps of a model are not split on this platform where those of others are, or None."""
-        return None
+    def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
+        """Yield what of a model is not split on this platform, because its steps were not compared with unsplit ones.
+
+        With DBO_CHECK=1 they are split, and compared.
+        """
+        return iter(())
 
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield each feature of this platform in use that splitting does not support."""

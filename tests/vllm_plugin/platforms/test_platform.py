@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -66,15 +67,51 @@ def test_the_version_of_vllm_ascend_decides(release: str, known: bool, monkeypat
     assert found is None if known else (found.reason == expected and found.detail.startswith(detail))
 
 
-def test_with_vllm_ascend_other_models_are_compared_or_unsplit() -> None:
-    cpu, npu = get_platform("cpu"), get_platform("npu")
-    assert npu.check_model("DeepseekV3ForCausalLM", RuntimeConfig(enabled=True)) is None
-    assert cpu.check_model("LlamaForCausalLM", RuntimeConfig(enabled=True)) is None
-    assert npu.check_model("GraniteForCausalLM", RuntimeConfig(enabled=True, check=True)) is None
-    found = npu.check_model("GraniteForCausalLM", RuntimeConfig(enabled=True))
-    assert found is not None
-    assert found.reason == "this model is not proven with vllm-ascend yet"
-    assert found.detail.startswith("GraniteForCausalLM; with DBO_CHECK=1")
+def test_with_vllm_ascend_other_models_and_weights_are_not_proven() -> None:
+    description = {"model_quant_type": "W8A8", "a.weight": "W8A8_DYNAMIC", "b.weight": "FLOAT", "b.bias": "W4A4"}
+    quantized = make_quantized(description)
+    assert tell_unproven(make_served("DeepseekV3ForCausalLM", quantized)) == {}
+    assert tell_unproven(make_served("GraniteForCausalLM", quantized), "cpu") == {}
+    expected = {"this model is not proven with vllm-ascend yet": "GraniteForCausalLM"}
+    assert tell_unproven(make_served("GraniteForCausalLM", None)) == expected
+
+
+@pytest.mark.parametrize(
+    ("description", "role", "unproven"),
+    [
+        ({"a.weight": "W8A8", "b.weight": "W4A4"}, None, "W4A4"),
+        ({"a.weight": "W8A8", "kv_cache_type": "C8", "indexer_quant_type": "INT8"}, None, "C8, INT8"),
+        ({"a.weight": "W8A8", "fa_quant_type": "FAKQuant"}, "kv_producer", None),
+        ({"a.weight": "W8A8", "fa_quant_type": "FAKQuant"}, "kv_consumer", "FAKQuant"),
+    ],
+)
+def test_weights_and_caches_of_vllm_ascend_are_not_proven_by_name(
+    description: dict[str, str], role: str | None, unproven: str | None
+) -> None:
+    served = make_served("DeepseekV3ForCausalLM", make_quantized(description), role)
+    reason = "these quantized weights are not proven with vllm-ascend yet"
+    assert tell_unproven(served) == ({} if unproven is None else {reason: unproven})
+
+
+def test_weights_of_another_method_are_not_proven() -> None:
+    served = make_served("DeepseekV3ForCausalLM", make_quantized({"a.weight": "W8A8"}, "compressed-tensors"))
+    assert list(tell_unproven(served).values()) == ["compressed-tensors"]
+
+
+def tell_unproven(served: Any, platform: str = "npu") -> dict[str, str]:
+    """Return why a model would not be split without DBO_CHECK=1, and the details."""
+    return {unproven.reason: unproven.detail for unproven in get_platform(platform).list_unproven(served)}
+
+
+def make_quantized(description: dict[str, str], method: str = "ascend") -> Any:
+    return SimpleNamespace(get_name=lambda: method, quant_description=description)
+
+
+def make_served(architecture: str, quantized: Any, role: str | None = None) -> Any:
+    """Return what is read of vLLM's configuration."""
+    transfer = None if role is None else SimpleNamespace(kv_role=role)
+    model = SimpleNamespace(architecture=architecture)
+    return SimpleNamespace(model_config=model, quant_config=quantized, kv_transfer_config=transfer)
 
 
 @pytest.mark.parametrize("platform", ["npu", "cuda"])
