@@ -59,7 +59,6 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     features = (
         (parallel.use_sequence_parallel_moe, "FlashComm (sequence-parallel MoE)"),
-        (vllm_config.speculative_config is not None, "speculative decoding with vllm-ascend"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),

@@ -176,6 +176,46 @@ def test_decodes_attend_to_the_blocks_that_their_table_names(
     assert [tensor.data_ptr() for tensor in given_back] == [tensor.data_ptr() for tensor in there]
 
 
+@settings(max_examples=scale(40))
+@given(
+    seed=SEEDS,
+    requests=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=5),
+    heads=st.integers(1, 4),
+    block_size=st.sampled_from([1, 4]),
+    padding=st.integers(0, 2),
+    dtype=FLOATS,
+)
+@covers("npu::npu_fused_infer_attention_score_v2")
+def test_drafts_attend_to_the_tokens_before_them(
+    standin: StandIn,
+    seed: int,
+    requests: list[tuple[int, int]],
+    heads: int,
+    block_size: int,
+    padding: int,
+    dtype: torch.dtype,
+) -> None:
+    """Requests of several tokens each; what is beyond them is padding, and gives zeros."""
+    decode = make_decode(seed, [before + queries for queries, before in requests], heads, 3, block_size, dtype)
+    picked = [row[:, :queries].transpose(0, 1) for row, (queries, _) in zip(decode.queries, requests, strict=True)]
+    ropes = [row[:, :queries].transpose(0, 1) for row, (queries, _) in zip(decode.query_ropes, requests, strict=True)]
+    expected = [
+        attend(torch.cat([query, query_rope], -1), torch.cat([latent, rope], -1)[:, None], latent[:, None], 0.2, True)
+        for query, query_rope, latent, rope in zip(picked, ropes, decode.latents, decode.ropes, strict=True)
+    ]
+    rest = torch.zeros(padding, heads, 16)
+    packed = decode._replace(
+        queries=torch.cat([*picked, rest]).to(dtype), query_ropes=torch.cat([*ropes, rest[..., :8]]).to(dtype)
+    )
+    out, _ = packed.call(
+        npu().npu_fused_infer_attention_score_v2,
+        input_layout="TND_NTD",
+        sparse_mode=CAUSAL,
+        actual_seq_qlen=list(accumulate(queries for queries, _ in requests)),
+    )
+    assert_near(out, torch.cat([*(found for found, _ in expected), rest]).transpose(0, 1), dtype)
+
+
 @pytest.mark.parametrize("cuts", [(9,), (1, 9), (4, 4, 9), (0, 9), (2, 5, 7, 9)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @covers("npu::npu_attention_update")

@@ -110,18 +110,31 @@ def attend_paged(
     block_size: int,
     softmax_scale: float = 1.0,
     input_layout: str = "BSH",
+    sparse_mode: int = NO_MASK,
+    atten_mask: torch.Tensor | None = None,
+    actual_seq_qlen: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`npu_fused_infer_attention_score_v2`, layout BNSD_NBSD: decodes [batch, heads, queries, size], a paged cache."""
-    if input_layout != "BNSD_NBSD":
-        raise NotImplementedError(f"npu_fused_infer_attention_score_v2: layout {input_layout}")
+    """`npu_fused_infer_attention_score_v2`: decodes, over a paged cache.
+
+    Layout BNSD_NBSD has as many queries of each request, [batch, heads, queries, size] -> [heads, batch, queries, ...];
+    TND_NTD has them one after another, with their cumulated numbers, [queries, heads, size] -> [heads, queries, ...].
+    """
     refuse("npu_fused_infer_attention_score_v2", rest, "num_query_heads", "num_key_value_heads", "inner_precise")
-    batch, heads, queries, _ = query.shape
+    causal = is_causal(sparse_mode, atten_mask)
+    if input_layout == "BNSD_NBSD" and actual_seq_qlen is None and not causal:
+        batch, heads, queries, _ = query.shape
+        ends = [queries * (request + 1) for request in range(batch)]
+        shape = [heads, batch, queries]
+    elif input_layout == "TND_NTD" and actual_seq_qlen is not None:
+        ends, shape = list(actual_seq_qlen), [query.shape[1], query.shape[0]]
+    else:
+        raise NotImplementedError(f"npu_fused_infer_attention_score_v2: layout {input_layout}, mask {sparse_mode}")
     if out is None:
-        out = query.new_empty(heads, batch, queries, value.shape[-1])
+        out = query.new_empty(*shape, value.shape[-1])
     inputs = query, key, value, query_rope, key_rope, block_table
-    settings = list(actual_seq_kvlen), block_size, softmax_scale
+    settings = ends, list(actual_seq_kvlen), block_size, softmax_scale, causal
     launch("FusedInferAttentionScoreV2", compute_paged, *inputs, out, *settings)
     return out, query.new_empty(1, dtype=torch.float32)
 
@@ -148,21 +161,24 @@ def compute_paged(
     key_rope: torch.Tensor,
     block_table: torch.Tensor,
     out: torch.Tensor,
+    ends: Sequence[int],
     lengths: Sequence[int],
     block_size: int,
     scale: float,
+    causal: bool,
 ) -> None:
     """Attend to each request's blocks; caches are [blocks, heads of keys, block size, size]."""
     query = torch.cat([query, query_rope], -1)
+    rows = query.transpose(0, 1) if query.dim() == 3 else query.transpose(0, 1).flatten(1, 2)  # [heads, queries, size]
     out.zero_()
-    for request, length in enumerate(lengths[: query.shape[0]]):
-        if length:
+    for request, ((first, last), length) in enumerate(zip(pairwise([0, *ends]), lengths, strict=False)):
+        if length and last > first:
             blocks = block_table[request, : -(-length // block_size)].long()
             keys, ropes, values = (
                 cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length] for cache in (key, key_rope, value)
             )
-            found, _ = compute_attention(query[request], torch.cat([keys, ropes], -1), values, scale, causal=False)
-            out[:, request] = found.to(out.dtype)
+            found, _ = compute_attention(rows[:, first:last], torch.cat([keys, ropes], -1), values, scale, causal)
+            out.view(*rows.shape[:2], -1)[:, first:last] = found.to(out.dtype)
 
 
 def update_attention(

@@ -5,6 +5,7 @@
 
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/tensor.h>
 
 namespace standin {
 namespace {
@@ -72,6 +73,11 @@ STANDIN_OPERATOR(aclnnIndexAdd,
 STANDIN_OPERATOR(aclnnInplaceIndexCopy, (AclTensor self, int64_t dim, AclTensor index, AclTensor source),
                  [self = hold(self), dim, index = hold(index), source = hold(source)] {
                      self.index_copy_(dim, index, source);
+                 })
+
+STANDIN_OPERATOR(aclnnInplaceIndexFillTensor, (AclTensor self, int64_t dim, AclIntArray index, AclScalar value),
+                 [self = hold(self), dim, index = hold(index), value = hold(value)] {
+                     self.index_fill_(dim, at::tensor(index, at::kLong), value);
                  })
 
 STANDIN_OPERATOR(aclnnScatter,

@@ -1,0 +1,57 @@
+"""Speculative decoding inside vllm-ascend: the target's forward is split, and drafts are accepted as unsplit.
+
+Drafts come from the trained MTP layer and the trained Eagle3 head of the tiny DeepSeek, so that many are accepted, and
+from an n-gram lookup.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from examples.tiny_tasks import held_out
+from tests.ascend.conftest import TINY, start
+from tests.ascend.jobs import answer, cut_at_boundaries, generate, make_prompts
+from tests.ascend.reference import tokenize
+from tests.vllm_plugin.drafters import NGRAM, draft_by_eagle3, draft_by_mtp
+from tests.vllm_plugin.engine import Answer, Engine, find_difference
+from tests.vllm_plugin.speculation import count_drafts
+
+TASKS = tokenize(TINY, [task.prompt for task in held_out(1)])
+PROMPTS = [*make_prompts(96, 64, 160, 128, 80), *TASKS]
+ARRIVE = (0, 0, 2, 2, 3, *range(len(TASKS)))  # the later ones while the first are decoding
+TOKENS = 8
+NO_BACKEND = {"attention_backend": None}  # vllm-ascend's, also for the drafter
+
+
+def answer_with_drafts(engine: Engine, rank: int, split: bool) -> tuple[list[Answer], Counter[str], int]:
+    """Return the answers, the counts of drafts, and how many steps were split, each at a boundary of requests."""
+    if split:
+        cut_at_boundaries(engine, rank)
+    with count_drafts(engine) as counts:
+        ask = generate if split else answer
+        answers, (steps, *_) = ask(engine, rank, [PROMPTS], TOKENS, *([ARRIVE] if split else [None, ARRIVE]))
+    return answers, counts, steps["split"]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        ("ngram", {"speculative_config": NGRAM}),
+        ("mtp", draft_by_mtp(2)),
+        ("eagle3", draft_by_eagle3(3)),
+    ],
+)
+def test_split_steps_with_drafts_are_equal_to_unsplit_ones(name: str, drafter: dict[str, Any], workers: int) -> None:
+    options = {**drafter, "speculative_config": {**drafter["speculative_config"], **NO_BACKEND}}
+    for npus in start(1, tensor_parallel_size=workers, enable_expert_parallel=workers > 1, **options):
+        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
+        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
+        assert (none, steps >= 10) == (0, True)
+        assert drafts["drafted"] > 0
+        assert split_drafts == drafts
+        assert find_difference(unsplit, split) == 0.0
