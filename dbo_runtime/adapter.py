@@ -55,6 +55,18 @@ class ExpertParallel(Protocol):
         They may if they read no forward context and their kernels share no scratch memory with attention's.
         """
 
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether each tensor parallel rank dispatches a chunk of the tokens, which all of these ranks have.
+
+        Then `gate` and `dispatch` take the tokens and leave the others' chunks out, `combine` and `merge` are of the
+        chunk, and `all_gather` returns the tokens: no all-reduce follows. vLLM calls this sequence-parallel MoE.
+        """
+
+    @property
+    def reduces_shared_experts(self) -> bool:
+        """Whether results of the shared experts are parts of a sum over these ranks, for `reduce_scatter`."""
+
     def gate(self, x: Any) -> Any:
         """Choose the experts of each token of *x* [tokens, hidden] -> routing."""
 
@@ -75,6 +87,12 @@ class ExpertParallel(Protocol):
 
     def merge(self, routed: Any, *shared: Any) -> Any:
         """Scale *routed* in place and add the shared experts' result, if there is one -> [tokens, hidden]."""
+
+    def reduce_scatter(self, partial: Any) -> Any:
+        """Sum *partial* [tokens, hidden] over the tensor parallel ranks -> [chunk, hidden]. For the comm lane."""
+
+    def all_gather(self, chunk: Any, routing: Any) -> Any:
+        """Return the tokens of all chunks [chunk, hidden] -> [tokens, hidden]. For the comm lane."""
 
 
 class LatentAttention(Protocol):

@@ -143,11 +143,13 @@ class RuntimeConfig:
     )
     dispatch: str = _setting(
         "DBO_DISPATCH",
-        "all_gather",
-        allow_names("all_gather", "all_to_all"),
+        "auto",
+        allow_names("auto", "all_gather", "all_to_all"),
         "at start",
         "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
-        "default does; `all_to_all` sends each token only to the ranks of its experts, after exchanging sizes.",
+        "default does; `all_to_all` sends each token only to the ranks of its experts, after exchanging sizes, and "
+        "with tensor parallel each rank sends a chunk of them. `auto` is what unsplit steps do: `all_to_all` with "
+        "vllm-ascend on chips where it takes that for prefills, or with `enable_shared_expert_dp`; else `all_gather`.",
     )
     kv_connectors: tuple[str, ...] = _setting(
         "DBO_KV_CONNECTORS",

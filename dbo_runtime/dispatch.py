@@ -230,7 +230,7 @@ def _send(x: torch.Tensor, routing: Routing, send: Callable[[torch.Tensor], torc
     if quantized is not None:
         x = quantized.x
         columns.append(quantized.scales[:, None].view(torch.int32))
-    arrived = send(torch.cat(columns, dim=1)).split([column.shape[1] for column in columns], dim=1)
+    arrived = torch.split(send(torch.cat(columns, dim=1)), [column.shape[1] for column in columns], dim=1)
     floats = [column.contiguous().view(torch.float32) for column in (arrived[0], *arrived[2:])]
     scales = None if quantized is None else floats[1][:, 0]
     return DispatchedTokens(send(x), floats[0].to(weights.dtype), arrived[1].to(ids.dtype).contiguous(), scales)

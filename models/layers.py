@@ -85,6 +85,8 @@ def record_layer(
     moe = collectives.decompose(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
     if moe is not None:
         x = record_experts(p, moe, x)
+        if moe.is_sequence_parallel:
+            return x, residual  # gathered, and complete
     else:  # two names, because ops of one name are assumed to cost the same
         name = "moe" if hasattr(layer.mlp, "experts") else "mlp"
         x = p.compute(name, collectives.without_reduce(layer.mlp), x)
@@ -136,6 +138,9 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
     meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
     depend on the tokens only, so they are concurrent with the gate and the experts, too. Where kernels allow it, gate,
     experts and merge are movable: they may run there while the other micro-batch attends.
+
+    Sequence parallel, each tensor parallel rank dispatches a chunk of the tokens. The shared experts' partial results
+    are reduced to chunks and added to the routed ones, so that one all-gather completes both.
     """
     declare = p.movable if moe.is_movable else p.compute
     routing = declare("gate", moe.gate, x)
@@ -148,10 +153,12 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
     )
     if not moe.exchanges_sizes:
         shared = record_shared_experts(p, moe, x)
+    if moe.reduces_shared_experts:
+        shared = [p.comm("shared_reduce", moe.reduce_scatter, result) for result in shared]
     routed = declare("experts", moe.experts, received)
     routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
     merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
-    return merged
+    return p.comm("gather", moe.all_gather, merged, routing) if moe.is_sequence_parallel else merged
 
 
 def record_shared_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> list[Value]:

@@ -80,7 +80,7 @@ BAD = [
     ("DBO_SIDE_CORES", "8", "CUBE:VECTOR, such as 8:16"),
     ("DBO_SIDE_CORES", "8:0", "CUBE:VECTOR, such as 8:16"),
     ("DBO_SIDE_CORES", "8:16:1", "CUBE:VECTOR, such as 8:16"),
-    ("DBO_DISPATCH", "alltoall", "all_gather or all_to_all"),
+    ("DBO_DISPATCH", "alltoall", "auto, all_gather or all_to_all"),
     ("DBO_CHECK", "yes", "0 or 1"),
 ]
 

@@ -73,9 +73,10 @@ def has_metadata() -> bool:
     return bool(forward_context.get_forward_context().attn_metadata)
 
 
-def get_rank_sizes() -> tuple[int, ...]:
-    """Return the tokens of every data parallel rank in the current micro-batch."""
-    return tuple(forward_context.get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist())
+def get_rank_sizes(own: int) -> tuple[int, ...]:
+    """Return the tokens of every data parallel rank in the current micro-batch: *own* without data parallel."""
+    metadata = forward_context.get_forward_context().dp_metadata
+    return (own,) if metadata is None else tuple(metadata.num_tokens_across_dp_cpu.tolist())
 
 
 def get_data(context: ForwardContext) -> dict[str, Any]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MOE_RUNNERS = ("MoERunner",)
 """What runs an MoE layer. Classes are known by their exact names: one derived from them may do something else."""
 
-GATHERING_DISPATCH = ("MoEPrepareAndFinalizeNaiveDPEPModular",)
-"""Kernels' prepare and finalize that gather tokens and scatter results, and do nothing else in between."""
+GATHERING_DISPATCH = ("MoEPrepareAndFinalizeNaiveDPEPModular", "MoEPrepareAndFinalizeNoDPEPModular")
+"""Kernels' prepare and finalize that gather tokens and scatter results, or do not; they do nothing else in between."""
 
 ROUTERS_WITH_OUTPUT = ("ZeroExpertRouter",)
 """Routers that add to the layer's result themselves."""
@@ -48,6 +48,11 @@ class MoeLayer:
     def has_shared_experts(self) -> bool:
         """Whether some experts run for every token."""
         return self._runner.shared_experts is not None
+
+    @property
+    def has_replicated_shared_experts(self) -> bool:
+        """Whether each tensor parallel rank has all of the shared experts; otherwise it has a part."""
+        return self.has_shared_experts and bool(self._runner.moe_config.is_sequence_parallel)
 
     @property
     def expert_map(self) -> torch.Tensor | None:
@@ -78,7 +83,6 @@ class MoeLayer:
             (runner.routed_experts.apply_router_weight_on_input, "weights tokens before the experts"),
             (runner.moe_config.hidden_dim != runner.moe_config.hidden_dim_unpadded, "pads its hidden states"),
             (type(runner.router).__name__ in ROUTERS_WITH_OUTPUT, "adds an output of its router"),
-            (runner.moe_config.is_sequence_parallel, "is sequence parallel"),
             (runner.moe_config.skip_final_all_reduce, "leaves its last all-reduce to the model"),
         )
         return next((Decline(f"the MoE layer {what}") for is_used, what in checks if is_used), None)

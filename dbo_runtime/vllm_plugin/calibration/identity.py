@@ -35,7 +35,7 @@ def make_identity(rank: RankContext) -> Identity:
         machine={
             **rank.platform.describe_machine(),
             "transport": rank.transport,
-            "dispatch": rank.config.dispatch,
+            "dispatch": rank.dispatch,
         },
         model=describe_model(rank.vllm_config),
         parallel={**describe_parallel(rank.vllm_config, rank.hosts), **rank.stage.describe()},

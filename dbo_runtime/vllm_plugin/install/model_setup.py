@@ -16,6 +16,7 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
+from dbo_runtime.vllm_plugin.api.groups import dispatches_chunks
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import has_layer_hooks
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
@@ -60,7 +61,9 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     if adapter is None and config.generic:
         adapter = GenericAdapter(rank.groups.tensor_parallel, rank.vllm_config, rank.stage)
     groups = rank.groups
-    collectives = ModelCollectives(rank.platform, groups.tensor_parallel, groups.data_parallel, config.dispatch)
+    experts = groups.all_ranks if dispatches_chunks(rank.vllm_config, rank.dispatch) else None
+    ranks = groups.tensor_parallel, groups.data_parallel
+    collectives = ModelCollectives(rank.platform, *ranks, rank.dispatch, experts)
     program = _record_model(adapter, model, rank, collectives)
     encoder = _record_encoder(model, rank, collectives)
     _compare_settings(rank, program, encoder)
@@ -241,7 +244,7 @@ def _announce(adapter: ModelAdapter, rank: RankContext, collectives: ModelCollec
         mode=config.mode,
         micro_batches=config.micro_batches or "auto",
         policy=name_policy(*config.policy),
-        dispatch=config.dispatch,
+        dispatch=rank.dispatch,
         side=config.side,
         min_tokens=config.min_tokens,
         min_prefill_tokens=config.min_prefill_tokens,

@@ -16,7 +16,7 @@ from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
 from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
-from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts
+from dbo_runtime.vllm_plugin.parallel.experts import SequenceParallelExperts, SplitExperts
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class ModelCollectives:
         tensor_parallel: vLLM's coordinator of the group that all-reduces.
         data_parallel: of the group in which tokens are dispatched to experts; None without data parallel.
         dispatch: how they are, `all_gather` or `all_to_all`.
+        expert_parallel: of all ranks that have experts, if each of them dispatches a chunk of the tokens; None if a
+            tensor parallel rank dispatches all that it has.
 
     Attributes:
         fused_attention_reason: why latent attention stays one op; None if it does not, or the model has none.
@@ -46,11 +48,13 @@ class ModelCollectives:
         tensor_parallel: GroupCoordinator,
         data_parallel: GroupCoordinator | None = None,
         dispatch: str = "all_gather",
+        expert_parallel: GroupCoordinator | None = None,
     ) -> None:
         self._platform = platform
         self._tensor_parallel = tensor_parallel
         self._data_parallel = data_parallel
         self._dispatch = dispatch
+        self._expert_parallel = expert_parallel
         self.fused_attention_reason: Decline | None = None
         self._process_group: dist.ProcessGroup | None = None
         self._own_groups: list[dist.ProcessGroup] = []
@@ -76,8 +80,9 @@ class ModelCollectives:
         if self._tensor_parallel.world_size > 1:
             self._process_group = self._tensor_parallel.make_sibling_device_group("dbo")
             self._own_groups.append(self._process_group)
-        if self._data_parallel is not None:
-            group = self._data_parallel.make_sibling_device_group("dbo_experts")
+        dispatching = self._expert_parallel or self._data_parallel
+        if dispatching is not None:
+            group = dispatching.make_sibling_device_group("dbo_experts")
             self._own_groups.append(group)
             self._dispatcher = (
                 AllGather(group) if self._expert_map is None else self._make_all_to_all(self._expert_map, group)
@@ -90,15 +95,21 @@ class ModelCollectives:
             DeclineError: if it cannot be decomposed.
         """
         layer = self._platform.get_moe_layer(experts)
-        if not layer.needs_dispatch:
+        if layer.has_replicated_shared_experts and self._expert_parallel is None:
+            raise DeclineError("data parallel shared experts need DBO_DISPATCH=all_to_all")
+        if not layer.needs_dispatch and self._expert_parallel is None:
             return None
         decline = layer.check()
         if decline is not None:
             raise DeclineError(decline.reason, decline.detail)
-        if self._dispatch == "all_gather":
-            return SplitExperts(layer, self._get_dispatcher, exchanges_sizes=False)
-        self._note_placement(layer)
-        return SplitExperts(layer, self._get_dispatcher, self._platform.exchanges_sizes_separately)
+        exchanges_sizes = False
+        if self._dispatch == "all_to_all":
+            self._note_placement(layer)
+            exchanges_sizes = self._platform.exchanges_sizes_separately
+        if self._expert_parallel is None:
+            return SplitExperts(layer, self._get_dispatcher, exchanges_sizes)
+        groups = self._tensor_parallel, self._expert_parallel
+        return SequenceParallelExperts(layer, self._get_dispatcher, exchanges_sizes, *groups, self._get_process_group)
 
     def decompose_attention(self, attention: torch.nn.Module) -> SplitLatentAttention | None:
         """Return latent attention in parts, or None where it stays one op for `fused_attention_reason`."""
@@ -148,13 +159,15 @@ class ModelCollectives:
         assert self._dispatcher is not None, "connect() comes before the first step"
         return self._dispatcher
 
+    def _get_process_group(self) -> dist.ProcessGroup:
+        assert self._process_group is not None, "connect() comes before the first step"
+        return self._process_group
+
     def _note_placement(self, layer: MoeLayer) -> None:
         """Remember which experts are on this rank; one table serves all layers."""
         placed = layer.expert_map
-        if placed is None or self._tensor_parallel.world_size > 1:
-            raise DeclineError(
-                "DBO_DISPATCH=all_to_all needs every expert on one rank: --enable-expert-parallel, no tensor parallel"
-            )
+        if placed is None:
+            raise DeclineError("DBO_DISPATCH=all_to_all needs every expert on one rank: --enable-expert-parallel")
         if self._expert_map is not None and not torch.equal(self._expert_map, placed):
             raise DeclineError("DBO_DISPATCH=all_to_all needs all layers' experts on the same ranks")
         self._expert_map = placed

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Routing
+from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Routing, gather_rows, reduce_rows
 from dbo_runtime.vllm_plugin.api.forward_context import get_rank_sizes
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 
 class SplitExperts:
@@ -21,6 +26,8 @@ class SplitExperts:
     """
 
     is_movable = False  # the gate reads the forward context, and vLLM's kernels share one workspace with attention
+    is_sequence_parallel = False
+    reduces_shared_experts = False
 
     def __init__(self, layer: MoeLayer, get_dispatcher: Callable[[], Dispatcher], exchanges_sizes: bool) -> None:
         self.exchanges_sizes = exchanges_sizes
@@ -30,9 +37,7 @@ class SplitExperts:
 
     def gate(self, x: torch.Tensor) -> Routing:
         """Choose experts for *x* [tokens, hidden]; the micro-batch's forward context has the other ranks' sizes."""
-        weights, ids = self._layer.choose_experts(x)
-        routing = Routing(weights, ids, get_rank_sizes(), quantized=self._layer.quantize(x))
-        return self._get_dispatcher().choose_ranks(routing)
+        return self._route(x, get_rank_sizes(x.shape[0]))
 
     def exchange_sizes(self, routing: Routing) -> Routing:
         """Send every rank the number of rows that it will receive."""
@@ -57,3 +62,74 @@ class SplitExperts:
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
         """Add results of the experts and of the shared experts, both [tokens, hidden]."""
         return self._layer.merge(routed, *shared)
+
+    def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return *partial*: results are complete, or reduced with those of the experts."""
+        return partial
+
+    def all_gather(self, chunk: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return *chunk*: it has all tokens."""
+        return chunk
+
+    def _route(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
+        """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""
+        weights, ids = self._layer.choose_experts(x)
+        return self._get_dispatcher().choose_ranks(Routing(weights, ids, sizes, quantized=self._layer.quantize(x)))
+
+
+class SequenceParallelExperts(SplitExperts):
+    """The same, where each tensor parallel rank dispatches a chunk of the tokens that all of them have.
+
+    Args:
+        layer, get_dispatcher, exchanges_sizes: as above; tokens are dispatched between all ranks that have experts.
+        tensor_parallel, expert_parallel: vLLM's coordinators of the ranks with the same tokens, and of all.
+        get_process_group: returns their communicator on the comm lane.
+    """
+
+    is_sequence_parallel = True
+
+    def __init__(
+        self,
+        layer: MoeLayer,
+        get_dispatcher: Callable[[], Dispatcher],
+        exchanges_sizes: bool,
+        tensor_parallel: GroupCoordinator,
+        expert_parallel: GroupCoordinator,
+        get_process_group: Callable[[], dist.ProcessGroup],
+    ) -> None:
+        super().__init__(layer, get_dispatcher, exchanges_sizes)
+        self.reduces_shared_experts = layer.has_shared_experts and not layer.has_replicated_shared_experts
+        self._ranks = tensor_parallel.world_size
+        self._rank = tensor_parallel.rank_in_group
+        first = expert_parallel.rank_in_group - self._rank
+        self._peers = slice(first, first + self._ranks)  # the ranks with the same tokens, among all of them
+        self._get_process_group = get_process_group
+
+    def gate(self, x: torch.Tensor) -> Routing:
+        """Choose experts for this rank's chunk of *x* [tokens, hidden]."""
+        sizes = [chunk for tokens in get_rank_sizes(x.shape[0]) for chunk in self._list_chunks(tokens)]
+        return self._route(self._take_chunk(x), tuple(sizes))
+
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
+        """Send this rank's chunk of *x* [tokens, hidden] to its experts' ranks."""
+        return super().dispatch(self._take_chunk(x), routing)
+
+    def shared_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the shared experts on *x* [tokens, hidden], or on the chunk of it if this rank has all of them."""
+        return super().shared_experts(x if self.reduces_shared_experts else self._take_chunk(x))
+
+    def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sum *partial* [tokens, hidden] over the ranks, for this rank's chunk."""
+        return reduce_rows(partial, self._list_chunks(partial.shape[0]), self._get_process_group())
+
+    def all_gather(self, chunk: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return the tokens of all chunks."""
+        return gather_rows(chunk, routing.sizes[self._peers], self._get_process_group())
+
+    def _take_chunk(self, x: torch.Tensor) -> torch.Tensor:
+        chunks: tuple[torch.Tensor, ...] = torch.tensor_split(x, self._ranks)
+        return chunks[self._rank]
+
+    def _list_chunks(self, tokens: int) -> list[int]:
+        """Return how many tokens of a micro-batch each rank dispatches: the first ones one more, as tensor_split."""
+        return [tokens // self._ranks + (rank < tokens % self._ranks) for rank in range(self._ranks)]

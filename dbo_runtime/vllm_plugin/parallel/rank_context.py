@@ -34,6 +34,7 @@ class RankContext:
         stage: of a pipeline; the whole model without one.
         hosts: on how many hosts the ranks are.
         transport: how they communicate; see `Platform.get_transport`.
+        dispatch: how tokens reach experts on other ranks, `all_gather` or `all_to_all`.
         log: bound to the stage, and silent but on the first rank of each.
     """
 
@@ -44,6 +45,7 @@ class RankContext:
     stage: Stage
     hosts: int
     transport: str
+    dispatch: str
     log: FilteringBoundLogger
 
     @property
@@ -61,4 +63,5 @@ def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: R
     log = log.bind(stage=stage.name) if stage.name else log
     hosts = len(set(gather(groups.all_ranks, vllm_groups.get_host())))
     transport = platform.get_transport(groups, hosts)
-    return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, log)
+    dispatch = platform.choose_dispatch(vllm_config) if config.dispatch == "auto" else config.dispatch
+    return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, dispatch, log)

@@ -20,6 +20,7 @@ from dbo_runtime.dispatch import DispatchedTokens, QuantizedTokens
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
@@ -35,10 +36,16 @@ INT8_METHODS = ("AscendW8A8DynamicFusedMoEMethod",)
 """Those of them whose experts take tokens in int8, each with a scale (`npu_dynamic_quant`)."""
 
 GATHERING, EXCHANGING = "ALLGATHER", "ALLTOALL"  # MoE communication that split steps can replace
+MANY_TOKENS = 1 << 30  # more than MC2 takes
 
 
 class AscendMoeLayer(MoeLayer):
     """The operations of one MoE layer of vllm-ascend."""
+
+    @property
+    def has_replicated_shared_experts(self) -> bool:
+        """Whether each tensor parallel rank has all of the shared experts (`enable_shared_expert_dp`)."""
+        return self.has_shared_experts and bool(self._runner.ascend_shared_experts.weights_replicated)
 
     @property
     def expert_map(self) -> torch.Tensor | None:
@@ -109,27 +116,35 @@ class AscendMoeLayer(MoeLayer):
 
     @cached_property
     def _shared_experts(self) -> AscendSharedExperts:
-        """The shared experts without a stream of vllm-ascend's: lanes have their own."""
+        """The shared experts without a stream and collectives of vllm-ascend's: lanes have their own."""
         shared = copy(self._runner.ascend_shared_experts)
         shared.multistream_overlap = False
+        shared.weights_replicated = False  # else it would take a chunk of the tokens, and gather the results
         return shared
+
+
+def choose_dispatch(vllm_config: VllmConfig) -> str:
+    """Return how tokens reach experts on other ranks: as in vllm-ascend's own steps of many tokens.
+
+    Where it gathers them but each rank has all of the shared experts, only chunks leave nothing to reduce twice.
+    """
+    from vllm_ascend.ascend_config import get_ascend_config
+    from vllm_ascend.ascend_forward_context import select_moe_comm_method
+
+    if not (vllm_config.model_config.is_moe and vllm_config.parallel_config.enable_expert_parallel):
+        return "all_gather"
+    exchanges = select_moe_comm_method(MANY_TOKENS, vllm_config).name == EXCHANGING
+    return "all_to_all" if exchanges or get_ascend_config().enable_shared_expert_dp else "all_gather"
 
 
 def check_communication(context: ForwardContext) -> Decline | None:
     """Return why a step is not split, from what is equal on all ranks: how it dispatches tokens to experts.
 
-    vllm-ascend chooses that by the number of tokens of the unsplit step, and might choose otherwise for a slice of it;
-    so all slices keep the step's choice.
+    vllm-ascend chooses that by the number of tokens of the unsplit step.
     """
     kind = getattr(getattr(context, "moe_comm_type", None), "name", None)
-    if kind in (None, GATHERING):
+    if kind in (None, GATHERING, EXCHANGING):
         return None
-    if kind == EXCHANGING:
-        from vllm.distributed import get_tensor_model_parallel_world_size
-
-        if get_tensor_model_parallel_world_size() == 1:
-            return None
-        return Decline("experts share tokens out among tensor parallel ranks", kind)
     return Decline("MoE communication is fused into its kernels", kind)
 
 

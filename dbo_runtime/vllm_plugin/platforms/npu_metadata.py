@@ -30,6 +30,8 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
     part.max_tokens_across_dp = max(sizes) if sizes else piece.size
     part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
     part.mc2_mask = None  # of MC2, which is not split
+    if part.moe_comm_type is not None:  # layers that run as one op sum over tensor parallel ranks, on the comm lane
+        part.moe_comm_type = type(part.moe_comm_type)["ALLGATHER"]
 
 
 def complete_metadata(part: AscendCommonAttentionMetadata, derived: Sequence[str]) -> AscendCommonAttentionMetadata:

@@ -100,6 +100,10 @@ class Platform:
         """Yield each feature of this platform in use that splitting does not support."""
         return iter(())
 
+    def choose_dispatch(self, vllm_config: VllmConfig) -> str:
+        """Return how tokens reach experts on other ranks with DBO_DISPATCH=auto: as in vLLM's own steps."""
+        return "all_gather"
+
     def check_step(self, context: ForwardContext) -> Decline | None:
         """Return why a step with this forward context is not split, from what is equal on all ranks, or None."""
         return None

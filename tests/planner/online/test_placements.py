@@ -40,7 +40,8 @@ def make_experts(is_movable: bool, run: Callable[..., Any] = lambda fn: fn) -> S
         "merge": lambda routed, *shared: routed - sum(shared),
     }
     wrapped = {name: run(fn) for name, fn in parts.items()}
-    return SimpleNamespace(exchanges_sizes=False, has_shared_experts=True, is_movable=is_movable, **wrapped)
+    absent = dict.fromkeys(("exchanges_sizes", "is_sequence_parallel", "reduces_shared_experts"), False)
+    return SimpleNamespace(**absent, has_shared_experts=True, is_movable=is_movable, **wrapped)
 
 
 def record(is_movable: bool = True, has_side: bool = True, run: Callable[..., Any] = lambda fn: fn) -> Program:

@@ -62,7 +62,7 @@ def make_rank(config: RuntimeConfig, votes: bool) -> RankContext:
     groups: Any = Groups(Pair, Pair if votes else None, Pair)  # type: ignore[arg-type]
     vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=votes))
     log: Any = None
-    return RankContext(vllm_config, config, get_platform("cpu"), groups, WHOLE_MODEL, 1, "network", log)
+    return RankContext(vllm_config, config, get_platform("cpu"), groups, WHOLE_MODEL, 1, "network", "all_gather", log)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,19 @@ def test_ranks_learn_on_how_many_hosts_they_are(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(rank_context.vllm_groups, "get_groups", lambda _: groups)
     monkeypatch.setattr(rank_context.vllm_groups, "get_host", lambda: "10.0.0.1")
     monkeypatch.setattr(rank_context, "get_stage", lambda *_: WHOLE_MODEL)
-    monkeypatch.setattr(rank_context, "get_platform", lambda: SimpleNamespace(get_transport=lambda *_: "network"))
+    platform = SimpleNamespace(get_transport=lambda *_: "network", choose_dispatch=lambda _: "all_to_all")
+    monkeypatch.setattr(rank_context, "get_platform", lambda: platform)
     let_other_gather(monkeypatch, host)
     model: Any = None
     vllm_config: Any = SimpleNamespace(speculative_config=None)
     assert make_rank_context(model, vllm_config, RuntimeConfig()).hosts == hosts
+
+
+@pytest.mark.parametrize(("setting", "dispatch"), [("auto", "all_to_all"), ("all_gather", "all_gather")])
+def test_a_platform_chooses_how_tokens_are_dispatched_unless_settings_do(
+    monkeypatch: pytest.MonkeyPatch, setting: str, dispatch: str
+) -> None:
+    test_ranks_learn_on_how_many_hosts_they_are(monkeypatch, "10.0.0.1", 1)
+    model: Any = None
+    vllm_config: Any = SimpleNamespace(speculative_config=None)
+    assert make_rank_context(model, vllm_config, RuntimeConfig(dispatch=setting)).dispatch == dispatch

@@ -19,12 +19,14 @@ from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.vllm_plugin.engine import Engine
 
 CPU, NPU = get_platform("cpu"), get_platform("npu")
 ONE = SimpleNamespace(world_size=1)
-TWO = SimpleNamespace(world_size=2)
+TWO = SimpleNamespace(world_size=2, rank_in_group=1)
+FOUR = SimpleNamespace(world_size=4, rank_in_group=3)
 
 
 class MoEPrepareAndFinalizeNaiveDPEPModular:
@@ -116,7 +118,6 @@ OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_met
         (make_runner(apply_router_weight_on_input=True), "weights tokens before the experts"),
         (make_runner(hidden_dim=16), "pads its hidden states"),
         (make_runner(router=ZeroExpertRouter()), "adds an output of its router"),
-        (make_runner(is_sequence_parallel=True), "is sequence parallel"),
         (make_runner(skip_final_all_reduce=True), "leaves its last all-reduce to the model"),
     ],
 )
@@ -138,21 +139,22 @@ def test_without_data_parallel_a_layer_stays_one_op() -> None:
 
 def test_a_layer_of_the_real_vllm_without_data_parallel_stays_one_op(one_rank: Engine) -> None:
     runner = one_rank.runner.get_model().model.layers[1].mlp.experts
-    layer = CPU.get_moe_layer(runner)
-    assert not layer.needs_dispatch
-    assert "cannot be decomposed (MoEPrepareAndFinalizeNoDPEPModular; known: " in str(layer.check())
+    assert not CPU.get_moe_layer(runner).needs_dispatch
+    assert ModelCollectives(CPU, ONE).decompose(runner) is None
 
 
-@pytest.mark.parametrize(
-    ("collectives", "runner", "reason"),
-    [
-        (ModelCollectives(CPU, TWO, TWO, "all_to_all"), make_runner(), "no tensor parallel"),
-        (ModelCollectives(CPU, ONE, TWO, "all_to_all"), make_runner(expert_map=None), "--enable-expert-parallel"),
-    ],
-)
-def test_all_to_all_needs_every_expert_on_one_rank(collectives: ModelCollectives, runner: Any, reason: str) -> None:
-    with pytest.raises(DeclineError, match=reason):
-        collectives.decompose(runner)
+def test_all_to_all_needs_every_expert_on_one_rank() -> None:
+    with pytest.raises(DeclineError, match="--enable-expert-parallel"):
+        ModelCollectives(CPU, ONE, TWO, "all_to_all").decompose(make_runner(expert_map=None))
+
+
+def test_ranks_with_all_shared_experts_have_to_dispatch_chunks() -> None:
+    runner = make_runner(is_sequence_parallel=True)
+    with pytest.raises(DeclineError, match="need DBO_DISPATCH=all_to_all"):
+        ModelCollectives(CPU, TWO, TWO).decompose(runner)
+    parts = ModelCollectives(CPU, TWO, TWO, "all_gather", FOUR).decompose(runner)
+    assert parts is not None
+    assert (parts.is_sequence_parallel, parts.reduces_shared_experts) == (True, False)
 
 
 def test_all_to_all_needs_the_same_placement_in_all_layers() -> None:
@@ -228,6 +230,22 @@ def test_a_schedule_that_syncs_the_host_cannot_be_captured_and_names_the_op() ->
 def test_tensor_parallel_below_data_parallel_still_reduces() -> None:
     names = [op.name for op in record(ModelCollectives(CPU, TWO, TWO)).ops if op.layer == 1]
     assert names == [*DISPATCHED[:2], "attn_reduce", *DISPATCHED[2:], "mlp_reduce"]
+
+
+@pytest.mark.parametrize("data_parallel", [None, TWO])
+@pytest.mark.parametrize("platform", [CPU, NPU])
+def test_tensor_parallel_ranks_that_dispatch_chunks_gather_instead_of_reducing(
+    platform: Platform, data_parallel: Any
+) -> None:
+    collectives = ModelCollectives(platform, TWO, data_parallel, "all_to_all", FOUR)
+    layer = [op for op in record(collectives, dp_size=2 if data_parallel else 1).ops if op.layer == 1]
+    names = [op.name for op in layer]
+    assert names[:3] == ["attn_norm", "attention", "attn_reduce"]
+    assert names[-5:] == ["shared_reduce", "experts", "combine", "merge", "gather"]
+    comm = {op.name: op.communicator for op in layer if op.lane == "comm"}
+    experts = {name for name, communicator in comm.items() if communicator == "experts"}
+    assert experts == {"dispatch", "combine", *(["sizes"] if platform is NPU else [])}
+    assert len({comm[name] for name in ("attn_reduce", "shared_reduce", "gather")}) == 1
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])

@@ -1,0 +1,64 @@
+"""Tensor parallel ranks that each send a chunk of the tokens to experts by all-to-all, as on A3.
+
+Unsplit steps are vllm-ascend's own, which add the results of a token's experts in another order. Where activations are
+rounded to int8, that may change the next integer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_tasks import held_out
+from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
+from tests.ascend.jobs import answer, answer_by_all_to_all, make_prompts
+from tests.ascend.modelslim import quantize_model
+from tests.ascend.reference import count_equal, tokenize
+from tests.vllm_plugin.engine import find_difference
+from tests.vllm_plugin.ranks import Ranks
+
+EXCHANGE = {"DBO_DISPATCH": "all_to_all"}
+OPTIONS_OF = {
+    "plain": {},
+    "data parallel shared experts": {"additional_config": {**OPTIONS["additional_config"], "enable_shared_expert_dp": True}},
+    "quantized": {"quantization": "ascend"},
+}
+TOLERANCE = {"plain": 0.1, "data parallel shared experts": 0.1, "quantized": 0.25}
+PROMPTS = make_prompts(5, 40, 130, 3, 64)
+TASKS = tokenize(TINY, [task.prompt for task in held_out(4)])
+
+
+@pytest.mark.parametrize("kind", OPTIONS_OF)
+def test_chunks_of_tokens_are_dispatched(kind: str, tmp_path: Path) -> None:
+    """Micro-batches of odd sizes, whose chunks differ; and decodes, some of a single token."""
+    model = quantize_model(TINY, tmp_path / "quantized") if kind == "quantized" else TINY
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, **OPTIONS_OF[kind]}
+    environment = {} if kind == "data parallel shared experts" else EXCHANGE  # which is what `auto` is there
+    for npus in start(1, model, environment, **options):
+        assert_answers_are_close(npus, [PROMPTS], [[[5]], [[45]], [[100]], [[175]], [[5, 45, 175]]], TOLERANCE[kind])
+        ((unsplit, _),) = npus.run(answer, [TASKS], 8)
+        ((split, counts),) = npus.run(answer, [TASKS], 8, [])
+        assert counts[0]["split"] >= 8, counts
+        assert count_equal(unsplit, split) == len(unsplit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIONS_OF)
+def test_so_they_are_between_data_parallel_ranks(kind: str, tmp_path: Path) -> None:
+    model = quantize_model(TINY, tmp_path / "quantized") if kind == "quantized" else TINY
+    for npus in start(2, model, {**FOUR, **EXCHANGE}, tensor_parallel_size=2, **OPTIONS_OF[kind]):
+        prompts = [make_prompts(40, 30, 25, 5), make_prompts(40, 20)]
+        assert_answers_are_close(npus, prompts, [[[40], [40]], [[71], [3]]], TOLERANCE[kind])
+
+
+def assert_answers_are_close(
+    npus: Ranks, prompts: list[list[list[int]]], cuts: list[list[list[int]]], tolerance: float
+) -> None:
+    """Compare prefills that are cut there with vllm-ascend's own all-to-all [cuts][data parallel ranks][edges]."""
+    unsplit_by_rank = npus.run(answer_by_all_to_all, prompts, None)
+    for edges in cuts:
+        splits = npus.run(answer_by_all_to_all, prompts, edges if len(prompts) > 1 else edges[0])
+        for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
+            assert [count["split"] for count in counts] == [1] * len(counts), counts
+            assert find_difference(unsplit, split) <= tolerance
