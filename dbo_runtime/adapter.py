@@ -60,7 +60,7 @@ class ExpertParallel(Protocol):
         """Whether each tensor parallel rank dispatches a chunk of the tokens, which all of these ranks have.
 
         Then `gate` and `dispatch` take the tokens and leave the others' chunks out, `combine` and `merge` are of the
-        chunk, and `all_gather` returns the tokens: no all-reduce follows. vLLM calls this sequence-parallel MoE.
+        chunk, and `all_gather` returns the tokens: no all-reduce follows.
         """
 
     @property

@@ -21,7 +21,9 @@ from tests.vllm_plugin.ranks import Ranks
 EXCHANGE = {"DBO_DISPATCH": "all_to_all"}
 OPTIONS_OF = {
     "plain": {},
-    "data parallel shared experts": {"additional_config": {**OPTIONS["additional_config"], "enable_shared_expert_dp": True}},
+    "data parallel shared experts": {
+        "additional_config": {**OPTIONS["additional_config"], "enable_shared_expert_dp": True}
+    },
     "quantized": {"quantization": "ascend"},
 }
 TOLERANCE = {"plain": 0.1, "data parallel shared experts": 0.1, "quantized": 0.25}

@@ -7,7 +7,6 @@ from an n-gram lookup.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest

@@ -36,13 +36,11 @@ def get_groups(vllm_config: VllmConfig) -> Groups:
 def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
     """Return whether each tensor parallel rank dispatches a chunk of the tokens that all of them have.
 
-    So it is with vLLM's sequence-parallel MoE, and where tokens are dispatched by all-to-all (*dispatch*), which would
-    send all of them from each rank otherwise.
+    By all-to-all (*dispatch*) each of them would send all of the tokens otherwise.
     """
     parallel = vllm_config.parallel_config
-    if not (vllm_config.model_config.is_moe and parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1):
-        return False
-    return bool(parallel.use_sequence_parallel_moe) or dispatch == "all_to_all"
+    is_shared_out = vllm_config.model_config.is_moe and parallel.enable_expert_parallel
+    return bool(is_shared_out and parallel.tensor_parallel_size > 1 and dispatch == "all_to_all")
 
 
 def get_pipeline_group() -> GroupCoordinator:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Routing, gather_rows, reduce_rows
+from dbo_runtime.dispatch import (
+    CombineHandle,
+    DispatchedTokens,
+    Dispatcher,
+    QuantizedTokens,
+    Routing,
+    gather_rows,
+    reduce_rows,
+)
 from dbo_runtime.vllm_plugin.api.forward_context import get_rank_sizes
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 
@@ -73,8 +81,19 @@ class SplitExperts:
 
     def _route(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
         """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""
+        if not x.shape[0]:
+            return self._route_nothing(x, sizes)
         weights, ids = self._layer.choose_experts(x)
         return self._get_dispatcher().choose_ranks(Routing(weights, ids, sizes, quantized=self._layer.quantize(x)))
+
+    def _route_nothing(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
+        """Return the routing of no token: routers of vLLM cannot make it, so it is cut off that of one."""
+        one = x.new_zeros(1, *x.shape[1:])
+        weights, ids = self._layer.choose_experts(one)
+        quantized = self._layer.quantize(one)
+        if quantized is not None:
+            quantized = QuantizedTokens(quantized.x[:0], quantized.scales[:0])
+        return self._get_dispatcher().choose_ranks(Routing(weights[:0], ids[:0], sizes, quantized=quantized))
 
 
 class SequenceParallelExperts(SplitExperts):
@@ -127,8 +146,8 @@ class SequenceParallelExperts(SplitExperts):
         return gather_rows(chunk, routing.sizes[self._peers], self._get_process_group())
 
     def _take_chunk(self, x: torch.Tensor) -> torch.Tensor:
-        chunks: tuple[torch.Tensor, ...] = torch.tensor_split(x, self._ranks)
-        return chunks[self._rank]
+        chunk: torch.Tensor = x.tensor_split(self._ranks)[self._rank]
+        return chunk
 
     def _list_chunks(self, tokens: int) -> list[int]:
         """Return how many tokens of a micro-batch each rank dispatches: the first ones one more, as tensor_split."""

@@ -1,4 +1,7 @@
-"""What of vllm-ascend is not split: features that are not supported, and what was not run. Read against vllm-ascend 0.30.0rc2."""
+"""What of vllm-ascend is not split: features that are not supported, and what was not run.
+
+Read against vllm-ascend 0.30.0rc2.
+"""
 
 from __future__ import annotations
 

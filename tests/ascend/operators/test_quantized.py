@@ -119,7 +119,13 @@ def test_integers_are_multiplied_exactly_and_scaled(
 
 
 @settings(max_examples=scale(30))
-@given(seed=SEEDS, counts=GROUPS, rest=st.integers(0, 2), listed=st.booleans(), count_type=st.sampled_from([CUMULATED, COUNTS]))
+@given(
+    seed=SEEDS,
+    counts=GROUPS,
+    rest=st.integers(0, 2),
+    listed=st.booleans(),
+    count_type=st.sampled_from([CUMULATED, COUNTS]),
+)
 @covers("npu::npu_grouped_matmul")
 def test_integers_of_each_expert_are_multiplied_by_its_matrix(
     standin: StandIn, seed: int, counts: list[int], rest: int, listed: bool, count_type: int

@@ -1,4 +1,4 @@
-"""Operators of quantized weights: int8 activations with a scale for each token, products of integers, and their fusions.
+"""Operators of quantized weights: int8 activations with scales by token, products of integers, and their fusions.
 
 Products are sums of integers and exact, so a row is the same whatever rows come with it.
 """
@@ -18,7 +18,7 @@ LARGEST = 127
 
 
 def quantize_dynamically(
-    input: torch.Tensor,  # noqa: A002 - torch_npu's name
+    input: torch.Tensor,
     *,
     dst_type: Any = None,
     **rest: Any,
@@ -42,7 +42,7 @@ def compute_quantization(x: torch.Tensor, out: torch.Tensor, scales: torch.Tenso
 
 
 def quantize(
-    input: torch.Tensor,  # noqa: A002 - torch_npu's name
+    input: torch.Tensor,
     scales: torch.Tensor,
     zero_points: torch.Tensor | None,
     dtype: int,

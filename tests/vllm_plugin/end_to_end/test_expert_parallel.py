@@ -343,6 +343,7 @@ def serve_at_random(engine: Engine, rank: int) -> tuple[dict[str, Answer], dict[
 LAYOUTS: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
     "experts in shards, unsplit steps compiled": (2, {}, {"enable_expert_parallel": False, "enforce_eager": False}),
     "three ranks, uneven experts": (3, {"DBO_DISPATCH": "all_to_all"}, {}),
+    "chunks of tensor parallel ranks": (1, {"DBO_DISPATCH": "all_to_all"}, {"tensor_parallel_size": 2}),
 }
 
 

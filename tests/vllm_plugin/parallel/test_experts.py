@@ -17,6 +17,7 @@ from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
 from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.validate import validate
+from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
@@ -118,6 +119,7 @@ OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_met
         (make_runner(apply_router_weight_on_input=True), "weights tokens before the experts"),
         (make_runner(hidden_dim=16), "pads its hidden states"),
         (make_runner(router=ZeroExpertRouter()), "adds an output of its router"),
+        (make_runner(is_sequence_parallel=True), "is sequence parallel"),
         (make_runner(skip_final_all_reduce=True), "leaves its last all-reduce to the model"),
     ],
 )
@@ -149,12 +151,16 @@ def test_all_to_all_needs_every_expert_on_one_rank() -> None:
 
 
 def test_ranks_with_all_shared_experts_have_to_dispatch_chunks() -> None:
-    runner = make_runner(is_sequence_parallel=True)
+    class Replicated(MoeLayer):
+        has_replicated_shared_experts = True
+
+    platform: Any = SimpleNamespace(get_moe_layer=Replicated, exchanges_sizes_separately=False)
     with pytest.raises(DeclineError, match="need DBO_DISPATCH=all_to_all"):
-        ModelCollectives(CPU, TWO, TWO).decompose(runner)
-    parts = ModelCollectives(CPU, TWO, TWO, "all_gather", FOUR).decompose(runner)
-    assert parts is not None
-    assert (parts.is_sequence_parallel, parts.reduces_shared_experts) == (True, False)
+        ModelCollectives(platform, TWO, TWO).decompose(make_runner())
+    for layer, reduces in ((platform, False), (CPU, True)):
+        parts = ModelCollectives(layer, TWO, TWO, "all_to_all", FOUR).decompose(make_runner())
+        assert parts is not None
+        assert (parts.is_sequence_parallel, parts.reduces_shared_experts) == (True, reduces)
 
 
 def test_all_to_all_needs_the_same_placement_in_all_layers() -> None:
