@@ -85,9 +85,9 @@ class AscendMoeLayer(MoeLayer):
         """
         if self._method not in INT8_METHODS:
             return None
-        import torch_npu
+        from vllm_ascend.device.device_op import DeviceOperator
 
-        return QuantizedTokens(*torch_npu.npu_dynamic_quant(x))
+        return QuantizedTokens(*DeviceOperator.npu_dynamic_quant(x, act_quant_type=torch.int8))
 
     def run_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Run the shared experts on *x* [tokens, hidden]; the schedule decides what runs concurrently."""
