@@ -135,8 +135,10 @@ class Collectives(Protocol):
     def reduces(self) -> bool:
         """Whether results of modules have to be summed over ranks. If not, declare no op for it."""
 
-    def decompose(self, experts: Any) -> ExpertParallel | None:
+    def decompose(self, experts: Any, get_logits: Callable[[Any], Any] | None = None) -> ExpertParallel | None:
         """Return the parts of a mixture of experts, or None if its tokens stay on their rank: then it is one op.
+
+        Experts that do not hold their gate are routed by *get_logits*, [tokens, hidden] -> [tokens, experts].
 
         Raises:
             DeclineError: if its tokens are dispatched, but it cannot be decomposed. The model then runs unsplit.

@@ -14,6 +14,9 @@ from dbo_runtime.program import ProgramBuilder, Value
 Attend = Callable[[Any, Any, Any], Any]
 """Calls an attention module: (module, positions [tokens], x [tokens, hidden]) -> [tokens, hidden]."""
 
+Route = Callable[[Any, Any], Any]
+"""Computes the router's logits: (MoE block, x [tokens, hidden]) -> [tokens, experts]."""
+
 RESIDUAL = "residual"  # passed on between stages of a pipeline with the hidden states; the name is vLLM's
 
 
@@ -30,12 +33,14 @@ def record_decoder(
     positions: Value,
     attend: Attend = call_attention,
     added: Sequence[Value] = (),
+    route: Route | None = None,
 ) -> Value:
     """Declare a decoder of pre-norm layers: embedded tokens in, normed hidden states out.
 
-    *decoder* has `layers`, each with `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`, and a final
-    `norm`. Norms take (x, residual) and add before they norm; `self_attn` and `mlp` end in one all-reduce each. One
-    value of *added* [tokens, hidden] is added to the result of each of the first layers.
+    *decoder* has `layers`, each with `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp` (or
+    `block_sparse_moe`), and a final `norm`. Norms take (x, residual) and add before they norm; `self_attn` and `mlp`
+    end in one all-reduce each. One value of *added* [tokens, hidden] is added to the result of each of the first
+    layers. *route* is for blocks whose experts do not hold their gate.
 
     On a stage of a pipeline, only its layers are declared: a stage other than the first takes the `residual` as an
     input, and a stage other than the last returns it, without the final norm. Where a drafter reads hidden states
@@ -46,7 +51,7 @@ def record_decoder(
     for index, layer in layers.items():
         with p.layer(index):
             record_auxiliary(p, decoder, index, stream)
-            x, residual = record_layer(p, layer, collectives, stream, positions, attend)
+            x, residual = record_layer(p, layer, collectives, stream, positions, attend, route)
             if index < len(added):
                 x = p.compute("add_features", add, x, added[index])
             stream = x, residual
@@ -71,6 +76,7 @@ def record_layer(
     stream: tuple[Value, ...],
     positions: Value,
     attend: Attend,
+    route: Route | None = None,
 ) -> tuple[Value, Value]:
     """Declare one layer: (x,) for the first, (x, residual) after it -> (x, residual).
 
@@ -82,14 +88,15 @@ def record_layer(
     x = record_reduce(p, "attn_reduce", collectives, x)
     stream = x, residual
     x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
-    moe = collectives.decompose(layer.mlp.experts) if hasattr(layer.mlp, "experts") else None
+    mlp = get_mlp(layer)
+    is_moe = hasattr(mlp, "experts")
+    moe = collectives.decompose(mlp.experts, route and partial(route, mlp)) if is_moe else None
     if moe is not None:
         x = record_experts(p, moe, x)
         if moe.is_sequence_parallel:
             return x, residual  # gathered, and complete
     else:  # two names, because ops of one name are assumed to cost the same
-        name = "moe" if hasattr(layer.mlp, "experts") else "mlp"
-        x = p.compute(name, collectives.without_reduce(layer.mlp), x)
+        x = p.compute("moe" if is_moe else "mlp", collectives.without_reduce(mlp), x)
     return record_reduce(p, "mlp_reduce", collectives, x), residual
 
 
@@ -175,10 +182,15 @@ def get_layers(decoder: Any) -> dict[int, Any]:
     return {index: decoder.layers[index] for index in range(len(decoder.layers))[here]}
 
 
+def get_mlp(layer: Any) -> Any:
+    """Return the MLP of a layer, or its mixture of experts."""
+    return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+
+
 def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
     """Return the classes of a decoder that are not *known*, which may compute something else; None if all are."""
     layers = get_layers(decoder).values()
-    parts = [decoder, *layers, *(layer.self_attn for layer in layers), *(layer.mlp for layer in layers)]
+    parts = [decoder, *layers, *(layer.self_attn for layer in layers), *map(get_mlp, layers)]
     unknown = ", ".join(sorted({type(part).__name__ for part in parts} - known))
     return Decline("its parts are not known", unknown) if unknown else None
 

@@ -1,4 +1,4 @@
-"""The language models of Qwen2.5-VL and Qwen3-VL: dense decoders."""
+"""The language models of Qwen2.5-VL and Qwen3-VL: dense decoders, or with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 from dbo_models.dense import KNOWN
 from dbo_models.layers import check_parts, get_layers, record_decoder
+from dbo_models.moe import QWEN3
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
+
+KNOWN_QWEN3 = KNOWN | QWEN3 | {"Qwen3LLMModel", "Qwen3MoeLLMModel", "Qwen3VLMoeDecoderLayer"}
 
 
 class Qwen25VLAdapter:
@@ -29,13 +32,13 @@ class Qwen25VLAdapter:
 
 
 class Qwen3VLAdapter:
-    """A dense decoder whose first layers add features of images (deepstack), which vLLM keeps in buffers by token."""
+    """A decoder whose first layers add features of images (deepstack), which vLLM keeps in buffers by token."""
 
     takes_stages = True
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        unknown: Decline | None = check_parts(model.language_model.model, KNOWN | {"Qwen3LLMModel"})
+        unknown: Decline | None = check_parts(model.language_model.model, KNOWN_QWEN3)
         return unknown
 
     def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:

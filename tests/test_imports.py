@@ -41,7 +41,7 @@ CORE = [
     "dbo_models.layers",
     "dbo_models.deepseek",
     "dbo_models.dense",
-    "dbo_models.qwen3_moe",
+    "dbo_models.moe",
 ]
 
 

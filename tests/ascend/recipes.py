@@ -79,7 +79,40 @@ QWEN_MOE = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
-QWEN_VL = {
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 92,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 202752,
+    "vocab_size": 151552,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+}
+QWEN_VL: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "model_type": "qwen3_vl",
     "image_token_id": 151655,
@@ -99,6 +132,18 @@ QWEN_VL = {
     },
     "vision_config": {"model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "out_hidden_size": 4096},
 }
+QWEN_VL_MOE = {
+    **QWEN_VL,
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **QWEN_VL["text_config"],
+        **{name: QWEN_MOE[name] for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")},
+        "model_type": "qwen3_vl_moe_text",
+        "norm_topk_prob": True,
+    },
+    "vision_config": {**QWEN_VL["vision_config"], "model_type": "qwen3_vl_moe"},
+}
 # By the page, one size of a family for all of its models. On other pages models have no adapter, or none is named.
 MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-R1": DEEPSEEK,
@@ -111,6 +156,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-Dense": QWEN_DENSE,
     "suffix_speculative_decoding": QWEN_DENSE,
     "Qwen-VL-Dense": QWEN_VL,
+    "Qwen3-VL-235B-A22B-Instruct": QWEN_VL_MOE,
+    "Qwen3-VL-30B-A3B-Instruct": QWEN_VL_MOE,
+    "GLM4.x": GLM,
+    "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
 }
 PACKAGES = {  # that connectors and drafters import; nothing of them is called for a configuration
     "mooncake.engine": "class TransferEngine: ...",

@@ -178,7 +178,7 @@ class Parts:
 
     reduces = False
 
-    def decompose(self, experts: ExpertParts) -> ExpertParts:
+    def decompose(self, experts: ExpertParts, get_logits: Any = None) -> ExpertParts:
         return experts
 
     def decompose_attention(self, attention: LatentParts) -> LatentParts:

@@ -66,6 +66,22 @@ FAMILIES = {  # by architecture
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", {**ATTENTION, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}
     ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        {
+            **ATTENTION,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral", {**ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    ),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", {**LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"}),
     "GraniteForCausalLM": Family(

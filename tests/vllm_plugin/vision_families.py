@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from examples.tiny_pictures import ask
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-qwen-vl"  # trained; whose tokenizer and processor all share
 QWEN25, QWEN3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
 TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 QWEN3_TEXT = {**TEXT, "vocab_size": 320, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048}
@@ -37,8 +40,8 @@ def make_vision_family(architecture: str, directory: Path, seed: int = 0) -> Pat
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    if architecture == QWEN3:
-        _become_qwen3(directory)
+    if architecture in (QWEN3, QWEN3_MOE):
+        _become_qwen3(directory, architecture)
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -47,6 +50,8 @@ def make_vision_family(architecture: str, directory: Path, seed: int = 0) -> Pat
     config = (directory / "config.json").read_text()
     model.save_pretrained(directory)
     (directory / "config.json").write_text(config)
+    if architecture == QWEN3_MOE:
+        _transpose_experts(directory / "model.safetensors")
     return directory
 
 
@@ -60,12 +65,24 @@ def make_requests(kinds: tuple[int, ...], seed: int = 0) -> list[dict[str, Any]]
     ]
 
 
-def _become_qwen3(directory: Path) -> None:
+def _transpose_experts(file: Path) -> None:
+    """Write matrices of experts as published weights have them [experts, in, out], and as vLLM expects them.
+
+    transformers 5 writes them [experts, out, in].
+    """
+    weights = load_file(file)
+    experts = {name: weight.transpose(1, 2).contiguous() for name, weight in weights.items() if ".experts." in name}
+    save_file({**weights, **experts}, file, metadata={"format": "pt"})
+
+
+def _become_qwen3(directory: Path, architecture: str) -> None:
     config = json.loads((directory / "config.json").read_text())
     marks = {name: config[name] for name in config if name.endswith("_token_id")}
-    own = {"text_config": {**QWEN3_TEXT, "rope_parameters": ROTATION}, "vision_config": QWEN3_VISION, **marks}
-    own |= {"model_type": "qwen3_vl", "architectures": [QWEN3], "tie_word_embeddings": False, "dtype": "float32"}
+    model_type, more = ("qwen3_vl_moe", EXPERTS) if architecture == QWEN3_MOE else ("qwen3_vl", {})
+    text = {**QWEN3_TEXT, **more, "rope_parameters": ROTATION}
+    own = {"text_config": text, "vision_config": QWEN3_VISION, **marks}
+    own |= {"model_type": model_type, "architectures": [architecture], "tie_word_embeddings": False, "dtype": "float32"}
     (directory / "config.json").write_text(json.dumps(own, indent=2))
     for file in ("processor_config.json", "tokenizer_config.json"):
-        text = (directory / file).read_text().replace("Qwen2_5_VLProcessor", "Qwen3VLProcessor")
-        (directory / file).write_text(text.replace("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"))
+        content = (directory / file).read_text().replace("Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+        (directory / file).write_text(content.replace("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"))

@@ -6,6 +6,7 @@ output of the shared experts in one slot of the layer; here it is a value of a m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,10 +35,14 @@ class MoeLayer:
 
     Args:
         runner: vLLM's MoE runner.
+
+    Attributes:
+        get_logits: returns the router's logits [tokens, experts], where the model has the gate and not the runner.
     """
 
     def __init__(self, runner: MoERunner) -> None:
         self._runner = runner
+        self.get_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def needs_dispatch(self) -> bool:
@@ -77,7 +82,7 @@ class MoeLayer:
         quantized = impl.fused_experts.quant_config.quant_dtype is not None
         checks = (
             (quantized and not impl.fused_experts.expects_unquantized_inputs, "quantizes tokens before it sends them"),
-            (runner.gate is None or runner._fse_fuse_gate, "does not hold its gate"),
+            ((runner.gate or self.get_logits) is None or runner._fse_fuse_gate, "does not hold its gate"),
             (runner.routed_input_transform is not None, "transforms tokens before the experts (latent MoE)"),
             (runner.routed_output_transform is not None, "transforms results after the experts (latent MoE)"),
             (runner.routed_experts.apply_router_weight_on_input, "weights tokens before the experts"),
@@ -91,7 +96,8 @@ class MoeLayer:
     def choose_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token]."""
         runner = self._runner
-        logits, _ = runner.gate(x)
+        route = self.get_logits if runner.gate is None else None
+        logits = runner.gate(x)[0] if route is None else route(x)
         weights, ids = runner.router.select_experts(
             hidden_states=x, router_logits=logits, topk_indices_dtype=runner._quant_method.topk_indices_dtype
         )

@@ -88,13 +88,18 @@ class ModelCollectives:
                 AllGather(group) if self._expert_map is None else self._make_all_to_all(self._expert_map, group)
             )
 
-    def decompose(self, experts: MoERunner) -> SplitExperts | None:
+    def decompose(
+        self, experts: MoERunner, get_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> SplitExperts | None:
         """Return an MoE layer in parts, or None if its tokens stay on their rank and it is run as one op.
+
+        *get_logits* returns the router's logits, for experts that do not hold their gate.
 
         Raises:
             DeclineError: if it cannot be decomposed.
         """
         layer = self._platform.get_moe_layer(experts)
+        layer.get_logits = get_logits
         if layer.has_replicated_shared_experts and self._expert_parallel is None:
             raise DeclineError("data parallel shared experts need DBO_DISPATCH=all_to_all")
         if not layer.needs_dispatch and self._expert_parallel is None:

@@ -60,7 +60,7 @@ class AscendMoeLayer(MoeLayer):
         if self._method not in MOE_METHODS:
             return Decline("the MoE method cannot be decomposed", f"{self._method}; known: {', '.join(MOE_METHODS)}")
         checks = (
-            (runner.gate is None, "does not hold its gate"),
+            ((runner.gate or self.get_logits) is None, "does not hold its gate"),
             (runner.routed_input_transform is not None, "transforms tokens before the experts (latent MoE)"),
             (runner.routed_output_transform is not None, "transforms results after the experts (latent MoE)"),
             (routed.apply_router_weight_on_input, "weights tokens before the experts"),
@@ -73,7 +73,8 @@ class AscendMoeLayer(MoeLayer):
     def choose_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token]."""
         runner = self._runner
-        logits = runner._compute_router_logits(x, x)
+        route = self.get_logits if runner.gate is None else None
+        logits = runner._compute_router_logits(x, x) if route is None else route(x)
         weights, ids = runner.routed_experts._select_experts(x, logits, enable_force_load_balance=False)
         return weights, ids
 

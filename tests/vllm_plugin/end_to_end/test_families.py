@@ -14,7 +14,7 @@ from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, a
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import FAMILIES, find_backend, make_family
-from tests.vllm_plugin.vision_families import QWEN3, QWEN25
+from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25
 
 OURS = tuple(name for name in FAMILIES if name != "GraniteForCausalLM")  # which has the tutorial's, or none
 LENGTHS = (96, 64, 160, 128, 80)
@@ -52,8 +52,11 @@ def test_split_steps_answer_as_unsplit_ones(family: Engine) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_tokens_of_qwen3_moe_are_dispatched_to_experts_on_other_ranks(tmp_path: Path, engines: Engines) -> None:
-    name = "Qwen3MoeForCausalLM"
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "MixtralForCausalLM"])
+def test_tokens_of_each_moe_are_dispatched_to_experts_on_other_ranks(
+    name: str, tmp_path: Path, engines: Engines
+) -> None:
+    """The gate is the experts' own, or the block's."""
     options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
     with engines.start_ranks(2, make_family(name, tmp_path), **options) as ranks:
         assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
@@ -63,7 +66,7 @@ def test_tokens_of_qwen3_moe_are_dispatched_to_experts_on_other_ranks(tmp_path: 
 
 def test_every_architecture_that_we_register_is_among_them() -> None:
     ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
-    assert ours == {*OURS, QWEN25, QWEN3}  # the last two in test_qwen_vl.py
+    assert ours == {*OURS, QWEN25, QWEN3, QWEN3_MOE}  # the last three in test_qwen_vl.py
 
 
 def test_every_adapter_is_short() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.vllm_plugin.end_to_end.test_equivalence import assert_close
 from tests.vllm_plugin.engine import Answer, Engine
 from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
+from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -24,7 +24,7 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=[QWEN25, QWEN3])
+@pytest.fixture(scope="module", params=[QWEN25, QWEN3, QWEN3_MOE])
 def multimodal(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
 ) -> Iterator[Engine]:

@@ -1,0 +1,72 @@
+"""Decoders of grouped-query attention and a mixture of experts: GLM-4.5 (and 4.7), Mixtral, Qwen3-MoE.
+
+Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens are dispatched
+to their experts: during the first micro-batch's dispatch, `compute` runs the second one's attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dbo_models.layers import Route, check_parts, get_layers, record_decoder
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
+from dbo_runtime.program import ProgramBuilder, Value
+
+QWEN3 = frozenset(
+    {"Qwen3MoeModel", "Qwen3MoeDecoderLayer", "Qwen3MoeAttention", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"}
+)
+GLM4 = frozenset({"Glm4MoeModel", "Glm4MoeDecoderLayer", "Glm4MoeAttention", "Glm4MoeMLP", "Glm4MoE"})
+MIXTRAL = frozenset({"MixtralModel", "MixtralDecoderLayer", "MixtralAttention", "MixtralMoE"})
+
+
+class MoeAdapter:
+    """Splits vLLM's decoder layers at their communication.
+
+    Args:
+        known: classes of the decoder's parts.
+        route: returns the router's logits of a block's tokens, where the block has the gate and not its experts.
+    """
+
+    takes_stages = True
+
+    def __init__(self, known: frozenset[str], route: Route | None = None) -> None:
+        self._known = known
+        self._route = route
+
+    def decline(self, model: Any) -> Decline | None:
+        """Return why this model cannot be split, or None."""
+        unknown: Decline | None = check_parts(model.model, self._known)
+        if unknown is not None:
+            return unknown
+        if any(
+            getattr(layer.self_attn, "dual_chunk_attention_config", None) for layer in get_layers(model.model).values()
+        ):
+            return Decline("dual chunk attention is not supported")
+        return None
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare one micro-batch: embedded tokens in, normed hidden states out."""
+        hidden: Value = record_decoder(p, model.model, collectives, x, positions, route=self._route)
+        return hidden
+
+
+class Qwen3MoeAdapter(MoeAdapter):
+    """Qwen3-MoE, some of whose layers may be dense."""
+
+    def __init__(self) -> None:
+        super().__init__(QWEN3)
+
+
+class Glm4MoeAdapter(MoeAdapter):
+    """GLM-4.5 to 4.7: shared experts, and first layers that are dense."""
+
+    def __init__(self) -> None:
+        super().__init__(GLM4, lambda block, x: block.gate(x.float()))
+
+
+class MixtralAdapter(MoeAdapter):
+    """Mixtral, whose blocks are called `block_sparse_moe`."""
+
+    def __init__(self) -> None:
+        super().__init__(MIXTRAL, lambda block, x: block.gate(x)[0])
