@@ -1,4 +1,4 @@
-"""Decoders of grouped-query attention and a mixture of experts: GLM-4.5 (and 4.7), Mixtral, Qwen3-MoE.
+"""Decoders of grouped-query attention and a mixture of experts: GLM-4.5 to 4.7, Hy3, Mixtral, Qwen3-MoE.
 
 Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens are dispatched
 to their experts: during the first micro-batch's dispatch, `compute` runs the second one's attention.
@@ -17,6 +17,7 @@ QWEN3 = frozenset(
     {"Qwen3MoeModel", "Qwen3MoeDecoderLayer", "Qwen3MoeAttention", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"}
 )
 GLM4 = frozenset({"Glm4MoeModel", "Glm4MoeDecoderLayer", "Glm4MoeAttention", "Glm4MoeMLP", "Glm4MoE"})
+HY3 = frozenset({"HYV3Model", "HYV3DecoderLayer", "HYV3Attention", "HYV3FeedForward", "HYV3MoEFused"})
 MIXTRAL = frozenset({"MixtralModel", "MixtralDecoderLayer", "MixtralAttention", "MixtralMoE"})
 
 
@@ -63,6 +64,13 @@ class Glm4MoeAdapter(MoeAdapter):
 
     def __init__(self) -> None:
         super().__init__(GLM4, lambda block, x: block.gate(x.float()))
+
+
+class Hy3Adapter(MoeAdapter):
+    """Hunyuan 3: shared experts, and first layers that are dense."""
+
+    def __init__(self) -> None:
+        super().__init__(HY3, lambda block, x: block.gate(x)[0])
 
 
 class MixtralAdapter(MoeAdapter):

@@ -65,11 +65,15 @@ def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     assert {reason for reason in reasons if reason not in page} == set()
 
 
-def test_the_tests_that_prove_features_exist() -> None:
-    section = (ROOT / "docs" / "vllm.md").read_text().partition("by the tests that prove them")[2].partition("\n## ")[0]
+@pytest.mark.parametrize(
+    ("page", "title", "folder", "count"),
+    [("vllm.md", "by the tests that prove them", "vllm_plugin", 20), ("ascend.md", "## What was run", "ascend", 7)],
+)
+def test_the_tests_that_prove_features_exist(page: str, title: str, folder: str, count: int) -> None:
+    section = (ROOT / "docs" / page).read_text().partition(title)[2].partition("\n## ")[0]
     named = set(re.findall(r"`(test_\w+)`", section))
-    assert len(named) > 20
-    files = (ROOT / "tests" / "vllm_plugin").rglob("test_*.py")
+    assert len(named) > count
+    files = (ROOT / "tests" / folder).rglob("test_*.py")
     assert named <= set(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
 
 

@@ -98,6 +98,15 @@ GLM = {
     "vocab_size": 151552,
     "torch_dtype": "bfloat16",
 }
+HY3 = {
+    **QWEN_MOE,
+    "architectures": ["HYV3ForCausalLM"],
+    "model_type": "hy_v3",
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "expert_hidden_dim": 1536,
+    "route_norm": True,
+}
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -159,6 +168,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-VL-235B-A22B-Instruct": QWEN_VL_MOE,
     "Qwen3-VL-30B-A3B-Instruct": QWEN_VL_MOE,
     "GLM4.x": GLM,
+    "Hy3-preview": HY3,
     "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
 }
 PACKAGES = {  # that connectors and drafters import; nothing of them is called for a configuration

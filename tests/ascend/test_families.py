@@ -24,14 +24,22 @@ from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_vis
 # vllm-ascend looks for it where transformers 4 had it; of transformers 5, vLLM reads `rope_parameters`.
 PARTLY_ROTATED = {"Glm4MoeForCausalLM": {"hf_overrides": {"partial_rotary_factor": 0.5}}}
 FAST = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3)
-SLOW = ("Glm4MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", QWEN25, QWEN3_MOE)
+SLOW = (
+    "Glm4MoeForCausalLM",
+    "HYV3ForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    QWEN25,
+    QWEN3_MOE,
+)
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> None:
     """Prefills, a request cut inside, and decodes mixed with them; one engine a family, its experts shared out."""
     model = make_family(name, tmp_path) if name in FAMILIES else make_vision_family(name, tmp_path)
-    shared_out = "Moe" in name or name.startswith("Mixtral")
+    shared_out = "Moe" in name or name.startswith(("Mixtral", "HYV3"))
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": shared_out, **PARTLY_ROTATED.get(name, {})}
     for npus in start(1, model, **options):
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])

@@ -13,8 +13,8 @@ import pytest
 
 from examples.tiny_tasks import held_out
 from tests.ascend.conftest import TINY, start
-from tests.ascend.jobs import answer, cut_at_boundaries, generate, make_prompts
-from tests.ascend.reference import tokenize
+from tests.ascend.jobs import answer, answer_as_they_come, cut_at_boundaries, generate, make_prompts
+from tests.ascend.reference import count_equal, tokenize
 from tests.vllm_plugin.drafters import NGRAM, draft_by_eagle3, draft_by_mtp
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
 from tests.vllm_plugin.speculation import count_drafts
@@ -23,7 +23,11 @@ TASKS = tokenize(TINY, [task.prompt for task in held_out(1)])
 PROMPTS = [*make_prompts(96, 64, 160, 128, 80), *TASKS]
 ARRIVE = (0, 0, 2, 2, 3, *range(len(TASKS)))  # the later ones while the first are decoding
 TOKENS = 8
-NO_BACKEND = {"attention_backend": None}  # vllm-ascend's, also for the drafter
+
+
+def leave_backend(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of an engine whose drafter, too, attends as vllm-ascend chooses."""
+    return {**options, "speculative_config": {**options["speculative_config"], "attention_backend": None}}
 
 
 def answer_with_drafts(engine: Engine, rank: int, split: bool) -> tuple[list[Answer], Counter[str], int]:
@@ -46,11 +50,25 @@ def answer_with_drafts(engine: Engine, rank: int, split: bool) -> tuple[list[Ans
     ],
 )
 def test_split_steps_with_drafts_are_equal_to_unsplit_ones(name: str, drafter: dict[str, Any], workers: int) -> None:
-    options = {**drafter, "speculative_config": {**drafter["speculative_config"], **NO_BACKEND}}
-    for npus in start(1, tensor_parallel_size=workers, enable_expert_parallel=workers > 1, **options):
+    options = {"tensor_parallel_size": workers, "enable_expert_parallel": workers > 1, **leave_backend(drafter)}
+    for npus in start(1, **options):
         ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
         ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
         assert (none, steps >= 10) == (0, True)
         assert drafts["drafted"] > 0
         assert split_drafts == drafts
         assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_verify_drafts_alike() -> None:
+    """They agree on sizes alone, so a decode may be cut inside; one rank runs dummy batches with the other in the end."""
+    tasks = tokenize(TINY, [task.prompt for task in held_out(4)])
+    prompts, arrive = [tasks[:10], tasks[10:14]], [(0, 0, 1, 2, 3, 3, 3, 4, 5, 5), (0, 2, 2, 5)]
+    for npus in start(2, **leave_backend(draft_by_mtp(2))):
+        unsplit_by_rank = npus.run(answer_as_they_come, prompts, TOKENS, None, arrive)
+        for cuts in ([], [[4], [5]], [[2], [7]]):
+            splits = npus.run(answer_as_they_come, prompts, TOKENS, cuts, arrive)
+            for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
+                assert counts[0]["split"] >= 4, counts
+                assert count_equal(unsplit, split) == len(unsplit), cuts

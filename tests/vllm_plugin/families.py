@@ -79,6 +79,19 @@ FAMILIES = {  # by architecture
             "routed_scaling_factor": 2.5,
         },
     ),
+    "HYV3ForCausalLM": Family(
+        "hy_v3",
+        {
+            **ATTENTION,
+            **EXPERTS,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "expert_hidden_dim": 64,
+            "route_norm": True,
+            "qk_norm": True,
+        },
+    ),
     "MixtralForCausalLM": Family(
         "mixtral", {**ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     ),

@@ -15,6 +15,7 @@ KNOWN_ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
+    "HYV3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
@@ -26,6 +27,9 @@ KNOWN_ASCEND_MODELS = (
     "Qwen3VLMoeForConditionalGeneration",
 )
 """Models of which split steps have been compared with unsplit ones on vllm-ascend."""
+
+KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "eagle3")
+"""Methods of speculative decoding with which they have been; `suffix` drafts on the host, as `ngram` does."""
 
 KNOWN_ASCEND_QUANTIZATIONS = ("W8A8", "W8A8_DYNAMIC")
 """Quantized weights, as ModelSlim names them, with which they have been."""

@@ -55,6 +55,7 @@ class NpuPlatform(Platform):
     fields: Fields = ASCEND_FIELDS
     sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask")
     pads_batches = True  # all data parallel ranks to the longest batch
+    cuts_decodes = True  # its kernels take any number of queries of each request
 
     def check_version(self) -> Decline | None:
         """Return why steps of this vllm-ascend have not been compared with unsplit ones, or None if they have."""
@@ -68,7 +69,7 @@ class NpuPlatform(Platform):
         return Decline("this version of vllm-ascend is not known to dbo_runtime", f"{actual}; known: {known}")
 
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
-        """Yield the architecture and the quantized weights that were not run with vllm-ascend."""
+        """Yield the architecture, the quantized weights and the drafter that were not run with vllm-ascend."""
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
 
         return list_unproven(vllm_config)

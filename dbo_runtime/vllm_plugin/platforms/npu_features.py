@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.api.known import KNOWN_ASCEND_MODELS, KNOWN_ASCEND_QUANTIZATIONS
+from dbo_runtime.vllm_plugin.api.known import (
+    KNOWN_ASCEND_DRAFTERS,
+    KNOWN_ASCEND_MODELS,
+    KNOWN_ASCEND_QUANTIZATIONS,
+)
+from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,13 +25,16 @@ MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 
 
 def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
-    """Yield the architecture and the quantized weights of a model of which no split step was compared."""
+    """Yield the architecture, the quantized weights and the drafter with which no split step was compared."""
     architecture = vllm_config.model_config.architecture
     if architecture not in KNOWN_ASCEND_MODELS:
         yield Decline("this model is not proven with vllm-ascend yet", architecture)
     unproven = sorted(find_quantizations(vllm_config) - {*KNOWN_ASCEND_QUANTIZATIONS, UNQUANTIZED})
     if unproven:
         yield Decline("these quantized weights are not proven with vllm-ascend yet", ", ".join(unproven))
+    drafter = name_drafter(vllm_config)
+    if drafter not in (None, *KNOWN_ASCEND_DRAFTERS):
+        yield Decline("this drafter is not proven with vllm-ascend yet", drafter)
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:

@@ -98,6 +98,13 @@ def test_weights_of_another_method_are_not_proven() -> None:
     assert list(tell_unproven(served).values()) == ["compressed-tensors"]
 
 
+@pytest.mark.parametrize(("drafter", "is_proven"), [("ngram", True), ("eagle3", True), ("draft_model", False)])
+def test_drafters_are_proven_by_name(drafter: str, is_proven: bool) -> None:
+    served = make_served("DeepseekV3ForCausalLM", None, drafter=drafter)
+    expected = {} if is_proven else {"this drafter is not proven with vllm-ascend yet": drafter}
+    assert tell_unproven(served) == expected
+
+
 def tell_unproven(served: Any, platform: str = "npu") -> dict[str, str]:
     """Return why a model would not be split without DBO_CHECK=1, and the details."""
     return {unproven.reason: unproven.detail for unproven in get_platform(platform).list_unproven(served)}
@@ -107,11 +114,13 @@ def make_quantized(description: dict[str, str], method: str = "ascend") -> Any:
     return SimpleNamespace(get_name=lambda: method, quant_description=description)
 
 
-def make_served(architecture: str, quantized: Any, role: str | None = None) -> Any:
+def make_served(architecture: str, quantized: Any, role: str | None = None, drafter: str | None = None) -> Any:
     """Return what is read of vLLM's configuration."""
     transfer = None if role is None else SimpleNamespace(kv_role=role)
     model = SimpleNamespace(architecture=architecture)
-    return SimpleNamespace(model_config=model, quant_config=quantized, kv_transfer_config=transfer)
+    rest = {"quant_config": quantized, "kv_transfer_config": transfer}
+    speculative = None if drafter is None else SimpleNamespace(method=drafter, parallel_drafting=False)
+    return SimpleNamespace(model_config=model, speculative_config=speculative, **rest)
 
 
 @pytest.mark.parametrize("platform", ["npu", "cuda"])
