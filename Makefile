@@ -17,7 +17,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend count-recipes test-compat test-slow test-nightly bench bench-two-hosts docs lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-compat test-slow test-nightly bench bench-two-hosts docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -66,6 +66,9 @@ test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for C
 		NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow" $(PARALLEL_FILES); \
 	elif [ $(ASCEND) = required ]; then exit 1; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
+
+test-ascend-slow: setup-ascend ## run the slow ones of them: every model, quantized weights, drafters, all-to-all
+	NPU_TESTS=required $(ASCEND_BIN)/python -m pytest tests/ascend -m slow $(PARALLEL_FILES) $(SLOW_OPTIONS)
 
 count-recipes: setup-ascend ## count which commands of vllm-ascend's tutorials would be split, for docs/ascend.md (minutes)
 	$(ASCEND_BIN)/python -m tests.ascend.count_recipes

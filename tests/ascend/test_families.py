@@ -23,14 +23,16 @@ from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_vis
 
 # vllm-ascend looks for it where transformers 4 had it; of transformers 5, vLLM reads `rope_parameters`.
 PARTLY_ROTATED = {"Glm4MoeForCausalLM": {"hf_overrides": {"partial_rotary_factor": 0.5}}}
-FAST = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", QWEN3)
+FAST = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
 SLOW = (
     "Glm4MoeForCausalLM",
     "HYV3ForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
     QWEN25,
+    QWEN3,
     QWEN3_MOE,
 )
 

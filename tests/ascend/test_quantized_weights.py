@@ -26,13 +26,18 @@ from tests.vllm_plugin.families import make_family
 QUANTIZED = {"quantization": "ascend"}
 
 
-@pytest.mark.parametrize("attention", [STATIC, pytest.param(DYNAMIC, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+DEEPSEEK, OTHERS = "DeepseekV3ForCausalLM", ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+CASES = [(DEEPSEEK, DYNAMIC), *((name, attention) for name in OTHERS for attention in (STATIC, DYNAMIC))]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [(DEEPSEEK, STATIC), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
+)
 def test_split_steps_are_equal_to_unsplit_ones(name: str, attention: str, tmp_path: Path) -> None:
     """Prefills, a request cut inside, and decodes mixed with them; one engine a family, its experts shared out."""
     # Qwen3-MoE without the dense layers that some have: vllm-ascend 0.30.0rc2 cannot load those in int8.
     sizes = {"mlp_only_layers": []} if name.startswith("Qwen3Moe") else {}
-    source = TINY if name.startswith("Deepseek") else make_family(name, tmp_path / "source", **sizes)
+    source = TINY if name == DEEPSEEK else make_family(name, tmp_path / "source", **sizes)
     model = quantize_model(source, tmp_path / "quantized", attention)
     shared_out = name != "Qwen3ForCausalLM"
     for npus in start(1, model, tensor_parallel_size=2, enable_expert_parallel=shared_out, **QUANTIZED):
@@ -41,7 +46,7 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, attention: str, tmp_pa
         assert_mixed_steps_are_equal(npus)
 
 
-@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("dispatch", ["all_gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
 def test_experts_of_data_parallel_ranks_get_the_tokens_in_int8(dispatch: str, tmp_path: Path) -> None:
     """Half as many bytes as in bf16, and the same answers; all-to-all adds two ranks' results in another order."""
     model = quantize_model(TINY, tmp_path / "quantized")

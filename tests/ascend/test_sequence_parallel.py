@@ -31,7 +31,9 @@ PROMPTS = make_prompts(5, 40, 130, 3, 64)
 TASKS = tokenize(TINY, [task.prompt for task in held_out(4)])
 
 
-@pytest.mark.parametrize("kind", OPTIONS_OF)
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS_OF if kind != "plain")]
+)
 def test_chunks_of_tokens_are_dispatched(kind: str, tmp_path: Path) -> None:
     """Micro-batches of odd sizes, whose chunks differ; and decodes, some of a single token."""
     model = quantize_model(TINY, tmp_path / "quantized") if kind == "quantized" else TINY

@@ -40,17 +40,15 @@ def answer_with_drafts(engine: Engine, rank: int, split: bool) -> tuple[list[Ans
     return answers, counts, steps["split"]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+DRAFTERS = {"ngram": {"speculative_config": NGRAM}, "mtp": draft_by_mtp(2), "eagle3": draft_by_eagle3(3)}
+CASES = [(name, workers) for name in DRAFTERS for workers in (1, 2) if (name, workers) != ("mtp", 1)]
+
+
 @pytest.mark.parametrize(
-    ("name", "drafter"),
-    [
-        ("ngram", {"speculative_config": NGRAM}),
-        ("mtp", draft_by_mtp(2)),
-        ("eagle3", draft_by_eagle3(3)),
-    ],
+    ("name", "workers"), [("mtp", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 )
-def test_split_steps_with_drafts_are_equal_to_unsplit_ones(name: str, drafter: dict[str, Any], workers: int) -> None:
-    options = {"tensor_parallel_size": workers, "enable_expert_parallel": workers > 1, **leave_backend(drafter)}
+def test_split_steps_with_drafts_are_equal_to_unsplit_ones(name: str, workers: int) -> None:
+    options = {"tensor_parallel_size": workers, "enable_expert_parallel": workers > 1, **leave_backend(DRAFTERS[name])}
     for npus in start(1, **options):
         ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
         ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
@@ -62,7 +60,7 @@ def test_split_steps_with_drafts_are_equal_to_unsplit_ones(name: str, drafter: d
 
 @pytest.mark.slow
 def test_data_parallel_ranks_verify_drafts_alike() -> None:
-    """They agree on sizes alone, so a decode may be cut inside; one rank runs dummy batches with the other in the end."""
+    """They agree on sizes alone, so decodes are cut inside; one rank runs dummy batches with the other in the end."""
     tasks = tokenize(TINY, [task.prompt for task in held_out(4)])
     prompts, arrive = [tasks[:10], tasks[10:14]], [(0, 0, 1, 2, 3, 3, 3, 4, 5, 5), (0, 2, 2, 5)]
     for npus in start(2, **leave_backend(draft_by_mtp(2))):
