@@ -91,7 +91,7 @@ class ExpertParallel(Protocol):
     def reduce_scatter(self, partial: Any) -> Any:
         """Sum *partial* [tokens, hidden] over the tensor parallel ranks -> [chunk, hidden]. For the comm lane."""
 
-    def all_gather(self, chunk: Any, routing: Any) -> Any:
+    def all_gather(self, chunk: Any, handle: Any) -> Any:
         """Return the tokens of all chunks [chunk, hidden] -> [tokens, hidden]. For the comm lane."""
 
 
@@ -135,13 +135,17 @@ class Collectives(Protocol):
     def reduces(self) -> bool:
         """Whether results of modules have to be summed over ranks. If not, declare no op for it."""
 
-    def decompose(self, experts: Any, get_logits: Callable[[Any], Any] | None = None) -> ExpertParallel | None:
+    def decompose(
+        self, experts: Any, get_logits: Callable[[Any], Any] | None = None, takes_chunks: bool = False
+    ) -> ExpertParallel | None:
         """Return the parts of a mixture of experts, or None if its tokens stay on their rank: then it is one op.
 
-        Experts that do not hold their gate are routed by *get_logits*, [tokens, hidden] -> [tokens, experts].
+        Experts that do not hold their gate are routed by *get_logits*, [tokens, hidden] -> [tokens, experts]. With
+        *takes_chunks* the caller declares the ops of sequence-parallel parts; see `is_sequence_parallel`.
 
         Raises:
-            DeclineError: if its tokens are dispatched, but it cannot be decomposed. The model then runs unsplit.
+            DeclineError: if its tokens are dispatched, but it cannot be decomposed, or is sequence parallel and the
+                caller does not take that. The model then runs unsplit.
         """
 
     def decompose_attention(self, attention: Any) -> LatentAttention | None:

@@ -77,12 +77,14 @@ class CombineHandle(NamedTuple):
         sent, received: rows to and from every rank [ranks].
         tokens: number of tokens of this rank in the micro-batch.
         rows: the token of each row sent [sum of sent], or None if every token went to every rank.
+        sizes: tokens of every rank in the micro-batch [ranks].
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     tokens: int
     rows: torch.Tensor | None = None
+    sizes: tuple[int, ...] = ()
 
 
 class Dispatcher(Protocol):
@@ -135,7 +137,7 @@ class AllGather:
         """Gather the tokens of all ranks, and with them their routing."""
         _check_size(x, routing, self._rank)
         tokens = _send(x, routing, lambda rows: gather_rows(rows, routing.sizes, self._group))
-        return tokens, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
+        return tokens, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0], sizes=routing.sizes)
 
     def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
         """Return this rank's tokens, summed over the ranks in rank order."""
@@ -179,7 +181,7 @@ class AllToAll:
         sent, received = (tuple(counts) for counts in _require(routing.counts).tolist())
         rows = _require(routing.chosen).t().nonzero()[:, 1]  # by rank, then by token
         tokens = _send(x, routing, lambda each: exchange_rows(each[rows], sent, received, self._group))
-        return tokens, CombineHandle(sent, received, x.shape[0], rows)
+        return tokens, CombineHandle(sent, received, x.shape[0], rows, routing.sizes)
 
     def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
         """Return this rank's tokens, each the sum of its ranks' results, in fp32.

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and R1: MLA, then a dense MLP or a mixture of experts.
+"""DeepSeek V2, V3 and R1, and the language model of Kimi-K2.5: MLA, then a dense MLP or a mixture of experts.
 
 What overlaps what:
 
@@ -46,6 +46,18 @@ class DeepseekAdapter:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
         hidden: Value = record_decoder(p, model.model, collectives, x, positions, attend)
         return hidden
+
+
+class KimiK25Adapter(DeepseekAdapter):
+    """The language model of Kimi-K2.5, whose vision encoder stays unsplit."""
+
+    def decline(self, model: Any) -> Decline | None:
+        """Return why this model cannot be split, or None."""
+        return super().decline(model.language_model)
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare one micro-batch: embedded tokens in, normed hidden states out."""
+        return super().record(p, model.language_model, collectives, x, positions)
 
 
 def attend(attention: Any, positions: Any, x: Any) -> Any:

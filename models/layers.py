@@ -90,13 +90,14 @@ def record_layer(
     x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
     mlp = get_mlp(layer)
     is_moe = hasattr(mlp, "experts")
-    moe = collectives.decompose(mlp.experts, route and partial(route, mlp)) if is_moe else None
+    moe = collectives.decompose(mlp.experts, route and partial(route, mlp), takes_chunks=True) if is_moe else None
     if moe is not None:
         x = record_experts(p, moe, x)
         if moe.is_sequence_parallel:
             return x, residual  # gathered, and complete
     else:  # two names, because ops of one name are assumed to cost the same
-        x = p.compute("moe" if is_moe else "mlp", collectives.without_reduce(mlp), x)
+        name = "moe" if is_moe else "mlp"
+        x = p.compute(name, collectives.without_reduce(mlp), x)
     return record_reduce(p, "mlp_reduce", collectives, x), residual
 
 
@@ -165,7 +166,7 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
     routed = declare("experts", moe.experts, received)
     routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
     merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
-    return p.comm("gather", moe.all_gather, merged, routing) if moe.is_sequence_parallel else merged
+    return p.comm("gather", moe.all_gather, merged, handle) if moe.is_sequence_parallel else merged
 
 
 def record_shared_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> list[Value]:

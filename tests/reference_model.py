@@ -148,7 +148,7 @@ class ReferenceCollectives:
         """Switch to a micro-batch; *sizes* are the tokens that ranks agreed on [micro-batches][ranks]."""
         self.sizes = sizes[micro_batch]
 
-    def decompose(self, experts: ReferenceMoe, get_logits: Any = None) -> ExpertParallel:
+    def decompose(self, experts: ReferenceMoe, get_logits: Any = None, takes_chunks: bool = False) -> ExpertParallel:
         """Return the parts of *experts* on this rank."""
         return ReferenceExperts(experts, self)
 

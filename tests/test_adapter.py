@@ -113,7 +113,7 @@ def test_a_recorded_result_that_is_not_one_value_is_refused() -> None:
 class NoExperts(ToyCollectives):
     """Finds out while a program is recorded that the experts cannot be decomposed."""
 
-    def decompose(self, experts: Any, get_logits: Any = None) -> None:
+    def decompose(self, experts: Any, get_logits: Any = None, takes_chunks: bool = False) -> None:
         raise DeclineError("the experts are not known", type(experts).__name__)
 
 

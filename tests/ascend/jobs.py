@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
@@ -102,14 +103,31 @@ def answer_by_all_to_all(
     engine: Engine, rank: int, prompts: Sequence[Prompts], cuts: Sequence[Any] | None
 ) -> tuple[list[Answer], list[dict[str, Any]]]:
     """Answer where vllm-ascend chooses to send tokens to experts by all-to-all, whatever their number."""
+    engine.llm.collective_rpc(choose_all_to_all)
+    try:
+        found = answer(engine, rank, prompts, 1, cuts)
+    finally:
+        calls = engine.llm.collective_rpc(end_choosing)
+    assert all(calls), "vllm-ascend's own choice was taken"
+    return found
+
+
+def choose_all_to_all(worker: Any) -> None:
+    """Let vllm-ascend choose all-to-all in a worker, and count that, until `end_choosing`."""
     from vllm_ascend import ascend_forward_context as contexts
     from vllm_ascend.worker import model_runner_v1 as runner
 
+    worker.chosen, worker.choosing = 0, ExitStack()
+
     def choose(*arguments: Any, **options: Any) -> Any:
+        worker.chosen += 1
         return contexts.MoECommType.ALLTOALL
 
-    with (
-        patch.object(contexts, "select_moe_comm_method", choose),
-        patch.object(runner, "select_moe_comm_method", choose),
-    ):
-        return answer(engine, rank, prompts, 1, cuts)
+    for module in (contexts, runner):
+        worker.choosing.enter_context(patch.object(module, "select_moe_comm_method", choose))
+
+
+def end_choosing(worker: Any) -> int:
+    """Let vllm-ascend choose by itself again; return how often it did not."""
+    worker.choosing.close()
+    return int(worker.chosen)

@@ -1,8 +1,8 @@
-"""Weights in int8, in the files that ModelSlim writes: vllm-ascend serves them with `--quantization ascend`.
+"""Quantized weights, in the files that ModelSlim writes: vllm-ascend serves them with `--quantization ascend`.
 
-Each matrix is rounded to int8 with a scale for each row of output. Activations are quantized by token
-("W8A8_DYNAMIC"), or by a scale for all of a layer's ("W8A8"), which ModelSlim finds by calibration; here it is a
-constant, because tests compare a quantized model with itself.
+Each matrix is rounded to int8 with a scale for each row of output; those of experts may be to int4 ("W4A8_DYNAMIC").
+Activations are quantized by token ("W8A8_DYNAMIC"), or by a scale for all of a layer's ("W8A8"), which ModelSlim finds
+by calibration; here it is a constant, because tests compare a quantized model with itself.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-DYNAMIC, STATIC = "W8A8_DYNAMIC", "W8A8"
+DYNAMIC, STATIC, INT4 = "W8A8_DYNAMIC", "W8A8", "W4A8_DYNAMIC"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 MLP = ("gate_proj", "up_proj", "down_proj")
-LARGEST = 127
+LARGEST, LARGEST_INT4 = 127, 7
+PARTS = 16  # into which the sums of rows of `down_proj` are divided, for as many tensor parallel ranks
 INPUT_SCALE, INPUT_OFFSET = 0.04, 5  # of static activations: they are clipped at about 5
 
 
-def quantize_model(model: Path, folder: Path, attention: str = STATIC) -> Path:
-    """Write *model* to *folder* with projections of attention quantized so, and all MLPs and experts by token."""
+def quantize_model(model: Path, folder: Path, attention: str = STATIC, experts: str = DYNAMIC) -> Path:
+    """Write *model* to *folder* with projections of attention and routed experts quantized so, all MLPs by token."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     schemes = {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(MLP, DYNAMIC)}
     written: dict[str, torch.Tensor] = {}
-    description = {"model_quant_type": STATIC}
+    description = {"model_quant_type": INT4 if experts == INT4 else STATIC}
     for name, tensor in load_file(model / "model.safetensors").items():
         layer, _, kind = name.rpartition(".")
         scheme = schemes.get(layer.rpartition(".")[2], "FLOAT") if kind == "weight" else "FLOAT"
-        tensors = {name: tensor} if scheme == "FLOAT" else quantize_matrix(layer, tensor, scheme)
+        if ".experts." in layer:
+            scheme = experts
+        quantize = quantize_to_int4 if scheme == INT4 else quantize_matrix
+        tensors = {name: tensor} if scheme == "FLOAT" else quantize(layer, tensor, scheme)
         written |= tensors
         description |= dict.fromkeys(tensors, scheme)
     save_file(written, folder / "quant_model_weight_w8a8.safetensors")
@@ -51,4 +55,19 @@ def quantize_matrix(layer: str, weight: torch.Tensor, scheme: str) -> dict[str, 
             "quant_bias": -INPUT_OFFSET * integers.sum(1, dtype=torch.int32),
             "deq_scale": scales.flatten() * INPUT_SCALE,
         }
+    return {f"{layer}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def quantize_to_int4(layer: str, weight: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
+    """Return a matrix [out, in] in int4, two rows in one of int8, its scales, and 8 times the sums of scaled rows."""
+    weight = weight.float()
+    scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / LARGEST_INT4
+    integers = (weight / scales).round().to(torch.int8)
+    parts = PARTS if layer.endswith("down_proj") else 1
+    tensors = {
+        "weight": (integers[1::2] << 4) | (integers[::2] & 15),
+        "weight_scale": scales,
+        "weight_offset": torch.zeros_like(scales),
+        "scale_bias": 8 * (integers * scales).unflatten(1, (parts, -1)).sum(2),
+    }
     return {f"{layer}.{name}": tensor for name, tensor in tensors.items()}

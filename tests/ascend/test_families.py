@@ -1,6 +1,6 @@
 """Every adapter of this repository inside vllm-ascend: split steps give what its own steps give, to the last bit.
 
-DeepSeek has tests of its own (`test_equivalence.py`), and so have encoders (`test_encoder.py`).
+DeepSeek V3 has tests of its own (`test_equivalence.py`), and so have encoders (`test_encoder.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_vis
 PARTLY_ROTATED = {"Glm4MoeForCausalLM": {"hf_overrides": {"partial_rotary_factor": 0.5}}}
 FAST = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
 SLOW = (
+    "DeepseekV2ForCausalLM",
     "Glm4MoeForCausalLM",
     "HYV3ForCausalLM",
     "MistralForCausalLM",
@@ -41,7 +42,7 @@ SLOW = (
 def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> None:
     """Prefills, a request cut inside, and decodes mixed with them; one engine a family, its experts shared out."""
     model = make_family(name, tmp_path) if name in FAMILIES else make_vision_family(name, tmp_path)
-    shared_out = "Moe" in name or name.startswith(("Mixtral", "HYV3"))
+    shared_out = "Moe" in name or name.startswith(("Deepseek", "Mixtral", "HYV3"))
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": shared_out, **PARTLY_ROTATED.get(name, {})}
     for npus in start(1, model, **options):
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])

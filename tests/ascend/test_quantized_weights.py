@@ -1,4 +1,4 @@
-"""Weights in int8 inside vllm-ascend: split steps give what its own steps give, to the last bit.
+"""Weights in int8, and experts in int4, inside vllm-ascend: split steps give what its own steps give, to the last bit.
 
 Products of integers are exact, and activations are quantized token by token, so nothing depends on the batch.
 """
@@ -12,7 +12,7 @@ import pytest
 from examples.tiny_tasks import held_out
 from tests.ascend.conftest import TINY, start
 from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
+from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.ascend.reference import count_equal, tokenize
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
@@ -27,18 +27,23 @@ QUANTIZED = {"quantization": "ascend"}
 
 
 DEEPSEEK, OTHERS = "DeepseekV3ForCausalLM", ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-CASES = [(DEEPSEEK, DYNAMIC), *((name, attention) for name in OTHERS for attention in (STATIC, DYNAMIC))]
+CASES = [
+    (DEEPSEEK, DYNAMIC, DYNAMIC),
+    *((name, attention, DYNAMIC) for name in OTHERS for attention in (STATIC, DYNAMIC)),
+    *((name, STATIC, INT4) for name in (DEEPSEEK, "Qwen3MoeForCausalLM")),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [(DEEPSEEK, STATIC), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
+    ("name", "attention", "experts"),
+    [(DEEPSEEK, STATIC, DYNAMIC), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
 )
-def test_split_steps_are_equal_to_unsplit_ones(name: str, attention: str, tmp_path: Path) -> None:
+def test_split_steps_are_equal_to_unsplit_ones(name: str, attention: str, experts: str, tmp_path: Path) -> None:
     """Prefills, a request cut inside, and decodes mixed with them; one engine a family, its experts shared out."""
     # Qwen3-MoE without the dense layers that some have: vllm-ascend 0.30.0rc2 cannot load those in int8.
     sizes = {"mlp_only_layers": []} if name.startswith("Qwen3Moe") else {}
     source = TINY if name == DEEPSEEK else make_family(name, tmp_path / "source", **sizes)
-    model = quantize_model(source, tmp_path / "quantized", attention)
+    model = quantize_model(source, tmp_path / "quantized", attention, experts)
     shared_out = name != "Qwen3ForCausalLM"
     for npus in start(1, model, tensor_parallel_size=2, enable_expert_parallel=shared_out, **QUANTIZED):
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
@@ -46,10 +51,17 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, attention: str, tmp_pa
         assert_mixed_steps_are_equal(npus)
 
 
-@pytest.mark.parametrize("dispatch", ["all_gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
-def test_experts_of_data_parallel_ranks_get_the_tokens_in_int8(dispatch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "experts"),
+    [
+        ("all_gather", DYNAMIC),
+        pytest.param("all_gather", INT4, marks=pytest.mark.slow),
+        pytest.param("all_to_all", DYNAMIC, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_of_data_parallel_ranks_get_the_tokens_in_int8(dispatch: str, experts: str, tmp_path: Path) -> None:
     """Half as many bytes as in bf16, and the same answers; all-to-all adds two ranks' results in another order."""
-    model = quantize_model(TINY, tmp_path / "quantized")
+    model = quantize_model(TINY, tmp_path / "quantized", experts=experts)
     prompts = [make_prompts(40, 30, 25, 5), make_prompts(40)]
     tasks = tokenize(TINY, [task.prompt for task in held_out(4)])
     for npus in start(2, model, {"DBO_DISPATCH": dispatch}, **QUANTIZED):

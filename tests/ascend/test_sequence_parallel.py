@@ -28,6 +28,7 @@ OPTIONS_OF = {
 }
 TOLERANCE = {"plain": 0.1, "data parallel shared experts": 0.1, "quantized": 0.25}
 PROMPTS = make_prompts(5, 40, 130, 3, 64)
+KEEP = {"DBO_DISPATCH": "all_gather"}
 TASKS = tokenize(TINY, [task.prompt for task in held_out(4)])
 
 
@@ -48,8 +49,15 @@ def test_chunks_of_tokens_are_dispatched(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_that_vllm_ascend_would_exchange_may_be_split_without_chunks() -> None:
+    """Then each rank runs its experts for all tokens, as on chips where vllm-ascend gathers, and all are reduced."""
+    for npus in start(1, TINY, KEEP, tensor_parallel_size=2, enable_expert_parallel=True):
+        assert_answers_are_close(npus, [PROMPTS], [[[45]], [[5, 45, 175]]], TOLERANCE["plain"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIONS_OF)
-def test_so_they_are_between_data_parallel_ranks(kind: str, tmp_path: Path) -> None:
+def test_chunks_are_dispatched_between_data_parallel_ranks(kind: str, tmp_path: Path) -> None:
     model = quantize_model(TINY, tmp_path / "quantized") if kind == "quantized" else TINY
     for npus in start(2, model, {**FOUR, **EXCHANGE}, tensor_parallel_size=2, **OPTIONS_OF[kind]):
         prompts = [make_prompts(40, 30, 25, 5), make_prompts(40, 20)]

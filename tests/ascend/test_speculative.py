@@ -69,4 +69,5 @@ def test_data_parallel_ranks_verify_drafts_alike() -> None:
             splits = npus.run(answer_as_they_come, prompts, TOKENS, cuts, arrive)
             for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
                 assert counts[0]["split"] >= 4, counts
+                assert "cannot be cut where all ranks agreed to" not in counts[0]["declined"], counts
                 assert count_equal(unsplit, split) == len(unsplit), cuts

@@ -158,8 +158,8 @@ def _fail_with_distrust(worker: Any) -> str:
     return "no error"
 
 
-def test_a_micro_batch_keeps_the_communication_of_the_unsplit_step(one_npu: Ranks) -> None:
-    """vllm-ascend chooses it by the number of tokens; for a part it might choose another, on one rank and not all."""
+def test_micro_batches_gather_whatever_the_unsplit_step_does(one_npu: Ranks) -> None:
+    """vllm-ascend chooses by the number of tokens: all-to-all in the whole step here, and MC2 for a part of it."""
     (kinds,) = one_npu.run(record_communication)
     assert kinds == {"ALLGATHER"}
 
@@ -170,13 +170,14 @@ def record_communication(engine: Engine, rank: int) -> set[str]:
 
     from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 
-    chosen, kinds = contexts.select_moe_comm_method, set()
+    kinds = set()
 
     def choose(tokens: int, *rest: Any, **options: Any) -> Any:
-        return chosen(tokens, *rest, **options) if tokens > 100 else contexts.MoECommType.MC2
+        return contexts.MoECommType.ALLTOALL if tokens > 100 else contexts.MoECommType.MC2
 
-    def split(self: Any, *arguments: Any) -> Any:
-        parts = original(self, *arguments)
+    def split(self: Any, context: Any, *arguments: Any) -> Any:
+        assert context.moe_comm_type.name == "ALLTOALL"
+        parts = original(self, context, *arguments)
         kinds.update(part.moe_comm_type.name for part in parts)
         return parts
 

@@ -178,7 +178,7 @@ class Parts:
 
     reduces = False
 
-    def decompose(self, experts: ExpertParts, get_logits: Any = None) -> ExpertParts:
+    def decompose(self, experts: ExpertParts, get_logits: Any = None, takes_chunks: bool = False) -> ExpertParts:
         return experts
 
     def decompose_attention(self, attention: LatentParts) -> LatentParts:

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from examples.tiny_pictures import ask
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-qwen-vl"  # trained; whose tokenizer and processor all share
+DEEPSEEK = TINY.with_name("tiny-deepseek")
 QWEN25, QWEN3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
+KIMI = "KimiK25ForConditionalGeneration"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
 TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -52,6 +54,20 @@ def make_vision_family(architecture: str, directory: Path, seed: int = 0) -> Pat
     (directory / "config.json").write_text(config)
     if architecture == QWEN3_MOE:
         _transpose_experts(directory / "model.safetensors")
+    return directory
+
+
+def make_kimi(directory: Path) -> Path:
+    """Write a Kimi-K2.5 whose language model is the tiny DeepSeek, and which is served without its encoder."""
+    shutil.copytree(DEEPSEEK, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    text = json.loads((directory / "config.json").read_text())
+    own = {"model_type": "kimi_k25", "architectures": [KIMI], "text_config": text, "media_placeholder_token_id": 3}
+    vision = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+    own |= {"vision_config": vision, "dtype": text["dtype"], "tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(own))
+    weights = load_file(DEEPSEEK / "model.safetensors")
+    named = {f"language_model.{name}": weight for name, weight in weights.items()}
+    save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -39,8 +39,8 @@ def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
     By all-to-all (*dispatch*) each of them would send all of the tokens otherwise.
     """
     parallel = vllm_config.parallel_config
-    is_shared_out = vllm_config.model_config.is_moe and parallel.enable_expert_parallel
-    return bool(is_shared_out and parallel.tensor_parallel_size > 1 and dispatch == "all_to_all")
+    uses_expert_parallel = vllm_config.model_config.is_moe and parallel.enable_expert_parallel
+    return bool(uses_expert_parallel and parallel.tensor_parallel_size > 1 and dispatch == "all_to_all")
 
 
 def get_pipeline_group() -> GroupCoordinator:

@@ -31,7 +31,7 @@ KNOWN_ASCEND_MODELS = (
 KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "eagle3")
 """Methods of speculative decoding with which they have been; `suffix` drafts on the host, as `ngram` does."""
 
-KNOWN_ASCEND_QUANTIZATIONS = ("W8A8", "W8A8_DYNAMIC")
+KNOWN_ASCEND_QUANTIZATIONS = ("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC")
 """Quantized weights, as ModelSlim names them, with which they have been."""
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOE_RUNNERS = ("MoERunner",)
 """What runs an MoE layer. Classes are known by their exact names: one derived from them may do something else."""
 
-GATHERING_DISPATCH = ("MoEPrepareAndFinalizeNaiveDPEPModular", "MoEPrepareAndFinalizeNoDPEPModular")
+KNOWN_PREPARE_FINALIZE = ("MoEPrepareAndFinalizeNaiveDPEPModular", "MoEPrepareAndFinalizeNoDPEPModular")
 """Kernels' prepare and finalize that gather tokens and scatter results, or do not; they do nothing else in between."""
 
 ROUTERS_WITH_OUTPUT = ("ZeroExpertRouter",)
@@ -74,8 +74,8 @@ class MoeLayer:
         impl = getattr(kernel, "impl", None)
         dispatch = type(getattr(impl, "prepare_finalize", None)).__name__
         method = type(runner.routed_experts.quant_method).__name__
-        if impl is None or dispatch not in GATHERING_DISPATCH:
-            known = ", ".join(GATHERING_DISPATCH)
+        if impl is None or dispatch not in KNOWN_PREPARE_FINALIZE:
+            known = ", ".join(KNOWN_PREPARE_FINALIZE)
             return Decline("the MoE dispatch cannot be decomposed", f"{dispatch}; known: {known}")
         if method not in MOE_METHODS:
             return Decline("the MoE method cannot be decomposed", f"{method}; known: {', '.join(MOE_METHODS)}")

@@ -136,7 +136,8 @@ def _compare_settings(rank: RankContext, program: Program | Decline, encoder: En
     """Raise ConfigError if ranks have different settings: they would decide differently later, and hang. Collective."""
     outcomes = (str(one) if isinstance(one, Decline | None) else "can be split" for one in (program, encoder))
     model, images = outcomes
-    own = f"{rank.config}, model: {model}, encoder: {images}, votes: {rank.can_disagree}, {describe_versions()}"
+    chosen = f"dispatch: {rank.dispatch}, votes: {rank.can_disagree}"
+    own = f"{rank.config}, model: {model}, encoder: {images}, {chosen}, {describe_versions()}"
     settings = gather(rank.groups.all_ranks, own)
     if len(set(settings)) > 1:
         raise ConfigError(f"give all ranks on all hosts the same settings and packages. {format_ranks(settings)}")

@@ -89,11 +89,15 @@ class ModelCollectives:
             )
 
     def decompose(
-        self, experts: MoERunner, get_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self,
+        experts: MoERunner,
+        get_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        takes_chunks: bool = False,
     ) -> SplitExperts | None:
         """Return an MoE layer in parts, or None if its tokens stay on their rank and it is run as one op.
 
-        *get_logits* returns the router's logits, for experts that do not hold their gate.
+        *get_logits* returns the router's logits, for experts that do not hold their gate; *takes_chunks* says that the
+        adapter declares sequence-parallel parts.
 
         Raises:
             DeclineError: if it cannot be decomposed.
@@ -111,6 +115,8 @@ class ModelCollectives:
         if self._dispatch == "all_to_all":
             self._note_placement(layer)
             exchanges_sizes = self._platform.exchanges_sizes_separately
+        if self._expert_parallel is not None and not takes_chunks:
+            raise DeclineError("the adapter does not take chunks of tensor parallel ranks; DBO_DISPATCH=all_gather")
         if self._expert_parallel is None:
             return SplitExperts(layer, self._get_dispatcher, exchanges_sizes)
         groups = self._tensor_parallel, self._expert_parallel

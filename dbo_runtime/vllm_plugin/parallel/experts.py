@@ -72,12 +72,12 @@ class SplitExperts:
         return self._layer.merge(routed, *shared)
 
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return *partial*: results are complete, or reduced with those of the experts."""
-        return partial
+        """Not called: only sequence-parallel parts have chunks."""
+        raise NotImplementedError
 
-    def all_gather(self, chunk: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Return *chunk*: it has all tokens."""
-        return chunk
+    def all_gather(self, chunk: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
+        """Not called: only sequence-parallel parts have chunks."""
+        raise NotImplementedError
 
     def _route(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
         """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""
@@ -97,7 +97,7 @@ class SplitExperts:
 
 
 class SequenceParallelExperts(SplitExperts):
-    """The same, where each tensor parallel rank dispatches a chunk of the tokens that all of them have.
+    """An MoE layer whose tensor parallel ranks each dispatch a chunk of the tokens, which all of them have.
 
     Args:
         layer, get_dispatcher, exchanges_sizes: as above; tokens are dispatched between all ranks that have experts.
@@ -135,15 +135,18 @@ class SequenceParallelExperts(SplitExperts):
 
     def shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Run the shared experts on *x* [tokens, hidden], or on the chunk of it if this rank has all of them."""
-        return super().shared_experts(x if self.reduces_shared_experts else self._take_chunk(x))
+        if self.reduces_shared_experts:
+            return super().shared_experts(x)
+        chunk = self._take_chunk(x)
+        return super().shared_experts(chunk) if chunk.shape[0] else chunk
 
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum *partial* [tokens, hidden] over the ranks, for this rank's chunk."""
         return reduce_rows(partial, self._list_chunks(partial.shape[0]), self._get_process_group())
 
-    def all_gather(self, chunk: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def all_gather(self, chunk: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
         """Return the tokens of all chunks."""
-        return gather_rows(chunk, routing.sizes[self._peers], self._get_process_group())
+        return gather_rows(chunk, handle.sizes[self._peers], self._get_process_group())
 
     def _take_chunk(self, x: torch.Tensor) -> torch.Tensor:
         chunk: torch.Tensor = x.tensor_split(self._ranks)[self._rank]

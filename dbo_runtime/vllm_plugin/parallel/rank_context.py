@@ -63,5 +63,8 @@ def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: R
     log = log.bind(stage=stage.name) if stage.name else log
     hosts = len(set(gather(groups.all_ranks, vllm_groups.get_host())))
     transport = platform.get_transport(groups, hosts)
-    dispatch = platform.choose_dispatch(vllm_config) if config.dispatch == "auto" else config.dispatch
+    dispatch = config.dispatch
+    if dispatch == "auto":  # asked of known releases only; on others nothing is split
+        is_known = platform.check_support(config) is None
+        dispatch = platform.choose_dispatch(vllm_config) if is_known else "all_gather"
     return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, dispatch, log)

@@ -55,7 +55,7 @@ class NpuPlatform(Platform):
     fields: Fields = ASCEND_FIELDS
     sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask")
     pads_batches = True  # all data parallel ranks to the longest batch
-    cuts_decodes = True  # its kernels take any number of queries of each request
+    cuts_decodes = True  # a piece has fewer queries than the decode
 
     def check_version(self) -> Decline | None:
         """Return why steps of this vllm-ascend have not been compared with unsplit ones, or None if they have."""

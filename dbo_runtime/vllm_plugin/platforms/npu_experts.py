@@ -18,6 +18,7 @@ from vllm import forward_context
 from dbo_runtime.decline import Decline
 from dbo_runtime.dispatch import DispatchedTokens, QuantizedTokens
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
+from dbo_runtime.vllm_plugin.platforms.npu_metadata import GATHERING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 MOE_RUNNERS = ("AscendMoERunner",)
 """What runs an MoE layer."""
 
-MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", "AscendW8A8DynamicFusedMoEMethod")
+INT8_METHODS = ("AscendW8A8DynamicFusedMoEMethod", "AscendW4A8DynamicFusedMoEMethod")
+"""What applies weights to tokens in int8, each with a scale (`npu_dynamic_quant`)."""
+
+MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", *INT8_METHODS)
 """What applies a layer's weights by calling the communication method's experts, and does nothing else."""
 
-INT8_METHODS = ("AscendW8A8DynamicFusedMoEMethod",)
-"""Those of them whose experts take tokens in int8, each with a scale (`npu_dynamic_quant`)."""
-
-GATHERING, EXCHANGING = "ALLGATHER", "ALLTOALL"  # MoE communication that split steps can replace
+EXCHANGING = "ALLTOALL"  # MoE communication that split steps replace, as they do `GATHERING`
 MANY_TOKENS = 1 << 30  # more than MC2 takes
 
 
@@ -100,6 +101,8 @@ class AscendMoeLayer(MoeLayer):
     def run_experts(self, arrived: DispatchedTokens) -> torch.Tensor:
         """Run this rank's experts on dispatched tokens, as after a gather: those of other ranks add nothing."""
         layer = self._runner.routed_experts
+        if not arrived.x.shape[0]:  # vllm-ascend's own steps have no such call
+            return arrived.x.new_empty(arrived.x.shape, dtype=self._runner.moe_config.in_dtype)
         forward_context.get_forward_context().moe_comm_method = _get_gathering_method(self._runner.moe_config)
         layer.ascend_pertoken_scale = arrived.scales  # where vllm-ascend's own `forward_impl` hands it on
         try:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.known import (
     KNOWN_ASCEND_DRAFTERS,
     KNOWN_ASCEND_MODELS,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
+UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32")
 
 
 def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
@@ -38,11 +40,16 @@ def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:
-    """Return what a model's weights and caches are quantized to, in the words of ModelSlim's description.
+    """Return what a model's weights and caches are quantized to, by the names in ModelSlim's description.
 
-    Of another method's weights it is the method's name. Caches of attention (`fa_quant_type`) are quantized only where
-    a node decodes for others.
+    Of another method's weights it is the method's name. Caches are quantized by `--kv-cache-dtype`, by layer, or for
+    all of attention (`fa_quant_type`), which on A2 and A3 only nodes that decode for others do.
     """
+    dtype = vllm_config.cache_config.cache_dtype
+    return _find_quantized_weights(vllm_config) | ({dtype} - {*UNQUANTIZED_CACHES})
+
+
+def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
     quantized = vllm_config.quant_config
     if quantized is None:
         return set()
@@ -50,10 +57,10 @@ def find_quantizations(vllm_config: VllmConfig) -> set[str]:
         return {quantized.get_name()}
     description: dict[str, str] = quantized.quant_description
     transfer = vllm_config.kv_transfer_config
-    decodes = transfer is not None and transfer.kv_role == "kv_consumer"
+    decodes = transfer is not None and transfer.kv_role in ("kv_consumer", "kv_both")
     caches = ["kv_cache_type", "indexer_quant_type", *(["fa_quant_type"] if decodes else [])]
     told = {description[name] for name in ("model_quant_type", *caches) if name in description}
-    return told | {scheme for name, scheme in description.items() if name.endswith(".weight")}
+    return told | {scheme for name, scheme in description.items() if name.endswith((".weight", ".quant_type"))}
 
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
@@ -70,6 +77,7 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     features = (
         (parallel.use_sequence_parallel_moe, "FlashComm (sequence-parallel MoE)"),
+        (uses_second_runner(vllm_config), "vLLM's second model runner with vllm-ascend"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_ascend.attention.attention_v1 import AscendAttentionState
     from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 
+GATHERING = "ALLGATHER"  # of MoECommType
 NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"  # names of AscendAttentionState
 
 
@@ -31,7 +32,7 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
     part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
     part.mc2_mask = None  # of MC2, which is not split
     if part.moe_comm_type is not None:  # layers that run as one op sum over tensor parallel ranks, on the comm lane
-        part.moe_comm_type = type(part.moe_comm_type)["ALLGATHER"]
+        part.moe_comm_type = type(part.moe_comm_type)[GATHERING]
 
 
 def complete_metadata(part: AscendCommonAttentionMetadata, derived: Sequence[str]) -> AscendCommonAttentionMetadata:

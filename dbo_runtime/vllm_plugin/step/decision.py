@@ -237,7 +237,8 @@ class StepDecider:
         if self.rank is not None:
             unfit = check_agreed_context(context, self._splitter.platform)
         else:
-            unfit = check_mode(context) if context.attn_metadata else decline
+            unfit = check_mode(context) or self._splitter.platform.check_step(context)
+            unfit = unfit if context.attn_metadata else decline
         concurrent = None if unfit else self._make_unsplit(context, tokens, f"not cut: {decline.reason}")
         if concurrent is None or isinstance(concurrent.plan, Decline):
             return _make_decision(decline)

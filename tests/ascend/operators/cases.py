@@ -188,6 +188,21 @@ CASES = [
         ),
     ),
     Case(
+        "_C_ascend::grouped_matmul_swiglu_quant_v2",
+        lambda g: [
+            make_int8(g, 9, 8),
+            make_int8(g, 3, 8, 8).view(torch.int32),
+            draw_scales(g, 3, 16).view(torch.int32).long(),
+            draw_scales(g, 9),
+            torch.tensor([2, 5, 9]),
+            draw(g, 3, 16, dtype=torch.float32),
+        ],
+        lambda x, weight, scale, rows, groups, assist: torch.ops._C_ascend.grouped_matmul_swiglu_quant_v2(
+            x, [weight], [scale], rows, groups, weight_assist_matrix=[assist]
+        ),
+        is_described=False,
+    ),
+    Case(
         "_C_ascend::npu_dequant_swiglu_quant",
         lambda g: [make_numbers(g, 999, 5, 8), draw_scales(g, 8), draw_scales(g, 5)],
         lambda x, scale, rows: torch.ops._C_ascend.npu_dequant_swiglu_quant(

@@ -48,11 +48,13 @@ def quantize(row: list[float]) -> tuple[list[int], float]:
 
 
 def activate(x: torch.Tensor) -> torch.Tensor:
-    """Return SwiGLU of each row [rows, 6]: its first half gates the second."""
+    """Return SwiGLU of each row [rows, size]: its first half gates the second."""
+    half = x.shape[1] // 2
     rows = [
-        [gate / (1 + math.exp(-gate)) * up for gate, up in zip(row[:3], row[3:], strict=True)] for row in x.tolist()
+        [gate / (1 + math.exp(-gate)) * up for gate, up in zip(row[:half], row[half:], strict=True)]
+        for row in x.tolist()
     ]
-    return torch.tensor(rows).view(len(x), 3)
+    return torch.tensor(rows).view(len(x), half)
 
 
 def assert_quantized(found: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> None:
@@ -175,6 +177,42 @@ def test_the_fused_activation_is_that_of_its_parts(standin: StandIn, seed: int, 
         output_dtype=torch.float32,
     )
     assert_quantized(found, scales, activate(product))
+
+
+@settings(max_examples=scale(30))
+@given(seed=SEEDS, counts=GROUPS, count_type=st.sampled_from([CUMULATED, COUNTS]))
+@covers("_C_ascend::grouped_matmul_swiglu_quant_v2", "npu::npu_grouped_matmul")
+def test_matrices_of_four_bits_are_multiplied_as_if_they_had_eight(
+    standin: StandIn, seed: int, counts: list[int], count_type: int
+) -> None:
+    """Packed along the output, the first number in the lower bits; the assist adds what the kernel leaves out."""
+    generator, experts = make_generator(seed), len(counts)
+    x, weight = make_int8(generator, sum(counts), 8), torch.randint(-8, 8, (experts, 8, 8), generator=generator)
+    by_column, by_row = draw_scales(generator, experts, 8) / 1000, draw_scales(generator, len(x))
+    packed = ((weight[..., 1::2] << 4) | (weight[..., ::2] & 15)).to(torch.int8).view(torch.int32)
+    bits, assist = by_column.view(torch.int32).long(), 8 * (weight * by_column[:, None]).sum(1)
+    groups = torch.tensor(counts) if count_type == COUNTS else torch.tensor(counts).cumsum(0)
+    owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    products = [multiply(row[None], weight[expert])[0] for row, expert in zip(x, owners, strict=True)]
+    columns = by_column[torch.tensor(owners, dtype=torch.long)]
+    expected = torch.tensor(products).view(len(x), 8) * columns * by_row[:, None]
+    (found,) = npu().npu_grouped_matmul(
+        x=put(x),
+        weight=put(packed),
+        scale=put(bits[:, None]),
+        bias=put(assist),
+        per_token_scale=put(by_row),
+        group_type=0,
+        group_list=groups.npu(),
+        group_list_type=count_type,
+        output_dtype=HALF,
+    )
+    assert_near(found, expected, HALF)
+    inputs = x.npu(), put(packed), put(bits), by_row.npu(), groups.npu()
+    activated, scales = torch.ops._C_ascend.grouped_matmul_swiglu_quant_v2(
+        *inputs, weight_assist_matrix=put(assist), group_list_type=count_type
+    )
+    assert_quantized(activated, scales, activate(expected))
 
 
 @settings(max_examples=scale(30))

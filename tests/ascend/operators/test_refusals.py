@@ -62,6 +62,9 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "product, to eight bits": lambda x: multiply_integers_with(x, output_dtype=torch.int8),
     "activation, biased": lambda x: activate_with(x, bias=x[0]),
     "activation, limited": lambda x: activate_with(x, swiglu_limit=7.0),
+    "activation of bytes": lambda x: activate_int4_with(x, [x.to(torch.int8)]),
+    "activation of four bits, limited": lambda x: activate_int4_with(x, swiglu_limit=7.0),
+    "activation of four bits, not corrected": lambda x: activate_int4_with(x, weight_assist_matrix=None),
     "activation of a product, limited": lambda x: activate_product_with(x, swiglu_mode=1, clamp_limit=7.0),
     "activation of a product, by group": lambda x: activate_product_with(x, group_index=x[0, 0].long()),
     "activation of a product, by one scale": lambda x: activate_product_with(x, quant_mode=0),
@@ -111,6 +114,14 @@ def activate_with(x: torch.Tensor, **changes: Any) -> None:
     integers, scales = x.to(torch.int8), x[:, 0].float()
     groups = x[:, 0, 0].long()
     torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(integers[0], integers, scales, scales, groups, **changes)
+
+
+def activate_int4_with(x: torch.Tensor, weight: list[torch.Tensor] | None = None, **changes: Any) -> None:
+    groups, scales = x[:, 0, 0].long(), [x[:, 0].long()]
+    options = {"weight_assist_matrix": [x[:, 0].float()], **changes}
+    weights = weight or [x.int()]
+    operator = torch.ops._C_ascend.grouped_matmul_swiglu_quant_v2
+    operator(x[0].to(torch.int8), weights, scales, x[0, :, 0].float(), groups, **options)
 
 
 def activate_product_with(x: torch.Tensor, **changes: Any) -> None:

@@ -8,11 +8,20 @@ from typing import Any
 import torch
 
 from standin_ascend.kernels import launch, refuse
-from standin_ascend.quantized import INT8, compute_group_products, compute_quantization, find_type
+from standin_ascend.quantized import (
+    COUNTS,
+    CUMULATED,
+    INT8,
+    compute_group_products,
+    compute_int4_products,
+    compute_quantization,
+    find_ends,
+    find_type,
+    split_experts,
+)
 
 SOFTMAX, SIGMOID = 0, 1  # norm type: the latter is DeepSeek-V3's gate
 BEST, SUM_OF_TWO = 0, 1  # group select mode: a group's score is its best, or the sum of its two best
-CUMULATED, COUNTS = 0, 1  # how tokens of an expert are told: up to its end, or each number
 AS_IT_IS, BY_TOKEN = -1, 1  # quantization mode
 
 
@@ -139,6 +148,7 @@ def multiply_groups(
     weight: Sequence[torch.Tensor],
     *,
     group_list: torch.Tensor,
+    bias: Sequence[torch.Tensor] | None = None,
     scale: Sequence[torch.Tensor] | None = None,
     per_token_scale: Sequence[torch.Tensor] | None = None,
     group_list_type: int = 0,
@@ -148,11 +158,15 @@ def multiply_groups(
 ) -> list[torch.Tensor]:
     """`npu_grouped_matmul`: the rows of each expert times its matrix; rows beyond the last group give zeros.
 
-    Of int8, each product is scaled by column (*scale* [experts, out]) and by row (*per_token_scale* [rows]).
+    Of int8, each product is scaled by column (*scale* [experts, out]) and by row (*per_token_scale* [rows]). Matrices
+    of int32 hold int4; see `compute_int4_products`, whose assists are the *bias*.
     """
     refuse("npu_grouped_matmul", rest, "split_item")
     if len(x) != 1 or group_type != 0 or group_list_type not in (CUMULATED, COUNTS):
         raise NotImplementedError(f"npu_grouped_matmul: groups of type {group_type}, told as {group_list_type}")
+    is_int4 = weight[0].dtype == torch.int32
+    if (bias is not None) != is_int4:
+        raise NotImplementedError(f"npu_grouped_matmul of {weight[0].dtype} {'with' if bias else 'without'} a bias")
     weights = weight[0] if weight[0].dim() == 3 else list(weight)
     if x[0].dtype != torch.int8:
         if scale or per_token_scale:
@@ -162,8 +176,13 @@ def multiply_groups(
         return [out]
     scales = scale and (list(scale[0]) if scale[0].dim() == 2 else list(scale))
     rows = None if per_token_scale is None else per_token_scale[0]
-    out = x[0].new_empty(x[0].shape[0], weight[0].shape[-1], dtype=find_type(output_dtype))
-    launch("GroupedMatmul", compute_integer_groups, x[0], weights, group_list, scales, rows, out, group_list_type)
+    columns = weight[0].shape[-1] * (8 if is_int4 else 1)
+    out = x[0].new_empty(x[0].shape[0], columns, dtype=find_type(output_dtype))
+    if bias is not None and scale is not None:
+        experts = weights, split_experts(scale), split_experts(bias)
+        launch("GroupedMatmul", compute_int4_groups, x[0], *experts, group_list, rows, out, group_list_type)
+    else:
+        launch("GroupedMatmul", compute_integer_groups, x[0], weights, group_list, scales, rows, out, group_list_type)
     return [out]
 
 
@@ -189,10 +208,18 @@ def compute_integer_groups(
     compute_group_products(x, weights, find_ends(groups, count_type), scales, token_scales, out)
 
 
-def find_ends(groups: torch.Tensor, count_type: int) -> list[int]:
-    """Return the row at which each group ends."""
-    ends: list[int] = (groups.cumsum(0) if count_type == COUNTS else groups).tolist()
-    return ends
+def compute_int4_groups(
+    x: torch.Tensor,
+    weights: Any,
+    scales: Any,
+    assists: Any,
+    groups: torch.Tensor,
+    token_scales: torch.Tensor,
+    out: torch.Tensor,
+    count_type: int,
+) -> None:
+    """Multiply int8 by int4 group by group."""
+    compute_int4_products(x, weights, find_ends(groups, count_type), scales, assists, token_scales, out)
 
 
 def permute(

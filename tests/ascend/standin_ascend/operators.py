@@ -18,6 +18,10 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "grouped_matmul_swiglu_quant_weight_nz(Tensor x, Tensor weight, Tensor weight_scale, Tensor x_scale,"
     " Tensor group_list, *, Tensor? bias=None, Tensor? offset=None, float swiglu_limit=-1000000.0)"
     " -> (Tensor output, Tensor output_scale, Tensor output_offset)",
+    "grouped_matmul_swiglu_quant_v2(Tensor x, Tensor[] weight, Tensor[] weight_scale, Tensor x_scale,"
+    " Tensor group_list, *, Tensor? smooth_scale=None, Tensor[]? weight_assist_matrix=None, Tensor? bias=None,"
+    " int dequant_mode=0, int quant_mode=0, int group_list_type=0, float swiglu_limit=0.0)"
+    " -> (Tensor output, Tensor output_scale)",
     "npu_dequant_swiglu_quant(Tensor x, *, Tensor? weight_scale=None, Tensor? activation_scale=None, Tensor? bias=None,"
     " Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=True,"
     " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
@@ -52,6 +56,7 @@ OPERATORS = {
         "npu_add_rms_norm_bias": others.add_norm,
         "moe_gating_top_k": experts.choose_experts,
         "npu_dequant_swiglu_quant": quantized.activate_product,
+        "grouped_matmul_swiglu_quant_v2": quantized.multiply_int4_and_activate,
         "grouped_matmul_swiglu_quant_weight_nz": quantized.multiply_and_activate,
     },
     "aten": {

@@ -15,6 +15,7 @@ from standin_ascend.kernels import launch, refuse
 
 INT8 = (None, 1, torch.int8)  # how the type is told: by default, by its number in torch, by torch's own
 LARGEST = 127
+CUMULATED, COUNTS = 0, 1  # how tokens of an expert are told: up to its end, or each number
 
 
 def quantize_dynamically(
@@ -121,6 +122,92 @@ def compute_group_products(
         token_scale = None if token_scales is None else token_scales[rows]
         compute_product(x[rows], weights[expert], scales and scales[expert], token_scale, None, out[rows])
         first = last
+
+
+def unpack(weight: torch.Tensor) -> torch.Tensor:
+    """Return the int4 numbers [in, out] of which int32 holds eight [in, out / 8], the first in the lowest bits."""
+    pairs = weight.contiguous().view(torch.int8)
+    return torch.stack([(pairs << 4) >> 4, pairs >> 4], -1).flatten(-2)
+
+
+def compute_int4_products(
+    x: torch.Tensor,
+    weights: Any,
+    ends: Sequence[int],
+    scales: Any,
+    assists: Any,
+    token_scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Multiply int8 by int4, group by group; rows beyond the last group give zeros.
+
+    The kernel takes the lower half of each int8 less 8, so that it is int4, too. What that leaves out, 8 times the sum
+    of a column, is in *assists*, scaled; scales are floats in the lower bits of int64.
+    """
+    out.zero_()
+    first = 0
+    for expert, last in enumerate(ends):
+        rows, weight = slice(first, last), unpack(weights[expert]).double()
+        scale = scales[expert].reshape(-1).to(torch.int32).view(torch.float32)
+        product = (x[rows].double() @ weight - 8 * weight.sum(0)).float() * scale + assists[expert].reshape(-1)
+        out[rows] = (product * token_scales[rows, None]).to(out.dtype)
+        first = last
+
+
+def multiply_int4_and_activate(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    weight_scale: Sequence[torch.Tensor],
+    x_scale: torch.Tensor,
+    group_list: torch.Tensor,
+    *,
+    weight_assist_matrix: Sequence[torch.Tensor] | None = None,
+    group_list_type: int = 0,
+    dequant_mode: int = 0,
+    swiglu_limit: float = 0.0,
+    **rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`grouped_matmul_swiglu_quant_v2` of int4 matrices: SwiGLU of each expert's rows, quantized by row."""
+    refuse("grouped_matmul_swiglu_quant_v2", rest)
+    if weight[0].dtype != torch.int32 or not weight_assist_matrix or dequant_mode or swiglu_limit > 0:
+        raise NotImplementedError(f"grouped_matmul_swiglu_quant_v2 of {weight[0].dtype}, mode {dequant_mode}")
+    out = x.new_empty(x.shape[0], weight[0].shape[-1] * 4)
+    scales = x.new_empty(x.shape[0], dtype=torch.float32)
+    experts = [split_experts(each) for each in (weight, weight_scale, weight_assist_matrix)]
+    settings = group_list_type
+    launch(
+        "GroupedMatmulSwigluQuantV2", compute_int4_activation, x, *experts, x_scale, group_list, out, scales, settings
+    )
+    return out, scales
+
+
+def compute_int4_activation(
+    x: torch.Tensor,
+    weights: Any,
+    scales: Any,
+    assists: Any,
+    token_scales: torch.Tensor,
+    groups: torch.Tensor,
+    out: torch.Tensor,
+    out_scales: torch.Tensor,
+    count_type: int,
+) -> None:
+    """Multiply, activate and quantize in float32."""
+    products = x.new_empty(x.shape[0], out.shape[1] * 2, dtype=torch.float32)
+    compute_int4_products(x, weights, find_ends(groups, count_type), scales, assists, token_scales, products)
+    gate, up = products.chunk(2, -1)
+    compute_quantization(F.silu(gate) * up, out, out_scales)
+
+
+def split_experts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a tensor for each expert: they come as one, or as a list."""
+    return list(tensors[0]) if len(tensors) == 1 else list(tensors)
+
+
+def find_ends(groups: torch.Tensor, count_type: int) -> list[int]:
+    """Return the row at which each group ends."""
+    ends: list[int] = (groups.cumsum(0) if count_type == COUNTS else groups).tolist()
+    return ends
 
 
 def multiply_and_activate(

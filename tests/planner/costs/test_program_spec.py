@@ -50,7 +50,7 @@ class Collectives:
         self.experts = experts
         self.reduces = experts is None
 
-    def decompose(self, experts: Any, get_logits: Any = None) -> Experts | None:
+    def decompose(self, experts: Any, get_logits: Any = None, takes_chunks: bool = False) -> Experts | None:
         return self.experts
 
     def without_reduce(self, module: Any) -> Any:

@@ -55,7 +55,7 @@ def let_other_gather(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
 
 _P = ProgramBuilder()
 PROGRAM = _P.build(_P.compute("op", lambda: None))
-SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, votes: False, versions"
+SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, dispatch: all_gather, votes: False, versions"
 
 
 def make_rank(config: RuntimeConfig, votes: bool) -> RankContext:
@@ -89,25 +89,37 @@ def test_ranks_with_other_settings_or_packages_stop_at_the_start(
         _compare_settings(make_rank(config, votes), program, encoder)
 
 
-@pytest.mark.parametrize(("host", "hosts"), [("10.0.0.1", 1), ("10.0.0.2", 2)])
-def test_ranks_learn_on_how_many_hosts_they_are(monkeypatch: pytest.MonkeyPatch, host: str, hosts: int) -> None:
+def make_context_of_pair(monkeypatch: pytest.MonkeyPatch, host: str, config: RuntimeConfig, **methods: Any) -> Any:
+    """Return the context of one of two ranks, the other of which is on *host*; *methods* are the platform's."""
     groups = Groups(Pair, None, Pair)  # type: ignore[arg-type]
+    platform = {"get_transport": lambda *_: "network", "check_support": lambda _: None, **methods}
     monkeypatch.setattr(rank_context.vllm_groups, "get_groups", lambda _: groups)
     monkeypatch.setattr(rank_context.vllm_groups, "get_host", lambda: "10.0.0.1")
     monkeypatch.setattr(rank_context, "get_stage", lambda *_: WHOLE_MODEL)
-    platform = SimpleNamespace(get_transport=lambda *_: "network", choose_dispatch=lambda _: "all_to_all")
-    monkeypatch.setattr(rank_context, "get_platform", lambda: platform)
+    monkeypatch.setattr(rank_context, "get_platform", lambda: SimpleNamespace(**platform))
     let_other_gather(monkeypatch, host)
     model: Any = None
     vllm_config: Any = SimpleNamespace(speculative_config=None)
-    assert make_rank_context(model, vllm_config, RuntimeConfig()).hosts == hosts
+    return make_rank_context(model, vllm_config, config)
 
 
-@pytest.mark.parametrize(("setting", "dispatch"), [("auto", "all_to_all"), ("all_gather", "all_gather")])
-def test_a_platform_chooses_how_tokens_are_dispatched_unless_settings_do(
-    monkeypatch: pytest.MonkeyPatch, setting: str, dispatch: str
+@pytest.mark.parametrize(("host", "hosts"), [("10.0.0.1", 1), ("10.0.0.2", 2)])
+def test_ranks_learn_on_how_many_hosts_they_are(monkeypatch: pytest.MonkeyPatch, host: str, hosts: int) -> None:
+    config = RuntimeConfig(dispatch="all_gather")
+    assert make_context_of_pair(monkeypatch, host, config).hosts == hosts
+
+
+@pytest.mark.parametrize(
+    ("setting", "unsupported", "dispatch"),
+    [
+        ("auto", None, "all_to_all"),
+        ("all_gather", None, "all_gather"),
+        ("auto", Decline("this version is not known"), "all_gather"),
+    ],
+)
+def test_a_known_platform_chooses_how_tokens_are_dispatched_unless_settings_do(
+    monkeypatch: pytest.MonkeyPatch, setting: str, unsupported: Decline | None, dispatch: str
 ) -> None:
-    test_ranks_learn_on_how_many_hosts_they_are(monkeypatch, "10.0.0.1", 1)
-    model: Any = None
-    vllm_config: Any = SimpleNamespace(speculative_config=None)
-    assert make_rank_context(model, vllm_config, RuntimeConfig(dispatch=setting)).dispatch == dispatch
+    methods = {"choose_dispatch": lambda _: "all_to_all", "check_support": lambda _: unsupported}
+    found = make_context_of_pair(monkeypatch, "10.0.0.1", RuntimeConfig(dispatch=setting), **methods)
+    assert found.dispatch == dispatch

@@ -158,7 +158,10 @@ def test_ranks_with_all_shared_experts_have_to_dispatch_chunks() -> None:
     with pytest.raises(DeclineError, match="need DBO_DISPATCH=all_to_all"):
         ModelCollectives(platform, TWO, TWO).decompose(make_runner())
     for layer, reduces in ((platform, False), (CPU, True)):
-        parts = ModelCollectives(layer, TWO, TWO, "all_to_all", FOUR).decompose(make_runner())
+        collectives = ModelCollectives(layer, TWO, TWO, "all_to_all", FOUR)
+        with pytest.raises(DeclineError, match="does not take chunks"):
+            collectives.decompose(make_runner())
+        parts = collectives.decompose(make_runner(), takes_chunks=True)
         assert parts is not None
         assert (parts.is_sequence_parallel, parts.reduces_shared_experts) == (True, reduces)
 

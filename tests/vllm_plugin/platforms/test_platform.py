@@ -83,6 +83,8 @@ def test_with_vllm_ascend_other_models_and_weights_are_not_proven() -> None:
         ({"a.weight": "W8A8", "kv_cache_type": "C8", "indexer_quant_type": "INT8"}, None, "C8, INT8"),
         ({"a.weight": "W8A8", "fa_quant_type": "FAKQuant"}, "kv_producer", None),
         ({"a.weight": "W8A8", "fa_quant_type": "FAKQuant"}, "kv_consumer", "FAKQuant"),
+        ({"a.weight": "W8A8", "fa_quant_type": "FAKQuant"}, "kv_both", "FAKQuant"),
+        ({"a.weight": "W8A8", "a.self_attn.quant_type": "MXFP8"}, None, "MXFP8"),
     ],
 )
 def test_weights_and_caches_of_vllm_ascend_are_not_proven_by_name(
@@ -96,6 +98,10 @@ def test_weights_and_caches_of_vllm_ascend_are_not_proven_by_name(
 def test_weights_of_another_method_are_not_proven() -> None:
     served = make_served("DeepseekV3ForCausalLM", make_quantized({"a.weight": "W8A8"}, "compressed-tensors"))
     assert list(tell_unproven(served).values()) == ["compressed-tensors"]
+
+
+def test_caches_of_another_type_are_not_proven() -> None:
+    assert list(tell_unproven(make_served("DeepseekV3ForCausalLM", None, cache="mxfp8")).values()) == ["mxfp8"]
 
 
 @pytest.mark.parametrize(("drafter", "is_proven"), [("ngram", True), ("eagle3", True), ("draft_model", False)])
@@ -114,11 +120,17 @@ def make_quantized(description: dict[str, str], method: str = "ascend") -> Any:
     return SimpleNamespace(get_name=lambda: method, quant_description=description)
 
 
-def make_served(architecture: str, quantized: Any, role: str | None = None, drafter: str | None = None) -> Any:
+def make_served(
+    architecture: str, quantized: Any, role: str | None = None, drafter: str | None = None, cache: str = "auto"
+) -> Any:
     """Return what is read of vLLM's configuration."""
     transfer = None if role is None else SimpleNamespace(kv_role=role)
     model = SimpleNamespace(architecture=architecture)
-    rest = {"quant_config": quantized, "kv_transfer_config": transfer}
+    rest = {
+        "quant_config": quantized,
+        "kv_transfer_config": transfer,
+        "cache_config": SimpleNamespace(cache_dtype=cache),
+    }
     speculative = None if drafter is None else SimpleNamespace(method=drafter, parallel_drafting=False)
     return SimpleNamespace(model_config=model, speculative_config=speculative, **rest)
 
