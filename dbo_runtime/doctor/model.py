@@ -69,7 +69,7 @@ def _check_quantization(config: dict[str, Any]) -> list[Finding]:
         f"{method}; where tokens are dispatched to experts on other ranks, experts with another method than "
         f"{', '.join(MOE_METHODS)} cannot be decomposed, and every step runs unsplit"
     )
-    remedy = "nothing under tensor parallel alone; otherwise serve weights that are not quantized"
+    remedy = "nothing under tensor parallel alone, nor with vllm-ascend; otherwise serve weights that are not quantized"
     return [Finding("quantization", "warn", found, remedy)]
 
 

@@ -52,6 +52,17 @@ DEEPSEEK = {
     "vocab_size": 129280,
     "torch_dtype": "bfloat16",
 }
+KIMI = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "text_config": {**DEEPSEEK, "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64},
+    "vision_config": {},
+    "media_placeholder_token_id": 163605,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "vocab_size": 163840,
+    "torch_dtype": "bfloat16",
+}
 QWEN = {"max_position_embeddings": 40960, "vocab_size": 151936, "torch_dtype": "bfloat16", "head_dim": 128}
 QWEN_DENSE = {
     **QWEN,
@@ -169,6 +180,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-VL-30B-A3B-Instruct": QWEN_VL_MOE,
     "GLM4.x": GLM,
     "Hy3-preview": HY3,
+    "Kimi-K2.5": KIMI,
+    "Kimi-K2.6": KIMI,
     "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
 }
 PACKAGES = {  # that connectors and drafters import; nothing of them is called for a configuration

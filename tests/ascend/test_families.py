@@ -19,10 +19,13 @@ from tests.ascend.test_equivalence import (
 )
 from tests.vllm_plugin.engine import find_difference
 from tests.vllm_plugin.families import FAMILIES, make_family
-from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_vision_family
+from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, make_kimi, make_vision_family
 
 # vllm-ascend looks for it where transformers 4 had it; of transformers 5, vLLM reads `rope_parameters`.
-PARTLY_ROTATED = {"Glm4MoeForCausalLM": {"hf_overrides": {"partial_rotary_factor": 0.5}}}
+OPTIONS_OF = {
+    "Glm4MoeForCausalLM": {"hf_overrides": {"partial_rotary_factor": 0.5}},
+    KIMI: {"language_model_only": True},
+}
 FAST = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
 SLOW = (
     "DeepseekV2ForCausalLM",
@@ -32,6 +35,7 @@ SLOW = (
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    KIMI,
     QWEN25,
     QWEN3,
     QWEN3_MOE,
@@ -41,13 +45,19 @@ SLOW = (
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> None:
     """Prefills, a request cut inside, and decodes mixed with them; one engine a family, its experts shared out."""
-    model = make_family(name, tmp_path) if name in FAMILIES else make_vision_family(name, tmp_path)
-    shared_out = "Moe" in name or name.startswith(("Deepseek", "Mixtral", "HYV3"))
-    options = {"tensor_parallel_size": 2, "enable_expert_parallel": shared_out, **PARTLY_ROTATED.get(name, {})}
+    shared_out = "Moe" in name or name.startswith(("Deepseek", "Kimi", "Mixtral", "HYV3"))
+    model = make_model(name, tmp_path / "model")
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": shared_out, **OPTIONS_OF.get(name, {})}
     for npus in start(1, model, **options):
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
         assert_chunks_are_equal(npus, 400, 128)
         assert_mixed_steps_are_equal(npus)
+
+
+def make_model(name: str, folder: Path) -> Path:
+    if name == KIMI:
+        return make_kimi(folder)
+    return make_family(name, folder) if name in FAMILIES else make_vision_family(name, folder)
 
 
 @pytest.mark.slow
@@ -56,7 +66,7 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> Non
 def test_tokens_are_dispatched_to_data_parallel_ranks(name: str, dispatch: str, tmp_path: Path) -> None:
     """The gate is the experts' own, or the block's."""
     model, prompts = make_family(name, tmp_path), [make_prompts(40, 30, 25, 5), make_prompts(40)]
-    for npus in start(2, model, {"DBO_DISPATCH": dispatch}, **PARTLY_ROTATED.get(name, {})):
+    for npus in start(2, model, {"DBO_DISPATCH": dispatch}, **OPTIONS_OF.get(name, {})):
         unsplit_by_rank = npus.run(answer, prompts, 1)
         for cut in (40, 70, 95):
             splits = npus.run(answer, prompts, 1, [[cut], [cut]])

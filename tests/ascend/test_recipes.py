@@ -52,9 +52,9 @@ def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> Non
         each for each in RECIPES if (each.page, each.line) == ("pd_disaggregation_mooncake_multi_node.md", "547")
     )
     assert ask(recipe).reasons == ()
-    fused = recipe._replace(model="a-w4a8", flags="fmc2")
+    fused = recipe._replace(model="a-w4a4", flags="fmc2")
     assert ask(fused).reasons == (
-        "these quantized weights are not proven with vllm-ascend yet (W4A8_DYNAMIC; with DBO_CHECK=1 steps are split,"
+        "these quantized weights are not proven with vllm-ascend yet (W4A4_DYNAMIC; with DBO_CHECK=1 steps are split,"
         " and each is compared with the unsplit one)",
         "not supported yet: fused MC2 (enable_fused_mc2)",
     )

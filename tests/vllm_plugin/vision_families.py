@@ -65,6 +65,9 @@ def make_kimi(directory: Path) -> Path:
     vision = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
     own |= {"vision_config": vision, "dtype": text["dtype"], "tie_word_embeddings": False}
     (directory / "config.json").write_text(json.dumps(own))
+    normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    pictures = {"patch_size": 14, "merge_kernel_size": 2, "temporal_merge_kernel_size": 4, **normal}
+    (directory / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": pictures}))
     weights = load_file(DEEPSEEK / "model.safetensors")
     named = {f"language_model.{name}": weight for name, weight in weights.items()}
     save_file(named, directory / "model.safetensors", metadata={"format": "pt"})

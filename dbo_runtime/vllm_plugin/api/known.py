@@ -16,6 +16,7 @@ KNOWN_ASCEND_MODELS = (
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
     "HYV3ForCausalLM",
+    "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",

@@ -14,7 +14,7 @@ from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, a
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import FAMILIES, find_backend, make_family
-from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25
+from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, make_kimi
 
 OURS = tuple(name for name in FAMILIES if name != "GraniteForCausalLM")  # which has the tutorial's, or none
 LENGTHS = (96, 64, 160, 128, 80)
@@ -64,9 +64,18 @@ def test_tokens_of_each_moe_are_dispatched_to_experts_on_other_ranks(
         assert_split_is_close(ranks, [[2], [3]], 6, ARRIVALS)
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_language_model_of_kimi_answers_split_as_unsplit(tmp_path: Path, engines: Engines) -> None:
+    """Served without its encoder, which is not split."""
+    options = {"enable_prefix_caching": False, "language_model_only": True}
+    with engines.start(2, share_cores(), make_kimi(tmp_path / "kimi"), **options) as engine:
+        assert_split_answers_as_unsplit(engine)
+
+
 def test_every_architecture_that_we_register_is_among_them() -> None:
     ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
-    assert ours == {*OURS, QWEN25, QWEN3, QWEN3_MOE}  # the last three in test_qwen_vl.py
+    assert ours == {*OURS, KIMI, QWEN25, QWEN3, QWEN3_MOE}  # the last three in test_qwen_vl.py
 
 
 def test_every_adapter_is_short() -> None:
