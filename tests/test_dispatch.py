@@ -33,6 +33,7 @@ from dbo_runtime.dispatch import (
     CombineHandle,
     DispatchedTokens,
     Dispatcher,
+    QuantizedTokens,
     Routing,
     exchange_rows,
     gather_rows,
@@ -258,6 +259,24 @@ def there_and_back(make: Callable[[], Dispatcher], traffics: list[Traffic], way_
         check_return(dispatcher.combine(multiply(received, find_owners()), handle), all_ranks[rank])
 
 
+def dispatch_quantized(make: Callable[[], Dispatcher], sizes: tuple[int, ...]) -> None:
+    """Dispatch integers in the place of tokens, each with a scale that says whose it is."""
+    dispatcher, rank, count = make(), dist.get_rank(), dist.get_world_size()
+    all_ranks = [draw_tokens(Traffic(sizes, anywhere), other) for other in range(count)]
+    integers = [tokens._replace(x=tokens.x.to(torch.int8)) for tokens in all_ranks]
+    scales = [(torch.arange(sizes[other]) + 1000 * other) / 3 for other in range(count)]
+    quantized = QuantizedTokens(integers[rank].x, scales[rank])
+    routing = Routing(integers[rank].weights, integers[rank].ids, sizes[:count], quantized=quantized)
+    received, handle = dispatcher.dispatch(all_ranks[rank].x, dispatcher.choose_ranks(routing))
+    only_chosen = make is all_to_all
+    check_arrival(received, integers, only_chosen)
+    arrivals = find_arrivals(all_ranks, rank, only_chosen)
+    assert received.scales is not None
+    assert received.scales.tolist() == [float(scales[source][token]) for source, token in arrivals]
+    results = multiply(received._replace(x=received.x.float()), find_owners())
+    check_return(dispatcher.combine(results, handle), all_ranks[rank])
+
+
 SIZES = [(7, 7, 7), (200, 1, 30), (1, 200, 0), (0, 5, 3), (0, 0, 0), (1, 1, 1)]
 TYPES = [
     Types(torch.float32, torch.float32, torch.int64),
@@ -287,6 +306,14 @@ def test_any_types_arrive_bit_for_bit(
     ranks: Ranks, make: Callable[[], Dispatcher], sizes: tuple[int, ...], types: Types
 ) -> None:
     ranks.run(there_and_back, make, [Traffic(sizes, anywhere, 4, types)], [0])
+
+
+@both
+@pytest.mark.parametrize("sizes", [(7, 7, 7), (20, 1, 3), (0, 5, 3)], ids=str)
+def test_quantized_tokens_arrive_with_their_scales(
+    ranks: Ranks, make: Callable[[], Dispatcher], sizes: tuple[int, ...]
+) -> None:
+    ranks.run(dispatch_quantized, make, sizes)
 
 
 @both

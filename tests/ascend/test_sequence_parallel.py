@@ -7,15 +7,16 @@ rounded to int8, that may change the next integer.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.tiny_tasks import held_out
 from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
-from tests.ascend.jobs import answer, answer_by_all_to_all, make_prompts
+from tests.ascend.jobs import answer, answer_by_all_to_all, find_planner, make_prompts
 from tests.ascend.modelslim import quantize_model
 from tests.ascend.reference import count_equal, tokenize
-from tests.vllm_plugin.engine import find_difference
+from tests.vllm_plugin.engine import Engine, find_difference
 from tests.vllm_plugin.ranks import Ranks
 
 EXCHANGE = {"DBO_DISPATCH": "all_to_all"}
@@ -46,6 +47,29 @@ def test_chunks_of_tokens_are_dispatched(kind: str, tmp_path: Path) -> None:
         ((split, counts),) = npus.run(answer, [TASKS], 8, [])
         assert counts[0]["split"] >= 8, counts
         assert count_equal(unsplit, split) == len(unsplit)
+
+
+@pytest.mark.slow
+def test_on_a3_chunks_are_what_auto_is() -> None:
+    """There vllm-ascend itself takes all-to-all above MC2's size. Prefills only: MC2's operators are not here."""
+    for npus in start(1, TINY, {"STANDIN_ASCEND_CHIP": "A3"}, tensor_parallel_size=2, enable_expert_parallel=True):
+        (ops,) = npus.run(list_ops)
+        assert {"sizes", "dispatch", "shared_reduce", "combine", "gather"} <= ops
+        ((unsplit, _),) = npus.run(answer, [PROMPTS])
+        for edges in ([45], [5, 45, 175]):
+            ((split, counts),) = npus.run(answer, [PROMPTS], 1, edges)
+            assert [count["split"] for count in counts] == [1] * len(counts), counts
+            assert find_difference(unsplit, split) <= TOLERANCE["plain"]
+
+
+def list_ops(engine: Engine, rank: int) -> set[str]:
+    """Return the names of all ops of the program of a worker."""
+    (ops,) = {frozenset(found) for found in engine.llm.collective_rpc(_list_ops)}
+    return set(ops)
+
+
+def _list_ops(worker: Any) -> list[str]:
+    return [op.name for op in find_planner(worker)._runtime.program.ops]
 
 
 @pytest.mark.slow

@@ -132,11 +132,11 @@ def choose_dispatch(vllm_config: VllmConfig) -> str:
 
     Where it gathers them but each rank has all of the shared experts, only chunks leave nothing to reduce twice.
     """
+    if not (vllm_config.model_config.is_moe and vllm_config.parallel_config.enable_expert_parallel):
+        return "all_gather"
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.ascend_forward_context import select_moe_comm_method
 
-    if not (vllm_config.model_config.is_moe and vllm_config.parallel_config.enable_expert_parallel):
-        return "all_gather"
     exchanges = select_moe_comm_method(MANY_TOKENS, vllm_config).name == EXCHANGING
     return "all_to_all" if exchanges or get_ascend_config().enable_shared_expert_dp else "all_gather"
 

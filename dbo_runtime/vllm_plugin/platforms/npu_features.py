@@ -59,8 +59,8 @@ def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
     transfer = vllm_config.kv_transfer_config
     decodes = transfer is not None and transfer.kv_role in ("kv_consumer", "kv_both")
     caches = ["kv_cache_type", "indexer_quant_type", *(["fa_quant_type"] if decodes else [])]
-    told = {description[name] for name in ("model_quant_type", *caches) if name in description}
-    return told | {scheme for name, scheme in description.items() if name.endswith((".weight", ".quant_type"))}
+    schemes = {description[name] for name in ("model_quant_type", *caches) if name in description}
+    return schemes | {scheme for name, scheme in description.items() if name.endswith((".weight", ".quant_type"))}
 
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:

@@ -254,7 +254,11 @@ def test_tensor_parallel_ranks_that_dispatch_chunks_gather_instead_of_reducing(
     comm = {op.name: op.communicator for op in layer if op.lane == "comm"}
     experts = {name for name, communicator in comm.items() if communicator == "experts"}
     assert experts == {"dispatch", "combine", *(["sizes"] if platform is NPU else [])}
-    assert len({comm[name] for name in ("attn_reduce", "shared_reduce", "gather")}) == 1
+    (reducing,) = {comm[name] for name in ("attn_reduce", "shared_reduce", "gather")}
+    programs = [record(collectives, dp_size=2 if data_parallel else 1)] * 2
+    schedule = lower(programs, alternate(programs))
+    groups = {reducing: ((0, 1), (2, 3)), "experts": ((0, 1, 2, 3),)}
+    validate_ranks([RankPlan(schedule)] * 4, groups)
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
