@@ -260,7 +260,7 @@ INDEXED = (
     Case("aclnnIndexAdd", lambda a, i, b: a.index_add_(0, i % 2, b), (X, PLACES, numbers(3, 6)), NUMBERS),
     Case("aclnnIndexAdd", lambda a, i, b: a.index_add(1, i, b, alpha=2), (X, PLACES, numbers(4, 3)), NUMBERS),
     Case("aclnnInplaceIndexCopy", lambda a, i, b: a.index_copy_(0, i, b), (X, PLACES, numbers(3, 6)), NUMBERS),
-    Case("aclnnInplaceIndexFillTensor", lambda a, i: a.index_fill_(0, i, 5), (X, PLACES), NUMBERS),
+    Case("aclnnInplaceIndexFillTensor", lambda a, i: a.index_fill_(0, i, 5), (X, PLACES), NUMBERS, captured=False),
     Case("aclnnScatter", lambda a, i, b: a.scatter(1, i, b), (X, PLACES_IN_ROWS, X), NUMBERS),
     Case("aclnnInplaceScatter", lambda a, i, b: a.scatter_(1, i, b), (X, PLACES_IN_ROWS, X), NUMBERS),
     Case("aclnnScatterValue", lambda a, i: a.scatter(1, i, 5), (X, PLACES_IN_ROWS), NUMBERS),
