@@ -55,12 +55,15 @@ DEEPSEEK = {
 KIMI = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "model_type": "kimi_k25",
-    "text_config": {**DEEPSEEK, "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64},
+    "text_config": {
+        **DEEPSEEK,
+        "n_routed_experts": 384,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "vocab_size": 163840,
+    },
     "vision_config": {},
     "media_placeholder_token_id": 163605,
-    "hidden_size": 7168,
-    "num_attention_heads": 64,
-    "vocab_size": 163840,
     "torch_dtype": "bfloat16",
 }
 QWEN = {"max_position_embeddings": 40960, "vocab_size": 151936, "torch_dtype": "bfloat16", "head_dim": 128}
@@ -189,12 +192,20 @@ PACKAGES = {  # that connectors and drafters import; nothing of them is called f
     "mooncake.store": "class ReplicateConfig: ...\nclass MooncakeDistributedStore: ...",
     "arctic_inference.suffix_decoding": "class SuffixDecodingCache: ...",
 }
-DRAFTER = {  # an Eagle3 head
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "intermediate_size": 16384,
-    "draft_vocab_size": 32000,
+DRAFTERS: dict[str, dict[str, Any]] = {  # whose method says that they are models of their own
+    "eagle3": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "intermediate_size": 16384,
+        "draft_vocab_size": 32000,
+    },
+    "dflash": {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "intermediate_size": 16384,
+    },
 }
 
 
@@ -270,9 +281,10 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
         arguments.append(f"--additional-config={json.dumps(additional)}")
     if recipe.drafter:
         drafts: dict[str, Any] = {"method": recipe.drafter, "num_speculative_tokens": DRAFTS}
-        if recipe.drafter == "eagle3":
-            shared = {name: config[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")}
-            drafts["model"] = str(_write(folder / "drafter", {**DRAFTER, **shared}))
+        if recipe.drafter in DRAFTERS:
+            text = config.get("text_config", config)
+            shared = {name: text[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+            drafts["model"] = str(_write(folder / "drafter", {**DRAFTERS[recipe.drafter], **shared}))
         arguments.append(f"--speculative-config={json.dumps(drafts)}")
     if recipe.connectors:
         transfer = {"kv_connector": recipe.connectors, "kv_role": recipe.kv_role, "engine_id": "0", "kv_port": "30000"}

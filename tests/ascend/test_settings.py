@@ -67,7 +67,6 @@ FEATURES = {
     "eplb_config.expert_map_path": ("map.json", "an expert map (eplb_config)"),
     "enable_force_eplb": (True, "forced expert load balancing"),
     "mix_placement": (True, "shared experts among the routed ones (mix_placement)"),
-    "enable_shared_expert_dp": (True, "data parallel shared experts (enable_shared_expert_dp)"),
     "enable_fused_mc2": (1, "fused MC2 (enable_fused_mc2)"),
     "enable_prefill_mc2": (True, "MC2 in prefill (enable_prefill_mc2)"),
     "xlite_graph_config.enabled": (True, "xlite graphs"),
