@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -48,11 +47,10 @@ def fill() -> None:
     import torch_npu
     import vllm_ascend
     from torch_npu.op_plugin.atb import _atb_ops
-    from vllm_ascend import _build_info, utils
+    from vllm_ascend import utils
     from vllm_ascend.device import device_config
     from vllm_ascend.ops.triton import compute_slot_mapping
 
-    _build_info.__device_type__ = os.environ.get("STANDIN_ASCEND_CHIP", _build_info.__device_type__)
     name = "vllm_ascend.vllm_ascend_C"
     sys.modules[name] = vllm_ascend.vllm_ascend_C = ModuleType(name)
     # The stand-in is called by another chip's name: under a 910B's an operator that is missing would fail too late.
