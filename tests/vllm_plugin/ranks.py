@@ -56,6 +56,7 @@ class Ranks:
                 "VLLM_DP_MASTER_PORT": str(port),
                 "VLLM_HOST_IP": "127.0.0.1",
                 "GLOO_SOCKET_IFNAME": "lo",
+                "TORCHINDUCTOR_VEC_ISA_OK": "1",  # else torch probes it in a process, which now and then hangs
             }
             process = context.Process(target=serve_rank, args=(rank, there, str(model), variables, options))
             process.start()
