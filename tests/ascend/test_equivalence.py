@@ -29,7 +29,11 @@ from tests.vllm_plugin.ranks import Ranks
 LENGTHS = (5, 40, 130, 3, 64)
 PROMPTS = make_prompts(*LENGTHS)
 BOUNDARIES = list(accumulate(LENGTHS))[:-1]
-ENGINES = ["one_npu", "two_npus", "two_stages", pytest.param("stages_of_two", marks=pytest.mark.slow)]
+ENGINES = [
+    "one_npu",
+    "two_npus",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("two_stages", "stages_of_two")),
+]
 
 
 def assert_prefills_are_equal(npus: Ranks, cuts: Sequence[Sequence[int]]) -> None:
