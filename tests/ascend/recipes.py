@@ -192,7 +192,7 @@ PACKAGES = {  # that connectors and drafters import; nothing of them is called f
     "mooncake.store": "class ReplicateConfig: ...\nclass MooncakeDistributedStore: ...",
     "arctic_inference.suffix_decoding": "class SuffixDecodingCache: ...",
 }
-DRAFTERS: dict[str, dict[str, Any]] = {  # whose method says that they are models of their own
+DRAFTERS: dict[str, dict[str, Any]] = {  # those that are models of their own, by method
     "eagle3": {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

@@ -13,7 +13,7 @@ import pytest
 
 from examples.tiny_tasks import held_out
 from tests.ascend.conftest import TINY, start
-from tests.ascend.jobs import answer, answer_as_they_come, cut_at_boundaries, generate, make_prompts
+from tests.ascend.jobs import answer_as_they_come, cut_at_boundaries, generate, make_prompts
 from tests.ascend.reference import count_equal, tokenize
 from tests.vllm_plugin.drafters import NGRAM, draft_by_eagle3, draft_by_mtp
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
@@ -34,9 +34,10 @@ def answer_with_drafts(engine: Engine, rank: int, split: bool) -> tuple[list[Ans
     """Return the answers, the counts of drafts, and how many steps were split, each at a boundary of requests."""
     if split:
         cut_at_boundaries(engine, rank)
+    else:
+        engine.configure(DBO_MODE="off")
     with count_drafts(engine) as counts:
-        ask = generate if split else answer
-        answers, (steps, *_) = ask(engine, rank, [PROMPTS], TOKENS, *([ARRIVE] if split else [None, ARRIVE]))
+        answers, (steps, *_) = generate(engine, rank, [PROMPTS], TOKENS, ARRIVE)
     return answers, counts, steps["split"]
 
 

@@ -36,7 +36,7 @@ def get_groups(vllm_config: VllmConfig) -> Groups:
 def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
     """Return whether each tensor parallel rank dispatches a chunk of the tokens that all of them have.
 
-    By all-to-all (*dispatch*) each of them would send all of the tokens otherwise.
+    They do by all-to-all (*dispatch*): else each token would be sent by each of them.
     """
     parallel = vllm_config.parallel_config
     uses_expert_parallel = vllm_config.model_config.is_moe and parallel.enable_expert_parallel

@@ -116,7 +116,8 @@ class ModelCollectives:
             self._note_placement(layer)
             exchanges_sizes = self._platform.exchanges_sizes_separately
         if self._expert_parallel is not None and not takes_chunks:
-            raise DeclineError("the adapter does not take chunks of tensor parallel ranks; DBO_DISPATCH=all_gather")
+            reason = "the adapter does not take chunks of tensor parallel ranks"
+            raise DeclineError(reason, "set DBO_DISPATCH=all_gather")
         if self._expert_parallel is None:
             return SplitExperts(layer, self._get_dispatcher, exchanges_sizes)
         groups = self._tensor_parallel, self._expert_parallel

@@ -17,6 +17,7 @@ from dbo_runtime.dispatch import (
     gather_rows,
     reduce_rows,
 )
+from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.forward_context import get_rank_sizes
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 
@@ -72,12 +73,12 @@ class SplitExperts:
         return self._layer.merge(routed, *shared)
 
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
-        """Not called: only sequence-parallel parts have chunks."""
-        raise NotImplementedError
+        """Raise ProgramError: only sequence-parallel parts have chunks."""
+        raise ProgramError("declare no op of reduce_scatter() unless reduces_shared_experts.")
 
     def all_gather(self, chunk: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
-        """Not called: only sequence-parallel parts have chunks."""
-        raise NotImplementedError
+        """Raise ProgramError: only sequence-parallel parts have chunks."""
+        raise ProgramError("declare no op of all_gather() unless is_sequence_parallel.")
 
     def _route(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
         """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""

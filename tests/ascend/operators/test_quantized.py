@@ -232,7 +232,7 @@ def test_a_product_of_integers_is_scaled_and_activated(standin: StandIn, seed: i
 @given(routing=make_routings())
 @covers("npu::npu_moe_init_routing_v2", "npu::npu_dynamic_quant")
 def test_rows_quantized_on_their_way_are_those_quantized_before(standin: StandIn, routing: Routing) -> None:
-    """The same integers, with the scale of their token beside each row."""
+    """The same integers, and with each row the scale of its token."""
     options = {"expert_tokens_num_type": COUNTS, "active_expert_range": [routing.first, routing.last]}
     on_the_way = routing.call(quant_mode=1, **options)
     integers, scales = npu().npu_dynamic_quant(routing.x.npu())

@@ -174,10 +174,8 @@ def multiply_int4_and_activate(
     out = x.new_empty(x.shape[0], weight[0].shape[-1] * 4)
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
     experts = [split_experts(each) for each in (weight, weight_scale, weight_assist_matrix)]
-    settings = group_list_type
-    launch(
-        "GroupedMatmulSwigluQuantV2", compute_int4_activation, x, *experts, x_scale, group_list, out, scales, settings
-    )
+    tensors = x, *experts, x_scale, group_list, out, scales
+    launch("GroupedMatmulSwigluQuantV2", compute_int4_activation, *tensors, group_list_type)
     return out, scales
 
 
