@@ -10,7 +10,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from tests.ports import find_free_ports
 from tests.vllm_plugin.engine import Engine
 
 Job = Callable[..., Any]
@@ -40,7 +40,7 @@ class Ranks:
     def __init__(
         self, model: Path, size: int, environment: Mapping[str, str], context: BaseContext | None = None, **options: Any
     ) -> None:
-        port = find_free_port()
+        port = find_free_ports()  # vLLM takes the next ones for its other groups
         self._pipes: list[Connection] = []
         self._processes = []
         self._known: dict[str, list[Any]] = {}
@@ -132,11 +132,3 @@ def serve_rank(
             pipe.send((True, job(engine, rank, *arguments)))
         except BaseException:  # noqa: BLE001 - the test has to see it, whatever it is
             pipe.send((False, traceback.format_exc()))
-
-
-def find_free_port() -> int:
-    """Return the first of some ports that are not in use: vLLM takes the next ones for its other groups."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -23,6 +22,7 @@ from PIL import Image
 
 from examples.process_group import end_group
 from examples.tiny_pictures import SLOT, Picture, Question
+from tests.ports import find_free_ports
 from tests.vllm_plugin.families import find_backend
 
 STARTS_WITHIN = 400.0  # seconds; on an idle machine it takes 20
@@ -83,23 +83,43 @@ class Server:
 @contextmanager
 def serve(model: Path, log: Path, *options: str, **environment: str) -> Iterator[Server]:
     """Start a server, wait until it answers, and end it with all that it started."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_ports(1)
     vllm = str(Path(sys.executable).with_name("vllm"))
     (architecture,) = json.loads((model / "config.json").read_text())["architectures"]
     backend = f"--attention-backend={find_backend(architecture)}"
     words = [vllm, "serve", str(model), "--host=127.0.0.1", f"--port={port}", backend, *OPTIONS, *options]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **environment}
-    with (
-        log.open("w") as file,
-        subprocess.Popen(words, env=variables, stdout=file, stderr=file, start_new_session=True) as process,
-    ):
+    process = _start(words, variables, log, port)
+    try:
+        yield Server(port, model, log)
+    finally:
+        end_group(process)
+
+
+def _start(words: Sequence[str], variables: Mapping[str, str], log: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start a server and wait until it answers; once more, if another process took a port that vLLM had chosen.
+
+    With data parallel vLLM looks for free ports long before its workers bind them.
+    """
+    for _ in range(2):
+        with log.open("w") as file:
+            process = subprocess.Popen(words, env=variables, stdout=file, stderr=file, start_new_session=True)
         try:
             _wait_until_healthy(port, process, log)
-            yield Server(port, model, log)
-        finally:
+        except BaseException as error:
             end_group(process)
+            if not isinstance(error, RuntimeError) or "ddress already in use" not in log.read_text():
+                raise
+        else:
+            return process
+    raise RuntimeError(f"twice a port was taken:\n{_quote(log)}")
+
+
+def _quote(log: Path) -> str:
+    """Return what *log* says first of an error, and its end: with many processes, the cause is far above."""
+    text = log.read_text()
+    cause = max(text.find("Traceback"), 0)
+    return f"{text[cause : cause + 6000]}\n...\n{text[-2000:]}"
 
 
 def _encode(picture: Picture) -> str:
@@ -112,10 +132,10 @@ def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) 
     deadline = time.monotonic() + STARTS_WITHIN
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+            raise RuntimeError(f"the server ended with {process.returncode}:\n{_quote(log)}")
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
-    raise RuntimeError(f"the server did not answer within {STARTS_WITHIN:.0f} s:\n{log.read_text()[-4000:]}")
+    raise RuntimeError(f"the server did not answer within {STARTS_WITHIN:.0f} s:\n{_quote(log)}")
