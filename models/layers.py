@@ -37,9 +37,9 @@ def record_decoder(
 ) -> Value:
     """Declare a decoder of pre-norm layers: embedded tokens in, normed hidden states out.
 
-    *decoder* has `layers`, each with `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp` (or
-    `block_sparse_moe`), and a final `norm`. Norms take (x, residual) and add before they norm; `self_attn` and `mlp`
-    end in one all-reduce each. One value of *added* [tokens, hidden] is added to the result of each of the first
+    *decoder* has `layers`, each with `input_layernorm`, `self_attn` (or `linear_attn`), `post_attention_layernorm` and
+    `mlp` (or `block_sparse_moe`), and a final `norm`. Norms take (x, residual) and add before they norm; attention and
+    MLP end in one all-reduce each. One value of *added* [tokens, hidden] is added to the result of each of the first
     layers. *route* is for blocks whose experts do not hold their gate.
 
     On a stage of a pipeline, only its layers are declared: a stage other than the first takes the `residual` as an
@@ -84,7 +84,8 @@ def record_layer(
     """
     norm = layer.input_layernorm if len(stream) == 2 else partial(_first_norm, layer.input_layernorm)
     x, residual = p.compute("attn_norm", norm, *stream, overwrites=stream, outputs=2)
-    x = record_attention(p, layer.self_attn, collectives, positions, x, attend)
+    name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two, as their costs differ
+    x = record_attention(p, get_attention(layer), collectives, positions, x, attend, name)
     x = record_reduce(p, "attn_reduce", collectives, x)
     stream = x, residual
     x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
@@ -102,16 +103,22 @@ def record_layer(
 
 
 def record_attention(
-    p: ProgramBuilder, attention: Any, collectives: Collectives, positions: Value, x: Value, attend: Attend
+    p: ProgramBuilder,
+    attention: Any,
+    collectives: Collectives,
+    positions: Value,
+    x: Value,
+    attend: Attend,
+    name: str = "attention",
 ) -> Value:
     """Declare attention without its reduce [tokens, hidden] -> [tokens, hidden]: one op, or latent attention's parts.
 
-    It is `ordered`, because a cut request reads the KV that its head wrote.
+    It is `ordered`, because a cut request reads the KV, or the state, that its head wrote.
     """
     latent = collectives.decompose_attention(attention) if p.has_side else None
     if latent is None:
         fn = collectives.without_reduce(partial(attend, attention))
-        attended: Value = p.compute("attention", fn, positions, x, ordered=True)
+        attended: Value = p.compute(name, fn, positions, x, ordered=True)
         return attended
     return record_latent_attention(p, latent, collectives, positions, x)
 
@@ -183,6 +190,11 @@ def get_layers(decoder: Any) -> dict[int, Any]:
     return {index: decoder.layers[index] for index in range(len(decoder.layers))[here]}
 
 
+def get_attention(layer: Any) -> Any:
+    """Return the attention of a layer, or its linear attention."""
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+
+
 def get_mlp(layer: Any) -> Any:
     """Return the MLP of a layer, or its mixture of experts."""
     return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
@@ -191,7 +203,7 @@ def get_mlp(layer: Any) -> Any:
 def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
     """Return the classes of a decoder that are not *known*, which may compute something else; None if all are."""
     layers = get_layers(decoder).values()
-    parts = [decoder, *layers, *(layer.self_attn for layer in layers), *map(get_mlp, layers)]
+    parts = [decoder, *layers, *map(get_attention, layers), *map(get_mlp, layers)]
     unknown = ", ".join(sorted({type(part).__name__ for part in parts} - known))
     return Decline("its parts are not known", unknown) if unknown else None
 

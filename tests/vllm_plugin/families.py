@@ -23,6 +23,16 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1}
+LINEAR = {  # a layer of each kind in both halves: vLLM wants that of stages of a pipeline
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 LATENT = {  # MLA, in the sizes that vLLM's CPU kernel decodes
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -97,10 +107,15 @@ FAMILIES = {  # by architecture
     ),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", {**LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"}),
+    "Qwen3NextForCausalLM": Family("qwen3_next", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", {**ATTENTION, **LINEAR}),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
     "GraniteForCausalLM": Family(
         "granite", {**ATTENTION, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
     ),
 }
+LINEAR_ATTENTION = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Those with linear attention in most layers; vLLM's kernels for it on CPU take bfloat16 only."""
 
 
 def find_backend(architecture: str) -> str:

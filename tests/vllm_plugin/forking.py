@@ -15,6 +15,7 @@ from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 SERVERS = 2
 PRELOADED = [
@@ -34,15 +35,21 @@ class ForkContext(ForkServerContext):
         super().__init__()
         self._servers = [ForkServer() for _ in range(SERVERS)]
         self._turns = cycle(self._servers)
+        self._processes: WeakSet[ForkedProcess] = WeakSet()
         for server in self._servers:
             server.set_forkserver_preload(PRELOADED)
 
     def Process(self, *args: Any, **kwargs: Any) -> ForkedProcess:
         """Return a process that is forked when it starts."""
-        return ForkedProcess(next(self._turns), *args, **kwargs)
+        process = ForkedProcess(next(self._turns), *args, **kwargs)
+        self._processes.add(process)
+        return process
 
     def close(self) -> None:
-        """End the servers."""
+        """End the servers; before that, workers of an engine whose start failed, which would keep them alive."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
         for server in self._servers:
             server._stop()
 

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.tiny_pictures import ask
+from tests.vllm_plugin.families import LINEAR
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-qwen-vl"  # trained; whose tokenizer and processor all share
 DEEPSEEK = TINY.with_name("tiny-deepseek")
 QWEN25, QWEN3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
+QWEN35, QWEN35_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
 KIMI = "KimiK25ForConditionalGeneration"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
@@ -35,6 +37,16 @@ QWEN3_VISION = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 2],
 }
+QWEN35_VISION = {name: size for name, size in QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
+# Each token takes all experts: which ones, rounding in bfloat16 could decide.
+SPARSE = {**LINEAR, **EXPERTS, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 64}
+PARTIAL = {**ROTATION, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+QWEN3_KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # model type, and what the text config has besides
+    QWEN3: ("qwen3_vl", {}),
+    QWEN3_MOE: ("qwen3_vl_moe", EXPERTS),
+    QWEN35: ("qwen3_5", {**LINEAR, "rope_parameters": PARTIAL}),
+    QWEN35_MOE: ("qwen3_5_moe", {**SPARSE, "rope_parameters": PARTIAL}),
+}
 
 
 def make_vision_family(architecture: str, directory: Path, seed: int = 0) -> Path:
@@ -42,7 +54,7 @@ def make_vision_family(architecture: str, directory: Path, seed: int = 0) -> Pat
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    if architecture in (QWEN3, QWEN3_MOE):
+    if architecture in QWEN3_KINDS:
         _become_qwen3(directory, architecture)
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -97,9 +109,10 @@ def _transpose_experts(file: Path) -> None:
 def _become_qwen3(directory: Path, architecture: str) -> None:
     config = json.loads((directory / "config.json").read_text())
     marks = {name: config[name] for name in config if name.endswith("_token_id")}
-    model_type, more = ("qwen3_vl_moe", EXPERTS) if architecture == QWEN3_MOE else ("qwen3_vl", {})
-    text = {**QWEN3_TEXT, **more, "rope_parameters": ROTATION}
-    own = {"text_config": text, "vision_config": QWEN3_VISION, **marks}
+    model_type, more = QWEN3_KINDS[architecture]
+    text = {**QWEN3_TEXT, "rope_parameters": ROTATION, **more}
+    vision = QWEN3_VISION if architecture in (QWEN3, QWEN3_MOE) else QWEN35_VISION
+    own = {"text_config": text, "vision_config": vision, **marks}
     own |= {"model_type": model_type, "architectures": [architecture], "tie_word_embeddings": False, "dtype": "float32"}
     (directory / "config.json").write_text(json.dumps(own, indent=2))
     for file in ("processor_config.json", "tokenizer_config.json"):

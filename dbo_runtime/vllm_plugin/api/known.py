@@ -35,5 +35,14 @@ KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "eagle3")
 KNOWN_ASCEND_QUANTIZATIONS = ("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC")
 """Quantized weights, as ModelSlim names them, with which they have been."""
 
+HYBRID_MODELS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""Models with linear attention of which split steps have been compared with unsplit ones."""
+
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""

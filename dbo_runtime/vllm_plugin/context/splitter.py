@@ -21,6 +21,7 @@ from dbo_runtime.vllm_plugin.api.metadata import IntArray, read_block_table, sli
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder
 from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_drafts
 from dbo_runtime.vllm_plugin.context.checks import check_context, check_prefix_cache
+from dbo_runtime.vllm_plugin.context.states import ALIGNED, check_starts, has_states, keep_places, slice_arguments
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
@@ -131,8 +132,19 @@ class ContextSplitter:
         if isinstance(builders, Decline):
             return builders
         parts = [self.platform.complete_metadata(part) for part in self._slice_common(common, slices)]
+        if has_states(source.builder):
+            decline = check_starts(parts)
+            if decline is not None:
+                return decline
+            if self._vllm_config.cache_config.mamba_cache_mode == ALIGNED:
+                parts = keep_places(common, slices, parts, source.builder.kv_cache_spec.block_size)
+        built: list[AttentionMetadata | None] = []
         with self.platform.building_metadata():
-            built = [builder.build(0, part, **source.arguments) for builder, part in zip(builders, parts, strict=True)]
+            for builder, piece, part in zip(builders, slices, parts, strict=True):
+                arguments = slice_arguments(source.arguments, piece)
+                if isinstance(arguments, Decline):
+                    return arguments
+                built.append(builder.build(0, part, **arguments))
         return [*built, *[None] * (padded - len(slices))]
 
     def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:

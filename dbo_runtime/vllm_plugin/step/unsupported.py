@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals
+from dbo_runtime.vllm_plugin.api.known import HYBRID_MODELS
 from dbo_runtime.vllm_plugin.api.speculation import compare_hidden_sizes, name_drafter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
@@ -42,7 +43,9 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
         (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
         (drafter is not None and parallel.pipeline_parallel_size > 1, "speculative decoding in a pipeline"),
-        (model.is_hybrid or model.is_attention_free, "a state-space model"),
+        (model.is_hybrid and model.architecture not in HYBRID_MODELS, "this model's linear attention"),
+        (model.is_hybrid and drafter is not None, "speculative decoding with linear attention"),
+        (model.is_attention_free, "a state-space model"),
         (model.is_encoder_decoder, "an encoder-decoder model"),
     )
     yield from (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)

@@ -13,10 +13,11 @@ from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, r
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import FAMILIES, find_backend, make_family
-from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, make_kimi
+from tests.vllm_plugin.families import FAMILIES, LINEAR_ATTENTION, find_backend, make_family
+from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 
-OURS = tuple(name for name in FAMILIES if name != "GraniteForCausalLM")  # which has the tutorial's, or none
+ELSEWHERE = {"GraniteForCausalLM", *LINEAR_ATTENTION}  # the tutorial's adapter, or none; and test_linear_attention.py
+OURS = tuple(name for name in FAMILIES if name not in ELSEWHERE)
 LENGTHS = (96, 64, 160, 128, 80)
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 PREFILL_CUTS = [(96,), (320,), (17,), (263,), (96, 160, 320), (132, 264, 396)]
@@ -75,7 +76,8 @@ def test_the_language_model_of_kimi_answers_split_as_unsplit(tmp_path: Path, eng
 
 def test_every_architecture_that_we_register_is_among_them() -> None:
     ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
-    assert ours == {*OURS, KIMI, QWEN25, QWEN3, QWEN3_MOE}  # the last three in test_qwen_vl.py
+    others = {*LINEAR_ATTENTION, QWEN35, QWEN35_MOE}  # test_linear_attention.py
+    assert ours == {*OURS, KIMI, QWEN25, QWEN3, QWEN3_MOE, *others}  # three of them in test_qwen_vl.py
 
 
 def test_every_adapter_is_short() -> None:

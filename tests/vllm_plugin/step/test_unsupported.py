@@ -67,7 +67,7 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"lora_config": SimpleNamespace(fully_sharded_loras=True)}, "fully sharded LoRA"),
     ({"lora_config": LORA, "is_moe": True}, "LoRA with a mixture of experts"),
     ({"lora_config": LORA, "use_mla": True}, "LoRA with latent attention"),
-    ({"is_hybrid": True}, "a state-space model"),
+    ({"is_hybrid": True, "architecture": "JambaForCausalLM"}, "this model's linear attention"),
     ({"is_attention_free": True}, "a state-space model"),
     ({"is_encoder_decoder": True}, "an encoder-decoder model"),
 ]

@@ -1,0 +1,104 @@
+"""What slices of a batch keep of the states of linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbo_runtime.batch import Batch, slice_batch
+from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.api.metadata import slice_common_metadata
+from dbo_runtime.vllm_plugin.context.states import check_starts, keep_places, slice_arguments
+from tests.vllm_plugin.context.test_splitter import cut, make_common
+
+REASON = "a prompt starts with as few tokens as a decode, in a model with linear attention"
+
+
+def check(query_lens: Sequence[int], computed: Sequence[int], *cuts: int) -> Decline | None:
+    slices = cut(*cuts, query_lens=query_lens)
+    return check_starts(slice_common_metadata(make_common(query_lens, computed), slices))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "computed", "cuts"),
+    [
+        ([20, 1], [0, 0], [20]),  # a prompt of one token, alone
+        ([1, 1, 20, 1], [7, 9, 0, 0], [22]),
+        ([1, 20], [7, 0], [2]),  # the first token of a prompt, after decodes only
+        ([20], [0], [1]),
+    ],
+)
+def test_the_start_of_a_prompt_that_would_be_taken_for_a_decode_declines(
+    query_lens: list[int], computed: list[int], cuts: list[int]
+) -> None:
+    decline = check(query_lens, computed, *cuts)
+    assert decline is not None
+    assert decline.reason == REASON
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "computed", "cuts"),
+    [
+        ([1, 1, 20], [7, 9, 0], [2]),  # decodes
+        ([20, 1], [0, 0], [10]),  # after a prefill
+        ([20, 30], [0, 0], [21]),
+        ([20], [0], [19]),  # the last token of a prompt goes on from the state of the others
+        ([20, 1], [0, 30], [20]),
+    ],
+)
+def test_all_other_pieces_are_fine(query_lens: list[int], computed: list[int], cuts: list[int]) -> None:
+    assert check(query_lens, computed, *cuts) is None
+
+
+@st.composite
+def cut_batches(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    query_lens = draw(st.lists(st.integers(2, 12), min_size=1, max_size=4))
+    computed = [draw(st.integers(0, 20)) for _ in query_lens]
+    tokens = sum(query_lens)
+    return query_lens, computed, sorted(draw(st.sets(st.integers(1, tokens - 1), min_size=1, max_size=3)))
+
+
+@given(cut_batches(), st.integers(1, 6))
+def test_every_piece_of_a_request_finds_its_state_where_the_unsplit_step_does(
+    batch: tuple[list[int], list[int], list[int]], block_size: int
+) -> None:
+    """By the rule of vLLM's `mamba_get_block_table_tensor`: in the block of the last token, by the piece's length."""
+    query_lens, computed, cuts = batch
+    blocks = -(-32 // block_size)
+    table = torch.arange(len(query_lens) * blocks, dtype=torch.int32).reshape(len(query_lens), blocks)
+    common = make_common(query_lens, computed, block_table_tensor=table)
+    slices = slice_batch(Batch(tuple(query_lens), sum(query_lens), decode_len=0), cuts)
+    parts = keep_places(common, slices, slice_common_metadata(common, slices), block_size)
+    for piece, part in zip(slices, parts, strict=True):
+        for row, request in enumerate(range(piece.first_request, piece.last_request)):
+            found = int(part.block_table_tensor[row, (int(part.seq_lens_cpu_upper_bound[row]) - 1) // block_size])
+            assert found == int(table[request, (computed[request] + query_lens[request] - 1) // block_size])
+    assert torch.equal(common.block_table_tensor, torch.arange(table.numel(), dtype=torch.int32).reshape(table.shape))
+
+
+def test_arguments_with_an_entry_for_each_request_are_sliced() -> None:
+    accepted, drafts = torch.tensor([1, 2, 3]), torch.tensor([4, 5, -1])
+    arguments: dict[str, Any] = {
+        "num_accepted_tokens": accepted,
+        "num_decode_draft_tokens_cpu": drafts,
+        "fast_build": True,
+    }
+    _, second = cut(9, query_lens=[5, 4, 6])
+    found = slice_arguments(arguments, second)
+    assert not isinstance(found, Decline)
+    assert found["num_accepted_tokens"].tolist() == [3]
+    assert found["num_decode_draft_tokens_cpu"].tolist() == [-1]
+    assert found["fast_build"] is True
+    assert slice_arguments({"num_accepted_tokens": None}, second) == {"num_accepted_tokens": None}
+
+
+def test_an_argument_that_is_not_known_declines_by_name() -> None:
+    (first, _) = cut(5, query_lens=[5, 4])
+    decline = slice_arguments({"weights": torch.ones(2)}, first)
+    assert isinstance(decline, Decline)
+    assert decline.detail == "weights"

@@ -1,0 +1,173 @@
+"""Models most of whose layers have linear attention: one state a request, which the pieces of a cut request share.
+
+vLLM's kernels for CPU take bfloat16 only. A step that is cut between requests is equal to the unsplit one to the bit; a
+request that is cut inside, to one that vLLM prefills in two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from dbo_runtime.vllm_plugin.context import splitter
+from tests.ascend.jobs import cut_at_boundaries
+from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, run_cut, run_unsplit
+from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, EDGES, generate
+from tests.vllm_plugin.end_to_end.test_qwen_vl import KINDS, ask, count_encoder
+from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS as PICTURES
+from tests.vllm_plugin.engine import Answer, Engine, make_prompt
+from tests.vllm_plugin.engines import Engines, share_cores
+from tests.vllm_plugin.families import LINEAR_ATTENTION, make_family
+from tests.vllm_plugin.vision_families import QWEN35, QWEN35_MOE, make_requests, make_vision_family
+
+pytestmark = pytest.mark.vllm
+
+LENGTHS = (96, 64, 160, 128, 80)
+PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+BOUNDARIES = list(accumulate(LENGTHS))[:-1]
+LONG_PROMPT = make_prompt(300, 7)
+OPTIONS = {"dtype": "bfloat16", "attention_backend": "CPU_ATTN"}
+LONG = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "hf_overrides": {"max_position_embeddings": 4096}}
+BLOCK = 1152  # tokens, at whose multiples vLLM keeps states of the tiny model for its prefix cache
+ROUNDING = 0.25  # of log-probabilities, from bfloat16
+TIE = 0.3  # less between the two likeliest tokens, and rounding may decide
+
+
+@pytest.fixture(scope="module")
+def engine(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine of one rank, with prefix caching: states are kept at ends of blocks."""
+    model = make_family("Qwen3_5ForCausalLM", tmp_path_factory.mktemp("qwen3.5"))
+    return engines.get(1, "nobind", model, **OPTIONS, **LONG, enable_prefix_caching=True)
+
+
+def assert_close_up_to_ties(unsplit: Sequence[Answer], split: Sequence[Answer]) -> None:
+    """Compare log-probabilities token by token, until rounding decides between two tokens."""
+    for expected, answer in zip(unsplit, split, strict=True):
+        for index, token in enumerate(expected.tokens):
+            ours, theirs = answer.log_probs[index], expected.log_probs[index]
+            assert max(abs(ours[word] - theirs[word]) for word in theirs) <= ROUNDING
+            if answer.tokens[index] != token:
+                assert theirs[token] - theirs[answer.tokens[index]] <= TIE
+                break
+
+
+def run_in_chunks(engine: Engine, prompt: list[int], chunk: int) -> list[Answer]:
+    """Return what vLLM answers unsplit, in steps of at most *chunk* tokens."""
+    settings = engine.llm.llm_engine.engine_core.engine_core.scheduler.scheduler_config
+    with patch.object(settings, "long_prefill_token_threshold", chunk):
+        return run_unsplit(engine, [prompt])
+
+
+def forget_prefixes(engine: Engine) -> None:
+    assert engine.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("cuts", [*((edge,) for edge in BOUNDARIES), BOUNDARIES[:2], BOUNDARIES], ids=str)
+def test_steps_cut_between_requests_are_equal_to_the_bit(engine: Engine, cuts: Sequence[int]) -> None:
+    unsplit = run_unsplit(engine, PROMPTS)
+    forget_prefixes(engine)
+    assert run_cut(engine, cuts, PROMPTS) == unsplit
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(400, 128), (400, 100), (300, 279), (303, 150)])
+def test_a_request_cut_inside_is_equal_to_one_prefilled_in_chunks(engine: Engine, length: int, chunk: int) -> None:
+    prompt = make_prompt(length, length + chunk)
+    chunked = run_in_chunks(engine, prompt, chunk)
+    forget_prefixes(engine)
+    assert run_cut(engine, range(chunk, length - 1, chunk), [prompt]) == chunked
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)], ids=str)
+def test_steps_of_decodes_and_prefills_are_close(engine: Engine, cuts: Sequence[int]) -> None:
+    unsplit = run_unsplit(engine, PROMPTS, 6, MIXED)
+    forget_prefixes(engine)
+    assert_close_up_to_ties(unsplit, run_cut(engine, cuts, PROMPTS, 6, MIXED))
+
+
+@pytest.mark.parametrize("cuts", [(1024,), (640, 1280)], ids=str)
+def test_pieces_of_a_request_keep_its_state_in_the_block_that_the_step_ends_in(
+    engine: Engine, cuts: Sequence[int]
+) -> None:
+    """Where the next request with this prefix finds it; without that, its tail would go on from no state."""
+    prompt = make_prompt(2 * BLOCK, sum(cuts))
+    follower = [prompt + make_prompt(70, 9)]
+    unsplit = [run_unsplit(engine, [prompt]), run_unsplit(engine, follower)]
+    forget_prefixes(engine)
+    assert [run_cut(engine, cuts, [prompt]), run_unsplit(engine, follower)] == unsplit
+    forget_prefixes(engine)
+    with patch.object(splitter, "keep_places", lambda common, slices, parts, size: parts):
+        assert run_cut(engine, cuts, [prompt]) != unsplit[0]
+
+
+def test_a_prompt_of_one_token_is_not_taken_for_a_decode(engine: Engine) -> None:
+    """Alone in a micro-batch it would go on from the state that the last request left in its place."""
+    prompts = [make_prompt(100, 1), make_prompt(1, 2)]
+    unsplit = run_unsplit(engine, prompts)
+    engine.configure(DBO_MODE="always")
+    engine.cut_at(100)
+    before = engine.statistics()[0]["declined"]
+    try:
+        split = engine.generate(prompts)
+    finally:
+        engine.cut_by_settings()
+    after = engine.statistics()[0]["declined"]
+    reason = "a prompt starts with as few tokens as a decode, in a model with linear attention"
+    assert after[reason] == before.get(reason, 0) + 1
+    assert split == unsplit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in LINEAR_ATTENTION), ("Qwen3_5ForCausalLM", 1)])
+def test_ranks_and_stages_answer_split_as_unsplit(name: str, ranks: int, tmp_path: Path, engines: Engines) -> None:
+    """Two tensor parallel ranks, or two stages of a pipeline. One engine serves all of a family."""
+    options = {**OPTIONS, "enable_prefix_caching": False, "pipeline_parallel_size": 3 - ranks}
+    options["enable_expert_parallel"] = name != "Qwen3_5ForCausalLM"
+    with engines.start(ranks, share_cores(), make_family(name, tmp_path), **options) as engine:
+        unsplit = run_unsplit(engine, PROMPTS)
+        for edge in BOUNDARIES:
+            assert run_cut(engine, (edge,), PROMPTS) == unsplit
+        for cut in (279, 150):
+            assert run_cut(engine, (cut,), [LONG_PROMPT]) == run_in_chunks(engine, LONG_PROMPT, cut)
+        mixed = run_unsplit(engine, PROMPTS, 6, MIXED)
+        before = engine.count_split()
+        cut_at_boundaries(engine, 0)
+        try:
+            assert_close_up_to_ties(mixed, engine.generate(PROMPTS, 6, MIXED))
+        finally:
+            engine.cut_by_settings()
+        assert engine.count_split() >= before + 5
+
+
+@pytest.mark.slow
+def test_tokens_are_dispatched_to_experts_on_other_ranks(tmp_path: Path, engines: Engines) -> None:
+    model = make_family("Qwen3_5MoeForCausalLM", tmp_path)
+    options = {**OPTIONS, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+    with engines.start_ranks(2, model, **options) as ranks:
+        for cuts, tokens, arrive in (
+            ([[EDGES[0][1]], [EDGES[1][2]]], 1, ()),
+            ([[100, 300], [60, 200]], 1, ()),
+            ([[2], [3]], 6, ARRIVALS),
+        ):
+            unsplit = ranks.run_once(generate, "off", None, tokens, arrive, BATCHES)
+            split = ranks.run(generate, "always", cuts, tokens, arrive, BATCHES)
+            for (expected, _, _), (answers, count, _) in zip(unsplit, split, strict=True):
+                assert count > 0, "nothing was split, so nothing was compared"
+                assert_close_up_to_ties(expected, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [QWEN35, QWEN35_MOE])
+def test_pictures_are_seen_split_as_unsplit(name: str, tmp_path: Path, engines: Engines) -> None:
+    """Qwen3.5 with its encoder, whose positions have three axes."""
+    options, requests = {**PICTURES, **OPTIONS}, make_requests(KINDS)
+    with engines.start(2, share_cores(), make_vision_family(name, tmp_path / "model"), **options) as engine:
+        unsplit = ask(engine, requests, DBO_MODE="off")
+        for parts in ("2", "3"):
+            before = engine.count_split(), count_encoder(engine)
+            assert_close_up_to_ties(unsplit, ask(engine, requests, DBO_MODE="always", DBO_MICRO_BATCHES=parts))
+            assert engine.count_split() > before[0]
+            assert count_encoder(engine) > before[1]
