@@ -17,12 +17,24 @@ from tests.ascend.test_equivalence import (
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.vllm_plugin.families import FAMILIES, make_family
-from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, make_kimi, make_vision_family
+from tests.vllm_plugin.families import FAMILIES, LINEAR_ATTENTION, make_family
+from tests.vllm_plugin.vision_families import (
+    KIMI,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN25,
+    QWEN35,
+    QWEN35_MOE,
+    make_kimi,
+    make_vision_family,
+)
 
 # vllm-ascend looks for it where transformers 4 had it; of transformers 5, vLLM reads `rope_parameters`.
+QUARTER = {"partial_rotary_factor": 0.25}
 OPTIONS_OF = {
     "Glm4MoeForCausalLM": {"hf_overrides": {"partial_rotary_factor": 0.5}},
+    **{name: {"hf_overrides": QUARTER} for name in LINEAR_ATTENTION},
+    **{name: {"hf_overrides": {"text_config": QUARTER}} for name in (QWEN35, QWEN35_MOE)},
     KIMI: {"language_model_only": True},
 }
 FAST = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
@@ -38,6 +50,9 @@ SLOW = (
     QWEN25,
     QWEN3,
     QWEN3_MOE,
+    *LINEAR_ATTENTION,
+    QWEN35,
+    QWEN35_MOE,
 )
 
 

@@ -26,6 +26,11 @@ KNOWN_ASCEND_MODELS = (
     "Qwen3MoeForCausalLM",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Models of which split steps have been compared with unsplit ones on vllm-ascend."""
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DECODE_LEN = 1  # of builders for linear attention, which know decodes with drafts by other means
 PER_REQUEST = ("num_accepted_tokens", "num_decode_draft_tokens_cpu")  # arguments of such a build
+COUNT = "num_actual_reqs"  # vllm-ascend's argument: those after them pad the batch
 ALIGNED = "align"  # with prefix caching, states are kept at ends of blocks
 
 
@@ -29,11 +30,14 @@ def has_states(builder: AttentionMetadataBuilder) -> bool:
 
 
 def slice_arguments(arguments: dict[str, Any], piece: BatchSlice) -> dict[str, Any] | Decline:
-    """Return the arguments of a build for a slice: those with an entry for each request are sliced."""
+    """Return the arguments of a build for a slice: those that tell of each request are sliced."""
     unknown = [name for name, value in arguments.items() if isinstance(value, torch.Tensor) and name not in PER_REQUEST]
     if unknown:
         return Decline("unknown argument of a builder of attention metadata", ", ".join(unknown))
     own = {name: arguments[name][piece.requests] for name in PER_REQUEST if arguments.get(name) is not None}
+    if arguments.get(COUNT) is not None:
+        first, last = piece.first_request, piece.last_request
+        own[COUNT] = min(max(arguments[COUNT] - first, 0), last - first)
     return {**arguments, **own}
 
 

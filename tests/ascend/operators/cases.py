@@ -146,6 +146,19 @@ CASES = [
         is_described=False,
     ),
     Case(
+        "npu::npu_chunk_gated_delta_rule",
+        lambda g: [
+            *(draw(g, 5, 2, 128) for _ in range(3)),
+            draw_scales(g, 5, 2).to(HALF),
+            draw(g, 2, 2, 128, 128),
+            torch.tensor([2, 3], dtype=torch.int32)[make_distinct(g, 2, 2)],
+            -draw_scales(g, 5, 2),
+        ],
+        lambda query, key, value, beta, state, lengths, g: npu().npu_chunk_gated_delta_rule(
+            query, key, value, beta=beta, initial_state=state, actual_seq_lengths=lengths, scale=0.1, g=g
+        ),
+    ),
+    Case(
         "npu::npu_transpose_batchmatmul",
         lambda g: [draw(g, 3, 4, 5), draw(g, 3, 5, 6)],
         lambda x, weight: npu().npu_transpose_batchmatmul(x, weight, perm_y=(1, 0, 2)),
@@ -236,6 +249,12 @@ CASES = [
         "_C_ascend::npu_add_rms_norm_bias",
         lambda g: [draw(g, 5, 8), draw(g, 5, 8), draw(g, 8), draw(g, 8)],
         lambda *tensors: torch.ops._C_ascend.npu_add_rms_norm_bias(*tensors),
+    ),
+    Case(
+        "_C_ascend::npu_gemma_rms_norm",
+        lambda g: [draw(g, 5, 8), draw(g, 8)],
+        lambda *tensors: torch.ops._C_ascend.npu_gemma_rms_norm(*tensors),
+        is_described=False,
     ),
     Case(
         "_C_ascend::moe_gating_top_k",

@@ -65,6 +65,16 @@ def test_a_sum_is_normed_and_biased(standin: StandIn, dtype: torch.dtype, biased
     assert_near(deviations, torch.tensor(rows).view(*shape[:-1], 1))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("_C_ascend::npu_gemma_rms_norm")
+def test_rows_are_normed_by_offsets_from_one(standin: StandIn, dtype: torch.dtype) -> None:
+    generator = make_generator(0)
+    x, gamma = draw(generator, 3, 8, dtype=dtype), draw(generator, 8, dtype=dtype)
+    y, deviations = torch.ops._C_ascend.npu_gemma_rms_norm(*put(x, gamma), 1e-3)
+    assert_near(y, F.rms_norm(x.float(), (8,), 1 + gamma.float(), 1e-3))
+    assert_near(deviations[..., 0], torch.rsqrt(x.float().square().mean(-1) + 1e-3))
+
+
 @pytest.mark.parametrize("alpha", [1, 2.5])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @covers("aten::_foreach_add.List")

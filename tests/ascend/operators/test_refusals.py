@@ -36,9 +36,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "norm and cache, quantized": lambda x: norm_with(x, cache_mode="PA", c_kv_scale=x),
     "scatter, another mode": lambda x: npu().npu_scatter_pa_kv_cache(x, x, x, x, x),
     "rotary, another mode": lambda x: npu().npu_rotary_mul(x[None], x[None], x[None], rotary_mode="interleave"),
-    "split, a gate": lambda x: split_with(x, has_gate=True),
     "split, biases": lambda x: split_with(x, q_bias=x, k_bias=x),
-    "split, rotated in part": lambda x: split_with(x, rope_dim=4),
+    "states, not of bfloat16": lambda x: prefill_with(x, initial_state=x.float()),
     "batches, quantized": lambda x: npu().npu_transpose_batchmatmul(x, x, scale=x),
     "batches, split": lambda x: npu().npu_transpose_batchmatmul(x, x, batch_split_factor=2),
     "choice, another norm": lambda x: choose(x[0].cpu(), RoutingCase(1, 16, 1, 1, BEST, 2, 0), 1.0, None),
@@ -84,6 +83,11 @@ def attend_with(x: torch.Tensor, heads_of_keys: int = 4, **changes: Any) -> None
 
 def split_with(x: torch.Tensor, **changes: Any) -> None:
     torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(x[0], x, x, x, 1, 1, 8, 1e-6, [2, 1, 1], False, **changes)
+
+
+def prefill_with(x: torch.Tensor, **changes: Any) -> None:
+    options = {"beta": x[..., 0], "initial_state": x, "actual_seq_lengths": x[0, 0].int(), "scale": 1.0, **changes}
+    npu().npu_chunk_gated_delta_rule(x, x, x, g=x[..., 0].float(), **options)
 
 
 def decode_with(**changes: Any) -> None:

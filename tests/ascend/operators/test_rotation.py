@@ -86,33 +86,42 @@ SECTIONS = {"apart": ((2, 1, 1), False), "in turns": ((2, 1, 1), True), "in turn
 
 @pytest.mark.parametrize(("sections", "in_turns"), SECTIONS.values(), ids=SECTIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("kept", "gated"), [(0, False), (6, False), (0, True), (6, True)])
 @covers("vllm::triton_split_qkv_rmsnorm_mrope")
 def test_queries_and_keys_are_normed_and_rotated_by_three_positions(
-    standin: StandIn, dtype: torch.dtype, sections: tuple[int, int, int], in_turns: bool
+    standin: StandIn, dtype: torch.dtype, sections: tuple[int, int, int], in_turns: bool, kept: int, gated: bool
 ) -> None:
-    generator, tokens, heads, shared, size = make_generator(sum(sections)), 3, 4, 2, 2 * sum(sections)
-    qkv = draw(generator, tokens, (heads + 2 * shared) * size, dtype=dtype)
+    """The last *kept* values of a head are not rotated; gates come after the queries of each head."""
+    generator, tokens, heads, shared, rotated = make_generator(sum(sections)), 3, 4, 2, 2 * sum(sections)
+    size = rotated + kept
+    queries = draw(generator, tokens, heads, size * (1 + gated), dtype=dtype)
+    keys = draw(generator, tokens, 2 * shared * size, dtype=dtype)
     weights = [draw(generator, size, dtype=dtype) for _ in range(2)]
-    angles = torch.rand(3, tokens, size // 2, generator=generator) * 6  # by time, height and width
-    *found, value, _ = torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(
-        *put(qkv, *weights, torch.cat([angles.cos(), angles.sin()], -1).to(dtype)),
+    angles = torch.rand(3, tokens, rotated // 2, generator=generator) * 6  # by time, height and width
+    *found, value, gates = torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(
+        *put(
+            torch.cat([queries.flatten(1), keys], -1), *weights, torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
+        ),
         num_q_heads=heads,
         num_kv_heads=shared,
         head_size=size,
         eps=1e-3,
         mrope_section=list(sections),
         is_interleaved=in_turns,
+        rope_dim=rotated,
+        has_gate=gated,
     )
     apart = [axis for axis, count in enumerate(sections) for _ in range(count)]
-    turns = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(size // 2)]
+    turns = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(rotated // 2)]
     axes = turns if in_turns else apart
-    query, key, expected_value = qkv.split([heads * size, shared * size, shared * size], -1)
-    for each, weight, out in zip((query, key), weights, found, strict=True):
-        x = F.rms_norm(each.float().unflatten(-1, (-1, size)), (size,), weight.float(), 1e-3)
-        expected = torch.empty_like(x)
+    key, expected_value = (part.unflatten(-1, (-1, size)) for part in keys.chunk(2, -1))
+    for each, weight, out in zip((queries[..., :size], key), weights, found, strict=True):
+        x = F.rms_norm(each.float(), (size,), weight.float(), 1e-3)
+        expected = x.clone()
         for pair, axis in enumerate(axes):
             turned = torch.polar(torch.ones(tokens), angles[axis, :, pair])[:, None]
-            product = torch.complex(x[..., pair], x[..., pair + size // 2]) * turned
-            expected[..., pair], expected[..., pair + size // 2] = product.real, product.imag
+            product = torch.complex(x[..., pair], x[..., pair + rotated // 2]) * turned
+            expected[..., pair], expected[..., pair + rotated // 2] = product.real, product.imag
         assert_near(out, expected.flatten(1), HALF if dtype == HALF else None)
-    assert_equal(value, expected_value)
+    assert_equal(value, expected_value.flatten(1))
+    assert_equal(gates, queries[..., size:].flatten(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -10,16 +11,37 @@ from typing import Any
 
 import torch
 
+from standin_ascend import linear_attention
 from standin_ascend.kernels import launch
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
+OPERATORS = {
+    "fla_npu.ops.ascendc": {
+        "causal_conv1d_fn": linear_attention.convolve,
+        "causal_conv1d_update": linear_attention.convolve_decodes,
+        "recurrent_gated_delta_rule": linear_attention.update_states,
+    }
+}
+ABSENT = "chunk_gated_delta_rule_fwd"  # without it, vllm-ascend takes the operator of torch_npu
+KERNELS = {
+    "vllm_ascend.ops.triton.mamba.state_index": {
+        "_gather_ssm_states_kernel": linear_attention.gather_states,
+        "_scatter_ssm_states_kernel": linear_attention.scatter_states,
+    },
+    "vllm_ascend.ops.triton.fused_gdn_gating": {"fused_gdn_gating_kernel": linear_attention.gate_states},
+    "vllm_ascend.ops.triton.layernorm_gated": {"_layer_norm_fwd_1pass_kernel_npu": linear_attention.norm_and_gate},
+    "vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape": {
+        "fused_qkvzba_split_reshape_cat_kernel": linear_attention.split_projections
+    },
+    "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": linear_attention.norm_by_length},
+}
 
 
 class Stub(ModuleType):
     """A package in which every name is a class of instances that answer anything with None."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name == ABSENT:
             raise AttributeError(name)
         return type(name, (), {"__getattr__": lambda self, name: None})
 
@@ -29,14 +51,16 @@ class StubFinder(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the stub's specification."""
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in PACKAGES else None
+        package, *_, name = fullname.split(".") if "." in fullname else (fullname, "")
+        return ModuleSpec(fullname, self, is_package=True) if package in PACKAGES and name != ABSENT else None
 
     def create_module(self, spec: ModuleSpec) -> Stub:
         """Return an empty stub."""
         return Stub(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing."""
+        """Put the operators in that are here."""
+        vars(module).update(OPERATORS.get(module.__name__, {}))
 
 
 def fill() -> None:
@@ -58,6 +82,20 @@ def fill() -> None:
     _atb_ops._register_atb_extensions = lambda: None
     torch_npu._npu_matmul_add_fp32 = lambda *arguments: None
     compute_slot_mapping._compute_slot_mapping_kernel = SlotMapping()
+    replace_kernels()
+
+
+def replace_kernels() -> None:
+    """Put kernels of Python in the place of those of Triton, with what their callers ask Triton and the chip for."""
+    from vllm.triton_utils import triton
+    from vllm.utils.math_utils import next_power_of_2
+    from vllm_ascend.ops.triton import triton_utils
+
+    triton.next_power_of_2 = next_power_of_2
+    triton_utils._NUM_VECTORCORE = 1
+    for module, kernels in KERNELS.items():
+        for name, compute in kernels.items():
+            setattr(import_module(module), name, linear_attention.TritonKernel(name, compute))
 
 
 class SlotMapping:

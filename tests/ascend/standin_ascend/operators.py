@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from standin_ascend import attention, experts, others, quantized, vision
+from standin_ascend import attention, experts, linear_attention, others, quantized, vision
 
 SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6)"
     " -> (Tensor y, Tensor rstd, Tensor x)",
+    "npu_gemma_rms_norm(Tensor x, Tensor gamma, float epsilon=1e-6) -> (Tensor y, Tensor rstd)",
     "moe_gating_top_k(Tensor x, int k, int k_group, int group_count, int group_select_mode, int renorm, int norm_type,"
     " bool out_flag, float routed_scaling_factor, float eps, Tensor? bias_opt=None) -> (Tensor, Tensor, Tensor)",
     "grouped_matmul_swiglu_quant_weight_nz(Tensor x, Tensor weight, Tensor weight_scale, Tensor x_scale,"
@@ -48,12 +49,14 @@ OPERATORS = {
         "npu_scatter_pa_kv_cache": vision.scatter_cache,
         "npu_rotary_mul": vision.rotate_halves,
         "npu_mrope": others.rotate_by_cache,
+        "npu_chunk_gated_delta_rule": linear_attention.prefill_states,
         "npu_dynamic_quant": quantized.quantize_dynamically,
         "npu_quantize": quantized.quantize,
         "npu_quant_matmul": quantized.multiply,
     },
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
+        "npu_gemma_rms_norm": others.norm_by_offset,
         "moe_gating_top_k": experts.choose_experts,
         "npu_dequant_swiglu_quant": quantized.activate_product,
         "grouped_matmul_swiglu_quant_v2": quantized.multiply_int4_and_activate,

@@ -44,6 +44,22 @@ def compute_add_norm(
     normed.copy_(scaled if beta is None else scaled + beta.float())
 
 
+def norm_by_offset(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+    """`npu_gemma_rms_norm`: the normed *x*, whose weights are offsets from one, and its reciprocal deviations."""
+    normed, deviations = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    launch("GemmaRmsNorm", compute_norm_by_offset, x, gamma, normed, deviations, epsilon)
+    return normed, deviations
+
+
+def compute_norm_by_offset(
+    x: torch.Tensor, gamma: torch.Tensor, normed: torch.Tensor, deviations: torch.Tensor, epsilon: float
+) -> None:
+    """Divide by the root of the mean square, in float32."""
+    rows = x.float()
+    deviations.copy_(torch.rsqrt(rows.square().mean(-1, keepdim=True) + epsilon))
+    normed.copy_(rows * deviations * (1 + gamma.float()))
+
+
 def rotate_by_cache(
     positions: torch.Tensor,
     query: torch.Tensor,

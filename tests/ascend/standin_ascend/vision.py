@@ -151,16 +151,19 @@ def split_norm_rotate(
     k_bias: torch.Tensor | None = None,
     has_gate: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """`triton_split_qkv_rmsnorm_mrope`: queries and keys of *qkv* [tokens, all], normed and rotated, and values."""
-    if has_gate or q_bias is not None or k_bias is not None or (rope_dim or head_size) != head_size:
-        raise NotImplementedError("triton_split_qkv_rmsnorm_mrope with a gate, biases, or heads rotated in part")
+    """`triton_split_qkv_rmsnorm_mrope`: queries and keys of *qkv* [tokens, all], normed and rotated, values, gates.
+
+    Queries of a head come with its gates, if there are any.
+    """
+    if q_bias is not None or k_bias is not None:
+        raise NotImplementedError("triton_split_qkv_rmsnorm_mrope with biases")
     if cos_sin.dim() != 3:
         raise NotImplementedError(f"triton_split_qkv_rmsnorm_mrope: positions of {cos_sin.dim() - 1} dimensions")
-    heads = num_q_heads, num_kv_heads, num_kv_heads
-    q, k, v = (qkv.new_empty(qkv.shape[0], number * head_size) for number in heads)
-    settings = head_size, eps, list(mrope_section), is_interleaved
-    launch("SplitQkvRmsnormMrope", compute_split, qkv, q_weight, k_weight, cos_sin, q, k, v, *settings)
-    return q, k, v, qkv.new_empty(qkv.shape[0], 0)
+    heads = num_q_heads, num_kv_heads, num_kv_heads, num_q_heads * has_gate
+    q, k, v, gates = (qkv.new_empty(qkv.shape[0], number * head_size) for number in heads)
+    settings = head_size, rope_dim or head_size, eps, list(mrope_section), is_interleaved
+    launch("SplitQkvRmsnormMrope", compute_split, qkv, q_weight, k_weight, cos_sin, q, k, v, gates, *settings)
+    return q, k, v, gates
 
 
 def compute_split(
@@ -171,20 +174,26 @@ def compute_split(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    gates: torch.Tensor,
     size: int,
+    rotated: int,
     eps: float,
     sections: Sequence[int],
     interleaved: bool,
 ) -> None:
-    """Rotate by time, height and width: *cos_sin* is [3, tokens, size], cosines first."""
+    """Rotate the first values of heads by time, height and width: *cos_sin* is [3, tokens, rotated], cosines first."""
     axes = find_axes(sections, interleaved)
-    table = cos_sin.float()[axes.repeat(2), :, torch.arange(size)].transpose(0, 1)[:, None]  # [tokens, 1, size]
+    table = cos_sin.float()[axes.repeat(2), :, torch.arange(rotated)].transpose(0, 1)[:, None]  # [tokens, 1, rotated]
     cos, sin = (half.repeat(1, 1, 2) for half in table.chunk(2, -1))
-    parts = qkv.split([q.shape[1], k.shape[1], v.shape[1]], -1)
-    for part, weight, out in zip(parts, (q_weight, k_weight), (q, k), strict=False):
-        x = part.unflatten(-1, (-1, size)).float()
-        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()).to(out.dtype)
-        compute_rotation(normed, cos, sin, out.unflatten(-1, (-1, size)))
+    parts = qkv.split([q.shape[1] + gates.shape[1], k.shape[1], v.shape[1]], -1)
+    heads = parts[0].unflatten(-1, (q.shape[1] // size, -1))
+    for part, weight, out in ((heads[..., :size], q_weight, q), (parts[1].unflatten(-1, (-1, size)), k_weight, k)):
+        x = part.float()
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+        placed = out.unflatten(-1, (-1, size))
+        placed.copy_(normed)
+        compute_rotation(normed[..., :rotated], cos, sin, placed[..., :rotated])
+    gates.copy_(heads[..., size:].flatten(1))
     v.copy_(parts[2])
 
 

@@ -97,6 +97,13 @@ def test_arguments_with_an_entry_for_each_request_are_sliced() -> None:
     assert slice_arguments({"num_accepted_tokens": None}, second) == {"num_accepted_tokens": None}
 
 
+@pytest.mark.parametrize(("total", "expected"), [(3, [1, 2]), (2, [1, 1]), (1, [1, 0])])
+def test_each_slice_is_told_how_many_of_its_requests_are_not_padding(total: int, expected: list[int]) -> None:
+    slices = cut(5, query_lens=[5, 4, 6])
+    found = [slice_arguments({"num_actual_reqs": total}, piece) for piece in slices]
+    assert found == [{"num_actual_reqs": count} for count in expected]
+
+
 def test_an_argument_that_is_not_known_declines_by_name() -> None:
     (first, _) = cut(5, query_lens=[5, 4])
     decline = slice_arguments({"weights": torch.ones(2)}, first)

@@ -88,7 +88,7 @@ def test_steps_of_decodes_and_prefills_are_close(engine: Engine, cuts: Sequence[
     assert_close_up_to_ties(unsplit, run_cut(engine, cuts, PROMPTS, 6, MIXED))
 
 
-@pytest.mark.parametrize("cuts", [(1024,), (640, 1280)], ids=str)
+@pytest.mark.parametrize("cuts", [(1024,), (768, 1536)], ids=str)
 def test_pieces_of_a_request_keep_its_state_in_the_block_that_the_step_ends_in(
     engine: Engine, cuts: Sequence[int]
 ) -> None:
