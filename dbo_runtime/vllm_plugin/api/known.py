@@ -14,6 +14,7 @@ KNOWN_ASCEND_VERSIONS = ("0.30.0rc2",)
 KNOWN_ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
     "Glm4MoeForCausalLM",
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
