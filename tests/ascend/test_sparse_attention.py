@@ -1,31 +1,154 @@
-"""Sparse attention (DeepSeek V3.2, GLM-5) inside vllm-ascend: split steps give what its own steps give, bit for bit."""
+"""Sparse attention (DeepSeek V3.2, GLM-5) inside vllm-ascend: split steps give what its own steps give, bit for bit.
+
+Prompts are shorter than the 2048 keys that vllm-ascend lets an indexer choose, so that all are chosen, but in one test.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.ascend.conftest import start
+from tests.ascend.jobs import answer, answer_in_chunks, cut_at_boundaries, generate, make_prompts
+from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
+    assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
+from tests.ascend.test_speculative import answer_with_drafts
+from tests.ascend.test_traps import keep_rotary_tables
+from tests.vllm_plugin.engine import Answer, Engine, find_difference
 from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.ranks import Ranks
 
 V32, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
+SHARING: dict[str, Any] = {"index_topk_freq": 3, "index_skip_topk_offset": 1}  # the first layer chooses for all three
+REUSING = {"hf_overrides": {"use_index_cache": True, **SHARING}}  # every layer has an indexer, of which one chooses
 CUTS = [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES]
+QUANTIZED = {"quantization": "ascend"}
+
+
+def assert_steps_are_equal(npus: Ranks) -> None:
+    """Compare prefills, a request cut inside, and decodes mixed with them."""
+    assert_prefills_are_equal(npus, CUTS)
+    assert_chunks_are_equal(npus, 400, 128)
+    assert_mixed_steps_are_equal(npus)
+
+
+def share_out(workers: int) -> dict[str, Any]:
+    """Return options of as many workers, which share out the experts."""
+    return {"tensor_parallel_size": workers, "enable_expert_parallel": workers > 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), [(V32, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(V32, 2)])]
+    ("name", "workers"), [(V32, 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in (V32, GLM))]
 )
 def test_split_steps_are_equal_to_unsplit_ones(name: str, workers: int, tmp_path: Path) -> None:
-    """Prefills, a request cut inside, and decodes mixed with them; two workers share out the experts."""
-    model = make_family(name, tmp_path / "model")
-    for npus in start(1, model, tensor_parallel_size=workers, enable_expert_parallel=workers > 1):
-        assert_prefills_are_equal(npus, CUTS)
-        assert_chunks_are_equal(npus, 400, 128)
-        assert_mixed_steps_are_equal(npus)
+    for npus in start(1, make_family(name, tmp_path), **share_out(workers)):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [SHARING, {}], ids=["without indexers of their own", "with"])
+def test_layers_that_share_chosen_keys_take_those_of_their_micro_batch(sizes: dict[str, Any], tmp_path: Path) -> None:
+    model = make_family(GLM, tmp_path, **sizes)
+    for npus in start(1, model, **share_out(2), **({} if sizes else REUSING)):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "attention", "experts"), [(V32, STATIC, DYNAMIC), (V32, DYNAMIC, DYNAMIC), (GLM, DYNAMIC, INT4)]
+)
+def test_quantized_weights(name: str, attention: str, experts: str, tmp_path: Path) -> None:
+    """Where attention is quantized by token, one operator prepares it, and gives the indexer what it has quantized."""
+    sizes = SHARING if name == GLM else {}
+    model = quantize_model(make_family(name, tmp_path / "source", **sizes), tmp_path / "model", attention, experts)
+    for npus in start(1, model, **share_out(2), **QUANTIZED):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_data_parallel_ranks_of_different_sizes_are_equal(name: str, tmp_path: Path) -> None:
+    for npus in start(2, make_family(name, tmp_path, **(SHARING if name == GLM else {}))):
+        assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "workers"), [(V32, 1), (V32, 2), (GLM, 2)])
+def test_drafts_of_an_mtp_layer_are_accepted_alike(name: str, workers: int, tmp_path: Path) -> None:
+    model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
+    for npus in start(1, model, **share_out(workers), **DRAFTS):
+        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
+        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
+        assert (none, steps >= 10) == (0, True)
+        assert drafts["drafted"] > drafts["accepted"] > 0
+        assert split_drafts == drafts
+        assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.slow
+def test_of_a_long_prompt_the_best_keys_are_chosen(tmp_path: Path) -> None:
+    """Cut inside, as in two steps; and what it answers depends on the indexer."""
+    lengths = {"max_model_len": 2560, "max_num_batched_tokens": 2560}
+    found = []
+    for seed in (0, 1):
+        model = make_family(GLM, tmp_path / str(seed), **SHARING)
+        if seed:
+            shuffle_indexer(model)
+        for npus in start(1, model, **lengths):
+            (chunked,) = npus.run(answer_in_chunks, [make_prompts(2400)], 1300)
+            ((split, counts),) = npus.run(answer, [make_prompts(2400)], 1, [1300])
+            assert counts[0]["split"] == 1, counts
+            assert find_difference(chunked, split) == 0.0
+            found.append(split)
+    assert find_difference(*found) > 0.0
+
+
+def shuffle_indexer(model: Path) -> None:
+    """Let the indexer of the first layer weigh its heads the other way round."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.self_attn.indexer.weights_proj.weight"].neg_()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+def share_rows() -> AbstractContextManager[Any]:
+    """Let each micro-batch write to the first rows of the buffer of chosen keys."""
+    from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_context
+
+    def complete(part: Any, *rest: Any) -> None:
+        complete_context(part, *rest)
+        part.first_token = 0
+
+    return patch("dbo_runtime.vllm_plugin.platforms.npu_metadata.complete_context", complete)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remove", [keep_rotary_tables, share_rows])
+def test_without_a_remedy_answers_are_wrong(remove: Callable[[], AbstractContextManager[Any]], tmp_path: Path) -> None:
+    for npus in start(1, make_family(GLM, tmp_path, **SHARING)):
+        ((unsplit, _),) = npus.run(answer, [make_prompts(40, 30, 20, 10, 5, 50)], 4)
+        ((split, steps),) = npus.run(answer_without, remove, [make_prompts(40, 30, 20, 10, 5, 50)])
+        assert steps[0]["split"] >= 4, steps
+        assert find_difference(unsplit, split) > 0.0
+
+
+def answer_without(
+    engine: Engine, rank: int, remove: Callable[[], AbstractContextManager[Any]], prompts: Any
+) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """Answer in steps cut between requests, without a remedy."""
+    cut_at_boundaries(engine, rank)
+    with remove():
+        return generate(engine, rank, prompts, 4)

@@ -16,6 +16,7 @@ KNOWN_ASCEND_MODELS = (
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
     "Glm4MoeForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",

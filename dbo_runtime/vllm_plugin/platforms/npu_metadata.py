@@ -30,7 +30,7 @@ NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"  # 
 def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
     """Set the numbers of tokens in the forward context of a slice; *sizes* are those of all data parallel ranks."""
     ranks = get_tensor_model_parallel_world_size()
-    part.num_tokens = piece.size
+    part.first_token, part.num_tokens = piece.first_token, piece.size
     part.max_tokens_across_dp = max(sizes) if sizes else piece.size
     part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
     part.mc2_mask = None  # of MC2, which is not split

@@ -43,7 +43,7 @@ def choose_keys(
     sparse_mode: int = CAUSAL,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`npu_lightning_indexer`: positions of the best keys of each query [queries, 1, count], then -1 if there are fewer.
+    """`npu_lightning_indexer`: positions of the best keys of each query [queries, 1, count], -1 after them.
 
     Queries are [queries, heads, size], weights [queries, heads], and keys a cache [blocks, block size, 1, size].
     """
@@ -75,7 +75,7 @@ def compute_choice(
         products = (query[queries].double() @ keys.T).relu()  # [queries, heads, keys]
         scores = (products * weights[queries].double()[..., None]).sum(1).float()
         scores.masked_fill_(find_later(scores), -torch.inf)
-        best = scores.sort(-1, descending=True, stable=True)
+        best = scores.sort(dim=-1, descending=True, stable=True)
         count = min(length, out.shape[-1])
         chosen = best.indices[:, :count].masked_fill(best.values[:, :count] == -torch.inf, NO_KEY)
         out[queries, 0, :count] = chosen.int()
@@ -223,7 +223,9 @@ def prepare(
     out = [query, rope, latent, latent_scales]
     caches = [kv_cache, kr_cache, cache_index]
     tables, epsilons = [rope_cos, rope_sin], (rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv)
-    launch("MlaPrologV3", compute_queries_and_keys, token_x, weights, list(scales), norms, tables, caches, out, epsilons)
+    launch(
+        "MlaPrologV3", compute_queries_and_keys, token_x, weights, list(scales), norms, tables, caches, out, epsilons
+    )
     return query, rope, query.new_empty(0, dtype=torch.float32), latent, latent_scales
 
 
