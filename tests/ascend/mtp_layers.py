@@ -20,8 +20,10 @@ def add_mtp_layer(folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     last, size = config["num_hidden_layers"] - 1, config["hidden_size"]
     weights = load_file(folder / "model.safetensors")
-    own, prefix = f"model.layers.{last}.", f"model.layers.{last + 1}."
-    weights |= {name.replace(own, prefix): weight.clone() for name, weight in weights.items() if name.startswith(own)}
+    prefix = f"model.layers.{last + 1}."
+    for own in ("model.layers.0.self_attn.indexer.", f"model.layers.{last}."):  # the last one may have no indexer
+        copies = {name: weight.clone() for name, weight in weights.items() if name.startswith(own)}
+        weights |= {prefix + name.split(".", 3)[3]: weight for name, weight in copies.items()}
     weights |= {f"{prefix}{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
     weights[f"{prefix}eh_proj.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
     weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()

@@ -25,7 +25,15 @@ FLAGS: dict[str, dict[str, Any]] = {  # of `--additional-config`
     "eplb": {"eplb_config": {"dynamic_eplb": True}},
     "lmhead_tensor_parallel_size": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}},
 }
-OPTIONS = {"eager": "--enforce-eager", "async": "--async-scheduling"}
+OPTIONS = {
+    "eager": "--enforce-eager",
+    "async": "--async-scheduling",
+    "c8": "--kv-cache-dtype=int8",
+    "fp8": "--kv-cache-dtype=fp8",
+    "li_c8": "--attention-config.indexer_kv_dtype=int8",  # of "lightning indexers"
+    "li_fp8": "--attention-config.indexer_kv_dtype=fp8",
+    "index_cache": '--hf-overrides={"use_index_cache": true, "index_topk_freq": 4}',
+}
 
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -52,6 +60,33 @@ DEEPSEEK = {
     "vocab_size": 129280,
     "torch_dtype": "bfloat16",
 }
+DEEPSEEK_SPARSE = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+}
+GLM5 = {
+    **DEEPSEEK_SPARSE,
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 202752,
+    "vocab_size": 154880,
+}
+GLM52 = {**GLM5, "index_topk_freq": 4, "index_skip_topk_offset": 3, "max_position_embeddings": 1048576}
 KIMI = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "model_type": "kimi_k25",
@@ -171,6 +206,7 @@ QWEN_VL_MOE = {
 MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-R1": DEEPSEEK,
     "DeepSeek-V3.1": DEEPSEEK,
+    "DeepSeek-V3.2": DEEPSEEK_SPARSE,
     "dynamic_chunked_pipeline_parallel": DEEPSEEK,
     "pd_disaggregation_mooncake_multi_node": DEEPSEEK,
     "ray": QWEN_MOE,
@@ -182,6 +218,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-VL-235B-A22B-Instruct": QWEN_VL_MOE,
     "Qwen3-VL-30B-A3B-Instruct": QWEN_VL_MOE,
     "GLM4.x": GLM,
+    "GLM5": GLM5,
+    "GLM5.2": GLM52,
+    "GLM5.3": GLM52,  # of the same base model
     "Hy3-preview": HY3,
     "Kimi-K2.5": KIMI,
     "Kimi-K2.6": KIMI,

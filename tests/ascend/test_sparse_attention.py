@@ -27,12 +27,20 @@ from tests.ascend.test_equivalence import (
 from tests.ascend.test_speculative import answer_with_drafts
 from tests.ascend.test_traps import keep_rotary_tables
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.families import INDEXED, make_family
 from tests.vllm_plugin.ranks import Ranks
 
 V32, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
-SHARING: dict[str, Any] = {"index_topk_freq": 3, "index_skip_topk_offset": 1}  # the first layer chooses for all three
+SHARING: dict[str, Any] = {  # the first layer chooses for all three, and a layer that drafts once for all drafts
+    "index_topk_freq": 3,
+    "index_skip_topk_offset": 1,
+    "index_share_for_mtp_iteration": True,
+}
 REUSING = {"hf_overrides": {"use_index_cache": True, **SHARING}}  # every layer has an indexer, of which one chooses
+LONG = {
+    "max_position_embeddings": 4096,
+    "rope_scaling": {**INDEXED["rope_scaling"], "original_max_position_embeddings": 4096},
+}
 CUTS = [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES]
 QUANTIZED = {"quantization": "ascend"}
 
@@ -103,7 +111,7 @@ def test_of_a_long_prompt_the_best_keys_are_chosen(tmp_path: Path) -> None:
     lengths = {"max_model_len": 2560, "max_num_batched_tokens": 2560}
     found = []
     for seed in (0, 1):
-        model = make_family(GLM, tmp_path / str(seed), **SHARING)
+        model = make_family(GLM, tmp_path / str(seed), **SHARING, **LONG)
         if seed:
             shuffle_indexer(model)
         for npus in start(1, model, **lengths):

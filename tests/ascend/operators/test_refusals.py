@@ -91,7 +91,6 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "queries and keys, not quantized": lambda x: prepare_with(weight_quant_mode=0),
     "queries and keys, of another cache": lambda x: prepare_with(cache_mode="PA_NZ"),
     "queries and keys, quantized caches": lambda x: prepare_with(kv_cache_quant_mode=1),
-    "queries and keys, no latent": lambda x: prepare_with(query_norm_flag=False),
     "permute, less than all": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), num_out_tokens=3),
     "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
     "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),

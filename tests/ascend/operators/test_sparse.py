@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -205,7 +206,8 @@ def test_queries_and_keys_are_made_of_bytes(standin: StandIn, slots: list[int]) 
     cos, sin = (table[:, 0, 0] for table in angles)
     caches = [torch.full((3, 4, 1, size), ABSENT, dtype=HALF) for size in (16, 8)]
     there = put(*caches)
-    query, rope, _, latent, scales = npu().npu_mla_prolog_v3(
+    prepare = functools.partial(
+        npu().npu_mla_prolog_v3,
         *put(x, down, up, absorb, down_keys, gamma, gamma_keys, sin, cos),
         *there,
         cache_index=torch.tensor(slots).npu(),
@@ -216,9 +218,12 @@ def test_queries_and_keys_are_made_of_bytes(standin: StandIn, slots: list[int]) 
         rmsnorm_epsilon_cq=1e-3,
         rmsnorm_epsilon_ckv=1e-3,
         cache_mode="PA_BSND",
-        query_norm_flag=True,
         weight_quant_mode=2,
     )
+    query, rope, _, latent, scales = prepare(query_norm_flag=True)
+    without = prepare()
+    assert_equal(without[:2], (query, rope))
+    assert [part.numel() for part in without[2:]] == [0] * 3
     norm, key_norm = DeepseekV3RMSNorm(24, 1e-3), DeepseekV3RMSNorm(16, 1e-3)
     norm.weight.copy_(gamma)
     key_norm.weight.copy_(gamma_keys)

@@ -205,12 +205,12 @@ def prepare(
 ) -> tuple[torch.Tensor, ...]:
     """`npu_mla_prolog_v3`: queries of latent attention, and its keys into their caches, of int8 tokens and weights.
 
-    Returns queries [tokens, heads, latent] and their rotary parts, and the normed latent of queries in int8 with the
-    scale of each token [tokens, 1], which an indexer reads.
+    Returns queries [tokens, heads, latent] and their rotary parts, and, with *query_norm_flag*, the normed latent of
+    queries in int8 with the scale of each token [tokens, 1], which an indexer reads.
     """
     scales = dequant_scale_x, dequant_scale_w_dq, dequant_scale_w_uq_qr, dequant_scale_w_dkv_kr
-    modes = cache_mode, weight_quant_mode, token_x.dim(), query_norm_flag
-    if modes != ("PA_BSND", ALL_QUANTIZED, 2, True) or any(scale is None for scale in scales):
+    modes = cache_mode, weight_quant_mode, token_x.dim()
+    if modes != ("PA_BSND", ALL_QUANTIZED, 2) or any(scale is None for scale in scales):
         raise NotImplementedError(f"npu_mla_prolog_v3: modes {modes}")
     refuse("npu_mla_prolog_v3", rest)
     tokens, heads = token_x.shape[0], weight_uk.shape[0]
@@ -226,6 +226,8 @@ def prepare(
     launch(
         "MlaPrologV3", compute_queries_and_keys, token_x, weights, list(scales), norms, tables, caches, out, epsilons
     )
+    if not query_norm_flag:
+        latent, latent_scales = latent.new_empty(0), latent_scales.new_empty(0)
     return query, rope, query.new_empty(0, dtype=torch.float32), latent, latent_scales
 
 
