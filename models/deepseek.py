@@ -1,4 +1,6 @@
-"""DeepSeek V2, V3 and R1, and the language model of Kimi-K2.5: MLA, then a dense MLP or a mixture of experts.
+"""DeepSeek V2, V3, R1 and V3.2, GLM-5 and the language model of Kimi-K2.5: MLA, then a dense MLP or experts.
+
+Attention may be sparse, to keys that an indexer chooses: it is one op, with its indexer.
 
 What overlaps what:
 

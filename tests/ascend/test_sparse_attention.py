@@ -13,10 +13,19 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.conftest import start
-from tests.ascend.jobs import answer, answer_in_chunks, cut_at_boundaries, generate, make_prompts
+from tests.ascend.conftest import PIPELINE, start
+from tests.ascend.jobs import (
+    answer,
+    answer_as_they_come,
+    answer_in_chunks,
+    cut_at_boundaries,
+    find_planner,
+    generate,
+    make_prompts,
+)
 from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.ascend.reference import count_equal
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
@@ -86,10 +95,47 @@ def test_quantized_weights(name: str, attention: str, experts: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [V32, GLM])
-def test_data_parallel_ranks_of_different_sizes_are_equal(name: str, tmp_path: Path) -> None:
-    for npus in start(2, make_family(name, tmp_path, **(SHARING if name == GLM else {}))):
+@pytest.mark.parametrize(("name", "quantized"), [(V32, False), (V32, True), (GLM, False), (GLM, True)])
+def test_data_parallel_ranks_of_different_sizes_are_equal(name: str, quantized: bool, tmp_path: Path) -> None:
+    """Prefills, and decodes mixed with them; one rank runs dummy batches with the other in the end."""
+    model, options = make_family(name, tmp_path / "source", **(SHARING if name == GLM else {})), {}
+    if quantized:
+        experts = INT4 if name == GLM else DYNAMIC
+        model, options = quantize_model(model, tmp_path / "model", DYNAMIC, experts), QUANTIZED
+    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 2), (0, 3)]
+    for npus in start(2, model, **options):
         assert_data_parallel_prefills_are_close(npus, 0.0)
+        assert_data_parallel_steps_are_equal(npus, prompts, arrive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_data_parallel_ranks_verify_drafts_alike(name: str, tmp_path: Path) -> None:
+    model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
+    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 2), (0, 3)]
+    for npus in start(2, model, **DRAFTS):
+        assert_data_parallel_steps_are_equal(npus, prompts, arrive)
+
+
+def assert_data_parallel_steps_are_equal(npus: Ranks, prompts: Any, arrive: Any) -> None:
+    """Compare answers of steps that are cut where settings cut with those of unsplit ones."""
+    unsplit_by_rank = npus.run(answer_as_they_come, prompts, 8, None, arrive)
+    splits = npus.run(answer_as_they_come, prompts, 8, [], arrive)
+    for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
+        assert counts[0]["split"] >= 4, counts
+        assert count_equal(unsplit, split) == len(unsplit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, SHARING], ids=["each chooses", "shared"])
+def test_stages_of_a_pipeline_are_split_unless_they_share_chosen_keys(sizes: dict[str, Any], tmp_path: Path) -> None:
+    for npus in start(1, make_family(GLM, tmp_path, **sizes), **PIPELINE):
+        if sizes:
+            ((_, counts),) = npus.run(answer, [make_prompts(40, 30)], 1, [])
+            assert not any(counts), counts
+        else:
+            assert_prefills_are_equal(npus, CUTS)
+            assert_mixed_steps_are_equal(npus)
 
 
 @pytest.mark.slow
@@ -103,6 +149,19 @@ def test_drafts_of_an_mtp_layer_are_accepted_alike(name: str, workers: int, tmp_
         assert drafts["drafted"] > drafts["accepted"] > 0
         assert split_drafts == drafts
         assert find_difference(unsplit, split) == 0.0
+        assert npus.run(count_tables) == [[1] * workers]
+
+
+def count_tables(engine: Engine, rank: int) -> list[int]:
+    """Return the most tables that a builder of metadata for micro-batches keeps, on each worker."""
+    found: list[int] = engine.llm.collective_rpc(_count_tables)
+    return found
+
+
+def _count_tables(worker: Any) -> int:
+    splitter = find_planner(worker)._splitter
+    builders = [builder for _, own in splitter._builders.values() for builder in own]
+    return max(len(getattr(builder, "_rope_buffers", ())) for builder in builders)
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:
     """Return what a model's weights and caches are quantized to, by the names in ModelSlim's description.
 
-    Of another method's weights it is the method's name. Caches are quantized by `--kv-cache-dtype`, those of an indexer
-    by `--attention-config.indexer_kv_dtype`, by layer, or for all of attention (`fa_quant_type`), which on A2 and A3 only
-    nodes that decode for others do.
+    Of another method's weights it is the method's name. Caches are quantized by `--kv-cache-dtype`, by layer, or for
+    all of attention (`fa_quant_type`), which on A2 and A3 only nodes that decode for others do; those of indexers by
+    `--attention-config.indexer_kv_dtype`.
     """
     dtypes = {vllm_config.cache_config.cache_dtype, vllm_config.attention_config.indexer_kv_dtype}
     return _find_quantized_weights(vllm_config) | (dtypes - {*UNQUANTIZED_CACHES})
