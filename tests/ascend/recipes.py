@@ -307,7 +307,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     }
     arguments = [
         str(model),
-        f"--tensor-parallel-size={recipe.tensor_parallel or TENSOR_PARALLEL}",
+        f"--tensor-parallel-size={recipe.tensor_parallel or recipe.decode_context_parallel or TENSOR_PARALLEL}",
         f"--data-parallel-size={recipe.data_parallel or DATA_PARALLEL}",
         f"--pipeline-parallel-size={recipe.pipeline_parallel or PIPELINE_PARALLEL}",
         *(["--enable-expert-parallel"] if recipe.expert_parallel == "1" else []),
@@ -326,7 +326,12 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
             drafts["model"] = str(_write(folder / "drafter", {**DRAFTERS[recipe.drafter], **shared}))
         arguments.append(f"--speculative-config={json.dumps(drafts)}")
     if recipe.connectors:
-        transfer = {"kv_connector": recipe.connectors, "kv_role": recipe.kv_role, "engine_id": "0", "kv_port": "30000"}
+        *parts, connector = recipe.connectors.split(",")  # of a `MultiConnector`
+        transfer: dict[str, Any] = {"kv_role": recipe.kv_role, "engine_id": "0", "kv_port": "30000"}
+        if parts:
+            own = [{**transfer, "kv_connector": part} for part in parts]
+            transfer["kv_connector_extra_config"] = {"connectors": own}
+        transfer["kv_connector"] = connector
         arguments.append(f"--kv-transfer-config={json.dumps(transfer)}")
     if recipe.cudagraph_mode:
         arguments.append(f"--compilation-config={json.dumps({'cudagraph_mode': recipe.cudagraph_mode})}")

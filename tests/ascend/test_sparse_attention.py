@@ -102,7 +102,7 @@ def test_data_parallel_ranks_of_different_sizes_are_equal(name: str, quantized: 
     if quantized:
         experts = INT4 if name == GLM else DYNAMIC
         model, options = quantize_model(model, tmp_path / "model", DYNAMIC, experts), QUANTIZED
-    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 2), (0, 3)]
+    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 3), (0, 3)]
     for npus in start(2, model, **options):
         assert_data_parallel_prefills_are_close(npus, 0.0)
         assert_data_parallel_steps_are_equal(npus, prompts, arrive)
@@ -112,7 +112,7 @@ def test_data_parallel_ranks_of_different_sizes_are_equal(name: str, quantized: 
 @pytest.mark.parametrize("name", [V32, GLM])
 def test_data_parallel_ranks_verify_drafts_alike(name: str, tmp_path: Path) -> None:
     model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
-    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 2), (0, 3)]
+    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 3), (0, 3)]
     for npus in start(2, model, **DRAFTS):
         assert_data_parallel_steps_are_equal(npus, prompts, arrive)
 
