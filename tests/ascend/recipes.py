@@ -326,13 +326,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
             drafts["model"] = str(_write(folder / "drafter", {**DRAFTERS[recipe.drafter], **shared}))
         arguments.append(f"--speculative-config={json.dumps(drafts)}")
     if recipe.connectors:
-        *parts, connector = recipe.connectors.split(",")  # of a `MultiConnector`
-        transfer: dict[str, Any] = {"kv_role": recipe.kv_role, "engine_id": "0", "kv_port": "30000"}
-        if parts:
-            own = [{**transfer, "kv_connector": part} for part in parts]
-            transfer["kv_connector_extra_config"] = {"connectors": own}
-        transfer["kv_connector"] = connector
-        arguments.append(f"--kv-transfer-config={json.dumps(transfer)}")
+        arguments.append(f"--kv-transfer-config={json.dumps(_make_transfer(recipe))}")
     if recipe.cudagraph_mode:
         arguments.append(f"--compilation-config={json.dumps({'cudagraph_mode': recipe.cudagraph_mode})}")
     for name, content in PACKAGES.items():
@@ -343,6 +337,13 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     if "eplb" in recipe.flags.split():
         variables["DYNAMIC_EPLB"] = "true"
     return arguments, variables
+
+
+def _make_transfer(recipe: Recipe) -> dict[str, Any]:
+    *parts, connector = recipe.connectors.split(",")  # of a `MultiConnector`
+    transfer: dict[str, Any] = {"kv_role": recipe.kv_role, "engine_id": "0", "kv_port": "30000"}
+    own = {"connectors": [{**transfer, "kv_connector": part} for part in parts]}
+    return {**transfer, "kv_connector": connector, **({"kv_connector_extra_config": own} if parts else {})}
 
 
 def _write_package(folder: Path, name: str, content: str) -> None:

@@ -33,6 +33,7 @@ from tests.ascend.test_equivalence import (
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
+from tests.ascend.test_side import GRAPHS
 from tests.ascend.test_speculative import answer_with_drafts
 from tests.ascend.test_traps import keep_rotary_tables
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
@@ -91,7 +92,17 @@ def test_quantized_weights(name: str, attention: str, experts: str, tmp_path: Pa
     sizes = SHARING if name == GLM else {}
     model = quantize_model(make_family(name, tmp_path / "source", **sizes), tmp_path / "model", attention, experts)
     for npus in start(1, model, **share_out(2), **QUANTIZED):
+        assert npus.run(find_preparation) == [[{"NATIVE" if attention == STATIC else "PROLOG_V3"}] * 2]
         assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+def test_attention_that_one_operator_prepares_from_static_bytes(tmp_path: Path) -> None:
+    """By default, vllm-ascend does so for up to 1024 tokens (MLAPO)."""
+    model = quantize_model(make_family(V32, tmp_path / "source"), tmp_path / "model")
+    for npus in start(1, model, **share_out(2), **QUANTIZED, additional_config={"enable_mlapo": True}):
+        assert_steps_are_equal(npus)
+        assert npus.run(find_preparation) == [[{"MLAPO"}] * 2]
 
 
 @pytest.mark.slow
@@ -127,15 +138,17 @@ def assert_data_parallel_steps_are_equal(npus: Ranks, prompts: Any, arrive: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, SHARING], ids=["each chooses", "shared"])
-def test_stages_of_a_pipeline_are_split_unless_they_share_chosen_keys(sizes: dict[str, Any], tmp_path: Path) -> None:
-    for npus in start(1, make_family(GLM, tmp_path, **sizes), **PIPELINE):
-        if sizes:
-            ((_, counts),) = npus.run(answer, [make_prompts(40, 30)], 1, [])
-            assert not any(counts), counts
-        else:
-            assert_prefills_are_equal(npus, CUTS)
-            assert_mixed_steps_are_equal(npus)
+def test_stages_of_a_pipeline_are_equal(tmp_path: Path) -> None:
+    for npus in start(1, make_family(GLM, tmp_path), **PIPELINE):
+        assert_prefills_are_equal(npus, CUTS)
+        assert_mixed_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+def test_stages_that_share_chosen_keys_run_unsplit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for npus in start(1, make_family(GLM, tmp_path, **SHARING), **PIPELINE):
+        assert npus.run(get_statistics) == [[None, None]]
+    assert "stages of a pipeline pass on which keys sparse attention has chosen" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -152,6 +165,22 @@ def test_drafts_of_an_mtp_layer_are_accepted_alike(name: str, workers: int, tmp_
         assert npus.run(count_tables) == [[1] * workers]
 
 
+def find_preparation(engine: Engine, rank: int) -> list[set[str]]:
+    """Return how attention is prepared on each worker."""
+    found: list[set[str]] = engine.llm.collective_rpc(_find_preparation)
+    return found
+
+
+def _find_preparation(worker: Any) -> set[str]:
+    modules = worker.model_runner.get_model().modules()
+    attentions = [impl for impl in (getattr(module, "impl", None) for module in modules) if hasattr(impl, "W_UK_T")]
+    return {attention.preprocess_type.name for attention in attentions}
+
+
+def get_statistics(engine: Engine, rank: int) -> list[Any]:
+    return engine.statistics()
+
+
 def count_tables(engine: Engine, rank: int) -> list[int]:
     """Return the most tables that a builder of metadata for micro-batches keeps, on each worker."""
     found: list[int] = engine.llm.collective_rpc(_count_tables)
@@ -162,6 +191,16 @@ def _count_tables(worker: Any) -> int:
     splitter = find_planner(worker)._splitter
     builders = [builder for _, own in splitter._builders.values() for builder in own]
     return max(len(getattr(builder, "_rope_buffers", ())) for builder in builders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_with_graphs_of_decodes_prefills_are_split(name: str, tmp_path: Path) -> None:
+    for npus in start(1, make_family(name, tmp_path, **(SHARING if name == GLM else {})), **GRAPHS):
+        ((unsplit, _),) = npus.run(answer, [make_prompts(60, 40, 25)], 6)
+        ((split, counts),) = npus.run(answer, [make_prompts(60, 40, 25)], 6, [60])
+        assert counts == [{"split": 1, "declined": {}}], "a prefill; five decodes are replayed"
+        assert find_difference(unsplit, split) == 0.0
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.ascend.operators import mlapo
 from tests.ascend.operators.angles import make_angles
 from tests.ascend.operators.checks import ABSENT, COUNTS, HALF, SIGMOID, SUM_OF_TWO, Tensors, draw, npu
 from tests.ascend.operators.decodes import decode, make_decode
@@ -158,6 +159,17 @@ CASES = [
             *(torch.full((2, 4, 1, 4), ABSENT, dtype=HALF) for _ in range(2)),
         ],
         prepare,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::mla_preprocess",
+        lambda g: [
+            *mlapo.make_tensors(g, 3).list_tensors(),
+            *make_angles(g, 3, 16, HALF),
+            make_distinct(g, 8, 3),
+            *(torch.full((2, 4, 1, 16), ABSENT, dtype=HALF) for _ in range(2)),
+        ],
+        mlapo.prepare,
         is_described=False,
     ),
     Case(

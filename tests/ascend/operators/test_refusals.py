@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ascend.operators import mlapo
 from tests.ascend.operators.blocks import get_slots
 from tests.ascend.operators.cases import CASES, DECODE, TND
 from tests.ascend.operators.checks import (
@@ -17,6 +18,7 @@ from tests.ascend.operators.checks import (
     COUNTS,
     HALF,
     SIGMOID,
+    Tensors,
     make_generator,
     npu,
     put,
@@ -91,6 +93,9 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "queries and keys, not quantized": lambda x: prepare_with(weight_quant_mode=0),
     "queries and keys, of another cache": lambda x: prepare_with(cache_mode="PA_NZ"),
     "queries and keys, quantized caches": lambda x: prepare_with(kv_cache_quant_mode=1),
+    "static bytes, of another cache": lambda x: prepare_by_one_scale_with(cache_mode="krope_ctkv_nz"),
+    "static bytes, not by one scale": lambda x: prepare_by_one_scale_with(quant_mode="per_token_quant_symm"),
+    "static bytes, no latent": lambda x: prepare_by_one_scale_with(enable_inner_out=False),
     "permute, less than all": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), num_out_tokens=3),
     "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
     "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),
@@ -115,8 +120,16 @@ def attend_sparsely_with(x: torch.Tensor, **changes: Any) -> None:
 
 
 def prepare_with(**changes: Any) -> None:
-    (case,) = (case for case in CASES if case.operator == "npu::npu_mla_prolog_v3")
-    prepare(*put(*case.make(make_generator(0))), **changes)
+    prepare(*make_tensors_of("npu::npu_mla_prolog_v3"), **changes)
+
+
+def prepare_by_one_scale_with(**changes: Any) -> None:
+    mlapo.prepare(*make_tensors_of("_C_ascend::mla_preprocess"), **changes)
+
+
+def make_tensors_of(operator: str) -> Tensors:
+    (case,) = (case for case in CASES if case.operator == operator)
+    return put(*case.make(make_generator(0)))
 
 
 def split_with(x: torch.Tensor, **changes: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from standin_ascend import attention, experts, others, quantized, sparse, vision
+from standin_ascend import attention, experts, mlapo, others, quantized, sparse, vision
 
 SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6)"
@@ -27,6 +27,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
     " -> (Tensor y, Tensor scale)",
     sparse.ATTENTION_SCHEMA,
+    mlapo.SCHEMA,
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
 )
@@ -63,6 +64,7 @@ OPERATORS = {
         "grouped_matmul_swiglu_quant_v2": quantized.multiply_int4_and_activate,
         "grouped_matmul_swiglu_quant_weight_nz": quantized.multiply_and_activate,
         "npu_sparse_flash_attention": sparse.attend_to_chosen,
+        "mla_preprocess": mlapo.prepare,
     },
     "aten": {
         "_foreach_add.List": others.add_lists,
