@@ -46,7 +46,8 @@ def find_quantizations(vllm_config: VllmConfig) -> set[str]:
     all of attention (`fa_quant_type`), which on A2 and A3 only nodes that decode for others do; those of indexers by
     `--attention-config.indexer_kv_dtype`.
     """
-    dtypes = {vllm_config.cache_config.cache_dtype, vllm_config.attention_config.indexer_kv_dtype}
+    indexers = getattr(vllm_config.attention_config, "indexer_kv_dtype", "auto")
+    dtypes = {vllm_config.cache_config.cache_dtype, indexers}
     return _find_quantized_weights(vllm_config) | (dtypes - {*UNQUANTIZED_CACHES})
 
 
