@@ -1,4 +1,6 @@
-"""DeepSeek V2, V3 and R1, and the language model of Kimi-K2.5: MLA, then a dense MLP or a mixture of experts.
+"""DeepSeek V2, V3, R1 and V3.2, GLM-5 and the language model of Kimi-K2.5: MLA, then a dense MLP or experts.
+
+Attention may be sparse, to keys that an indexer chooses: it is one op, with its indexer.
 
 What overlaps what:
 
@@ -31,7 +33,8 @@ class DeepseekAdapter:
         config, layers = model.config, list(get_layers(model.model).values())
         if not hasattr(layers[0].self_attn, "mla_attn"):
             return Decline("DeepSeek with plain attention instead of MLA is not supported")
-        if hasattr(config, "index_topk"):
+        indexers = [getattr(layer.self_attn, "indexer", None) for layer in layers]
+        if any(getattr(indexer, "topk_indices_buffer", None) is not None for indexer in indexers):
             return Decline("sparse attention (DeepSeek V3.2) shares index buffers between micro-batches")
         if getattr(config, "llama_4_scaling", None) is not None:
             return Decline("attention scaling by position is not supported")

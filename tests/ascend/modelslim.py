@@ -26,6 +26,8 @@ def quantize_model(model: Path, folder: Path, attention: str = STATIC, experts: 
     """Write *model* to *folder* with projections of attention and routed experts quantized so, all MLPs by token."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     schemes = {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(MLP, DYNAMIC)}
+    if attention == DYNAMIC:  # an indexer's queries, which then come from bytes
+        schemes["wq_b"] = DYNAMIC
     written: dict[str, torch.Tensor] = {}
     description = {"model_quant_type": INT4 if experts == INT4 else STATIC}
     for name, tensor in load_file(model / "model.safetensors").items():

@@ -25,7 +25,15 @@ FLAGS: dict[str, dict[str, Any]] = {  # of `--additional-config`
     "eplb": {"eplb_config": {"dynamic_eplb": True}},
     "lmhead_tensor_parallel_size": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}},
 }
-OPTIONS = {"eager": "--enforce-eager", "async": "--async-scheduling"}
+OPTIONS = {
+    "eager": "--enforce-eager",
+    "async": "--async-scheduling",
+    "c8": "--kv-cache-dtype=int8",
+    "fp8": "--kv-cache-dtype=fp8",
+    "li_c8": "--attention-config.indexer_kv_dtype=int8",  # of "lightning indexers"
+    "li_fp8": "--attention-config.indexer_kv_dtype=fp8",
+    "index_cache": '--hf-overrides={"use_index_cache": true, "index_topk_freq": 4}',
+}
 
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -52,6 +60,33 @@ DEEPSEEK = {
     "vocab_size": 129280,
     "torch_dtype": "bfloat16",
 }
+DEEPSEEK_SPARSE = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+}
+GLM5 = {
+    **DEEPSEEK_SPARSE,
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 202752,
+    "vocab_size": 154880,
+}
+GLM52 = {**GLM5, "index_topk_freq": 4, "index_skip_topk_offset": 3, "max_position_embeddings": 1048576}
 KIMI = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "model_type": "kimi_k25",
@@ -171,6 +206,7 @@ QWEN_VL_MOE = {
 MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-R1": DEEPSEEK,
     "DeepSeek-V3.1": DEEPSEEK,
+    "DeepSeek-V3.2": DEEPSEEK_SPARSE,
     "dynamic_chunked_pipeline_parallel": DEEPSEEK,
     "pd_disaggregation_mooncake_multi_node": DEEPSEEK,
     "ray": QWEN_MOE,
@@ -182,6 +218,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-VL-235B-A22B-Instruct": QWEN_VL_MOE,
     "Qwen3-VL-30B-A3B-Instruct": QWEN_VL_MOE,
     "GLM4.x": GLM,
+    "GLM5": GLM5,
+    "GLM5.2": GLM52,
+    "GLM5.3": GLM52,  # of the same base model
     "Hy3-preview": HY3,
     "Kimi-K2.5": KIMI,
     "Kimi-K2.6": KIMI,
@@ -268,7 +307,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     }
     arguments = [
         str(model),
-        f"--tensor-parallel-size={recipe.tensor_parallel or TENSOR_PARALLEL}",
+        f"--tensor-parallel-size={recipe.tensor_parallel or recipe.decode_context_parallel or TENSOR_PARALLEL}",
         f"--data-parallel-size={recipe.data_parallel or DATA_PARALLEL}",
         f"--pipeline-parallel-size={recipe.pipeline_parallel or PIPELINE_PARALLEL}",
         *(["--enable-expert-parallel"] if recipe.expert_parallel == "1" else []),
@@ -287,8 +326,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
             drafts["model"] = str(_write(folder / "drafter", {**DRAFTERS[recipe.drafter], **shared}))
         arguments.append(f"--speculative-config={json.dumps(drafts)}")
     if recipe.connectors:
-        transfer = {"kv_connector": recipe.connectors, "kv_role": recipe.kv_role, "engine_id": "0", "kv_port": "30000"}
-        arguments.append(f"--kv-transfer-config={json.dumps(transfer)}")
+        arguments.append(f"--kv-transfer-config={json.dumps(_make_transfer(recipe))}")
     if recipe.cudagraph_mode:
         arguments.append(f"--compilation-config={json.dumps({'cudagraph_mode': recipe.cudagraph_mode})}")
     for name, content in PACKAGES.items():
@@ -299,6 +337,13 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     if "eplb" in recipe.flags.split():
         variables["DYNAMIC_EPLB"] = "true"
     return arguments, variables
+
+
+def _make_transfer(recipe: Recipe) -> dict[str, Any]:
+    *parts, connector = recipe.connectors.split(",")  # of a `MultiConnector`
+    transfer: dict[str, Any] = {"kv_role": recipe.kv_role, "engine_id": "0", "kv_port": "30000"}
+    own = {"connectors": [{**transfer, "kv_connector": part} for part in parts]}
+    return {**transfer, "kv_connector": connector, **({"kv_connector_extra_config": own} if parts else {})}
 
 
 def _write_package(folder: Path, name: str, content: str) -> None:

@@ -60,6 +60,16 @@ LATENT = {  # MLA, in the sizes that vLLM's CPU kernel decodes
     },
 }
 
+INDEXED = {  # MLA, and an indexer
+    **LATENT,
+    "q_lora_rank": 64,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+
 
 class Family(NamedTuple):
     """What a family is called by transformers, and what its config has besides `SIZES`."""
@@ -107,6 +117,8 @@ FAMILIES = {  # by architecture
     ),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", {**LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"}),
+    "DeepseekV32ForCausalLM": Family("deepseek_v32", INDEXED),
+    "GlmMoeDsaForCausalLM": Family("glm_moe_dsa", INDEXED),
     "Qwen3NextForCausalLM": Family("qwen3_next", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", {**ATTENTION, **LINEAR}),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
@@ -116,6 +128,8 @@ FAMILIES = {  # by architecture
 }
 LINEAR_ATTENTION = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 """Those with linear attention in most layers; vLLM's kernels for it on CPU take bfloat16 only."""
+SPARSE_ATTENTION = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Those whose attention sees keys that an indexer chooses; vLLM has no kernels for it on CPU."""
 
 
 def find_backend(architecture: str) -> str:

@@ -14,7 +14,9 @@ KNOWN_ASCEND_VERSIONS = ("0.30.0rc2",)
 KNOWN_ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
     "Glm4MoeForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",

@@ -104,7 +104,7 @@ def _record_model(
     if decline is not None:
         return decline
     assert adapter is not None, "without one, models are declined"
-    decline = _check_stage(rank.stage) or adapter.decline(model)
+    decline = _check_stage(rank.stage) or adapter.decline(model) or rank.platform.prepare_model(model)
     if decline is not None:
         return decline
     lora = make_lora_mapping(model)

@@ -15,6 +15,7 @@ from dbo_runtime.vllm_plugin.api.known import KNOWN_ASCEND_VERSIONS
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
+    import torch
     import torch.distributed as dist
     from structlog.typing import FilteringBoundLogger
     from vllm.config import VllmConfig
@@ -91,6 +92,12 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_experts import check_communication
 
         return check_communication(context)
+
+    def prepare_model(self, model: torch.nn.Module) -> Decline | None:
+        """Divide the buffer of chosen keys, where layers of sparse attention share them; return why it cannot be."""
+        from dbo_runtime.vllm_plugin.platforms.npu_indices import divide_indices
+
+        return divide_indices(model)
 
     def open_device(
         self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger

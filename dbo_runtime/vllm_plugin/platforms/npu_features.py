@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
-UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32")
+UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
 def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
@@ -43,10 +43,12 @@ def find_quantizations(vllm_config: VllmConfig) -> set[str]:
     """Return what a model's weights and caches are quantized to, by the names in ModelSlim's description.
 
     Of another method's weights it is the method's name. Caches are quantized by `--kv-cache-dtype`, by layer, or for
-    all of attention (`fa_quant_type`), which on A2 and A3 only nodes that decode for others do.
+    all of attention (`fa_quant_type`), which on A2 and A3 only nodes that decode for others do; those of indexers by
+    `--attention-config.indexer_kv_dtype`.
     """
-    dtype = vllm_config.cache_config.cache_dtype
-    return _find_quantized_weights(vllm_config) | ({dtype} - {*UNQUANTIZED_CACHES})
+    indexers = getattr(vllm_config.attention_config, "indexer_kv_dtype", "auto")
+    dtypes = {vllm_config.cache_config.cache_dtype, indexers}
+    return _find_quantized_weights(vllm_config) | (dtypes - {*UNQUANTIZED_CACHES})
 
 
 def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
@@ -86,6 +88,7 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (config.enable_prefill_mc2, "MC2 in prefill (enable_prefill_mc2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
+        (config.enable_dsa_cp, "context parallel sparse attention (enable_dsa_cp)"),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
         (finegrained.mlp_tensor_parallel_size > 0, "a separate tensor parallel group for the MLP"),

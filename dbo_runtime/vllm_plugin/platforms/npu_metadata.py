@@ -5,10 +5,10 @@ Read against vllm-ascend 0.30.0rc2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from vllm_ascend.attention.attention_v1 import AscendAttentionState
     from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines [tokens, 1, 1, rotary]."""
+
 GATHERING = "ALLGATHER"  # of MoECommType
 NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"  # names of AscendAttentionState
 
@@ -27,7 +30,7 @@ NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"  # 
 def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
     """Set the numbers of tokens in the forward context of a slice; *sizes* are those of all data parallel ranks."""
     ranks = get_tensor_model_parallel_world_size()
-    part.num_tokens = piece.size
+    part.first_token, part.num_tokens = piece.first_token, piece.size
     part.max_tokens_across_dp = max(sizes) if sizes else piece.size
     part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
     part.mc2_mask = None  # of MC2, which is not split
@@ -63,12 +66,30 @@ def get_attention_state(
 
 @contextmanager
 def new_rotary_tables() -> Iterator[None]:
-    """Let builders make new tables for decodes: cached ones are views of one buffer, which each build overwrites."""
-    from vllm_ascend.attention import mla_v1
+    """Let builders make new tables: cached ones are views of one buffer, which each build overwrites.
 
-    original = mla_v1.get_cos_and_sin_mla
-    mla_v1.get_cos_and_sin_mla = lambda positions, use_cache=False: original(positions)
+    Builders of indexers, too, keep tables under the address of the slots, of which slices have as many as there are
+    tokens: here all builds of a builder share one.
+    """
+    from vllm_ascend.attention import indexer, mla_v1, sfa_v1
+
+    with ExitStack() as patches:
+        for module in (indexer, mla_v1, sfa_v1):
+            patches.enter_context(_replaced(module, "get_cos_and_sin_mla", _make_tables(module.get_cos_and_sin_mla)))
+        key = staticmethod(lambda common: None)
+        patches.enter_context(_replaced(indexer.AscendSFAIndexerMetadataBuilder, "_metadata_buffer_key", key))
+        yield
+
+
+def _make_tables(original: Callable[..., Tables]) -> Callable[..., Tables]:
+    return lambda positions, use_cache=False: original(positions)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        mla_v1.get_cos_and_sin_mla = original
+        setattr(owner, name, original)

@@ -11,6 +11,7 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
+    import torch
     import torch.distributed as dist
     from structlog.typing import FilteringBoundLogger
     from vllm.config import VllmConfig
@@ -106,6 +107,13 @@ class Platform:
 
     def check_step(self, context: ForwardContext) -> Decline | None:
         """Return why a step with this forward context is not split, from what is equal on all ranks, or None."""
+        return None
+
+    def prepare_model(self, model: torch.nn.Module) -> Decline | None:
+        """Divide among micro-batches what layers of a loaded model pass on outside of their arguments.
+
+        Return why that cannot be done, or None. The model computes what it did; again has no effect.
+        """
         return None
 
     def open_device(

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.ascend.operators import mlapo
 from tests.ascend.operators.angles import make_angles
 from tests.ascend.operators.checks import ABSENT, COUNTS, HALF, SIGMOID, SUM_OF_TWO, Tensors, draw, npu
 from tests.ascend.operators.decodes import decode, make_decode
+from tests.ascend.operators.sparse import SEQUENCES, attend_to_chosen, choose_keys, prepare
 
 
 class Case(NamedTuple):
@@ -122,6 +124,52 @@ CASES = [
             make_distinct(g, 8, 3).int(),
         ],
         scatter,
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_lightning_indexer",
+        lambda g: [draw(g, 5, 2, 8), draw(g, 4, 4, 1, 8), draw(g, 5, 2), *SEQUENCES],
+        lambda query, keys, weights, *sequences: choose_keys(query, keys, weights, *sequences)[0],
+    ),
+    Case(
+        "_C_ascend::npu_sparse_flash_attention",
+        lambda g: [
+            *(draw(g, 5, 2, size) for size in (16, 8)),
+            *(draw(g, 4, 4, 1, size) for size in (16, 8)),
+            make_numbers(g, 9, 5, 1, 4),
+            *SEQUENCES,
+        ],
+        lambda *tensors: attend_to_chosen(*tensors)[0],
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_scatter_nd_update_",
+        lambda g: [torch.full((8, 6), ABSENT, dtype=HALF), make_distinct(g, 8, 3).view(-1, 1), draw(g, 3, 6)],
+        lambda *tensors: npu().npu_scatter_nd_update_(*tensors),
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_mla_prolog_v3",
+        lambda g: [
+            *(make_int8(g, *shape) for shape in ((3, 8), (8, 6), (6, 2 * 8), (8, 8))),
+            *(draw(g, *shape) for shape in ((2, 4, 4), (6,), (4,))),
+            *(table[:, 0, 0] for table in make_angles(g, 3, 4, HALF)),
+            *(draw_scales(g, *shape) for shape in ((3, 1), (1, 6), (1, 16), (1, 8))),
+            make_distinct(g, 8, 3),
+            *(torch.full((2, 4, 1, 4), ABSENT, dtype=HALF) for _ in range(2)),
+        ],
+        prepare,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::mla_preprocess",
+        lambda g: [
+            *mlapo.make_tensors(g, 3).list_tensors(),
+            *make_angles(g, 3, 16, HALF),
+            make_distinct(g, 8, 3),
+            *(torch.full((2, 4, 1, 16), ABSENT, dtype=HALF) for _ in range(2)),
+        ],
+        mlapo.prepare,
         is_described=False,
     ),
     Case(

@@ -8,10 +8,23 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ascend.operators import mlapo
 from tests.ascend.operators.blocks import get_slots
-from tests.ascend.operators.cases import DECODE, TND
-from tests.ascend.operators.checks import ANY_FORMAT, BEST, CAUSAL, COUNTS, HALF, SIGMOID, npu
+from tests.ascend.operators.cases import CASES, DECODE, TND
+from tests.ascend.operators.checks import (
+    ANY_FORMAT,
+    BEST,
+    CAUSAL,
+    COUNTS,
+    HALF,
+    SIGMOID,
+    Tensors,
+    make_generator,
+    npu,
+    put,
+)
 from tests.ascend.operators.experts import RoutingCase, choose
+from tests.ascend.operators.sparse import SEQUENCES, attend_to_chosen, choose_keys, prepare
 from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
@@ -67,6 +80,21 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "activation of a product, limited": lambda x: activate_product_with(x, swiglu_mode=1, clamp_limit=7.0),
     "activation of a product, by group": lambda x: activate_product_with(x, group_index=x[0, 0].long()),
     "activation of a product, by one scale": lambda x: activate_product_with(x, quant_mode=0),
+    "choice of keys, another layout": lambda x: choose_with(x, layout_query="BSND"),
+    "choice of keys, of all": lambda x: choose_with(x, sparse_mode=0),
+    "choice of keys, in a window": lambda x: choose_with(x, pre_tokens=4),
+    "chosen keys, another layout": lambda x: attend_sparsely_with(x, layout_kv="BSND"),
+    "chosen keys, in blocks": lambda x: attend_sparsely_with(x, sparse_block_size=16),
+    "chosen keys, sums": lambda x: attend_sparsely_with(x, return_softmax_lse=True),
+    "chosen keys, in a window": lambda x: attend_sparsely_with(x, pre_tokens=4),
+    "chosen keys, no rotary parts": lambda x: attend_sparsely_with(x, query_rope=None),
+    "rows, at places of two numbers": lambda x: npu().npu_scatter_nd_update_(x, x[0, :2, :2].int(), x[0, :2]),
+    "queries and keys, not quantized": lambda x: prepare_with(weight_quant_mode=0),
+    "queries and keys, of another cache": lambda x: prepare_with(cache_mode="PA_NZ"),
+    "queries and keys, quantized caches": lambda x: prepare_with(kv_cache_quant_mode=1),
+    "static bytes, of another cache": lambda x: prepare_by_one_scale_with(cache_mode="krope_ctkv_nz"),
+    "static bytes, not by one scale": lambda x: prepare_by_one_scale_with(quant_mode="per_token_quant_symm"),
+    "static bytes, no latent": lambda x: prepare_by_one_scale_with(enable_inner_out=False),
     "permute, less than all": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), num_out_tokens=3),
     "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
     "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),
@@ -79,6 +107,28 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
 def attend_with(x: torch.Tensor, heads_of_keys: int = 4, **changes: Any) -> None:
     key, options = x[:, :heads_of_keys], {**TND, "num_heads": 4, "num_key_value_heads": heads_of_keys, **changes}
     npu().npu_fused_infer_attention_score(x, key, key, **options)
+
+
+def choose_with(x: torch.Tensor, **changes: Any) -> None:
+    choose_keys(x, x[:, :, None], x[:, :, 0], *(part.npu() for part in SEQUENCES), **changes)
+
+
+def attend_sparsely_with(x: torch.Tensor, **changes: Any) -> None:
+    caches, chosen = [x[:, :, None]] * 2, x[:, :1].int()
+    attend_to_chosen(x, x, *caches, chosen, *(part.npu() for part in SEQUENCES), **changes)
+
+
+def prepare_with(**changes: Any) -> None:
+    prepare(*make_tensors_of("npu::npu_mla_prolog_v3"), **changes)
+
+
+def prepare_by_one_scale_with(**changes: Any) -> None:
+    mlapo.prepare(*make_tensors_of("_C_ascend::mla_preprocess"), **changes)
+
+
+def make_tensors_of(operator: str) -> Tensors:
+    (case,) = (case for case in CASES if case.operator == operator)
+    return put(*case.make(make_generator(0)))
 
 
 def split_with(x: torch.Tensor, **changes: Any) -> None:

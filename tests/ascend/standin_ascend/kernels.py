@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ class Queue:
         self._kernels: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count(1)
         self._has_graphs = False
+        self._raises = bool(os.environ.get("STANDIN_ASCEND"))
+        self._failed = ""
         self._call = FUNCTION(self._run)
         self._runtime = ctypes.CDLL("libascendcl.so")  # the stand-in, which is loaded
         arguments = ctypes.c_void_p, ctypes.c_char_p, FUNCTION, ctypes.c_void_p
@@ -35,7 +38,14 @@ class Queue:
         atexit.register(self._finish)
 
     def submit(self, name: str, kernel: Callable[[], None]) -> None:
-        """Queue a kernel on the current stream, or note it in the graph that is being captured there."""
+        """Queue a kernel on the current stream, or note it in the graph that is being captured there.
+
+        Raises:
+            RuntimeError: inside vLLM, if an earlier one has failed. vLLM waits for events, which say nothing of that.
+        """
+        failed, self._failed = self._failed, ""
+        if failed and self._raises:
+            raise RuntimeError(f"a kernel of the stand-in has failed: {failed}")
         self._has_graphs |= torch.npu.is_current_stream_capturing()
         self._devices.add(torch.npu.current_device())
         number = next(self._numbers)
@@ -53,7 +63,8 @@ class Queue:
         try:
             with torch.inference_mode():
                 kernel()
-        except BaseException:  # noqa: BLE001 - the caller is C: not 0 fails the stream
+        except BaseException as error:  # noqa: BLE001 - the caller is C: not 0 fails the stream
+            self._failed = repr(error)
             traceback.print_exc()
             return 1
         return 0

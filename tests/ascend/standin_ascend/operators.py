@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from standin_ascend import attention, experts, linear_attention, others, quantized, vision
+from standin_ascend import attention, experts, linear_attention, mlapo, others, quantized, sparse, vision
 
 SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6)"
@@ -27,6 +27,8 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     " Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=True,"
     " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
     " -> (Tensor y, Tensor scale)",
+    sparse.ATTENTION_SCHEMA,
+    mlapo.SCHEMA,
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
 )
@@ -53,6 +55,9 @@ OPERATORS = {
         "npu_dynamic_quant": quantized.quantize_dynamically,
         "npu_quantize": quantized.quantize,
         "npu_quant_matmul": quantized.multiply,
+        "npu_lightning_indexer": sparse.choose_keys,
+        "npu_scatter_nd_update_": sparse.scatter,
+        "npu_mla_prolog_v3": sparse.prepare,
     },
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
@@ -61,6 +66,8 @@ OPERATORS = {
         "npu_dequant_swiglu_quant": quantized.activate_product,
         "grouped_matmul_swiglu_quant_v2": quantized.multiply_int4_and_activate,
         "grouped_matmul_swiglu_quant_weight_nz": quantized.multiply_and_activate,
+        "npu_sparse_flash_attention": sparse.attend_to_chosen,
+        "mla_preprocess": mlapo.prepare,
     },
     "aten": {
         "_foreach_add.List": others.add_lists,

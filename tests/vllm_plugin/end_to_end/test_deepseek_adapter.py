@@ -73,6 +73,13 @@ def make_layer(
     )
 
 
+def make_indexed_layer(buffer: Any) -> SimpleNamespace:
+    """Return one whose attention is sparse; *buffer* is where its indexer leaves which keys it has chosen."""
+    layer = make_layer()
+    layer.self_attn.indexer = SimpleNamespace(topk_indices_buffer=buffer)
+    return layer
+
+
 def make_model(dtype: str = "torch.bfloat16", layers: Any = (), **config: Any) -> SimpleNamespace:
     """Return the part of vLLM's model that decides. Its *layers* are a dense one and one of experts if not given."""
     return SimpleNamespace(
@@ -85,7 +92,7 @@ def make_model(dtype: str = "torch.bfloat16", layers: Any = (), **config: Any) -
     ("model", "reason"),
     [
         (make_model(layers=[make_layer(latent=False)]), "plain attention instead of MLA"),
-        (make_model(index_topk=2048), "sparse attention (DeepSeek V3.2)"),
+        (make_model(layers=[make_indexed_layer("a buffer")]), "sparse attention (DeepSeek V3.2)"),
         (make_model(llama_4_scaling={"beta": 0.1}), "attention scaling by position"),
         (make_model("torch.float16"), "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"),
         (make_model(layers=[make_layer(), make_layer(kind=OtherMLP)]), "its MLP is not known (OtherMLP)"),
@@ -98,8 +105,14 @@ def test_it_declines_what_it_cannot_decompose(model: SimpleNamespace, reason: st
 
 @pytest.mark.parametrize(
     "model",
-    [make_model(), make_model("torch.float32"), make_model(llama_4_scaling=None), make_model(layers=[make_layer()])],
-    ids=["bf16", "fp32", "no scaling", "dense only"],
+    [
+        make_model(),
+        make_model("torch.float32"),
+        make_model(llama_4_scaling=None),
+        make_model(layers=[make_layer()]),
+        make_model(layers=[make_indexed_layer(None)]),
+    ],
+    ids=["bf16", "fp32", "no scaling", "dense only", "sparse, without a shared buffer"],
 )
 def test_it_takes_other_models(model: SimpleNamespace) -> None:
     assert DeepseekAdapter().decline(model) is None

@@ -102,6 +102,7 @@ def test_weights_of_another_method_are_not_proven() -> None:
 
 def test_caches_of_another_type_are_not_proven() -> None:
     assert list(tell_unproven(make_served("DeepseekV3ForCausalLM", None, cache="mxfp8")).values()) == ["mxfp8"]
+    assert list(tell_unproven(make_served("GlmMoeDsaForCausalLM", None, indexer="int8")).values()) == ["int8"]
 
 
 @pytest.mark.parametrize(("drafter", "is_proven"), [("ngram", True), ("eagle3", True), ("draft_model", False)])
@@ -121,7 +122,12 @@ def make_quantized(description: dict[str, str], method: str = "ascend") -> Any:
 
 
 def make_served(
-    architecture: str, quantized: Any, role: str | None = None, drafter: str | None = None, cache: str = "auto"
+    architecture: str,
+    quantized: Any,
+    role: str | None = None,
+    drafter: str | None = None,
+    cache: str = "auto",
+    indexer: str = "auto",
 ) -> Any:
     """Return what is read of vLLM's configuration."""
     transfer = None if role is None else SimpleNamespace(kv_role=role)
@@ -130,6 +136,7 @@ def make_served(
         "quant_config": quantized,
         "kv_transfer_config": transfer,
         "cache_config": SimpleNamespace(cache_dtype=cache),
+        "attention_config": SimpleNamespace(indexer_kv_dtype=indexer),
     }
     speculative = None if drafter is None else SimpleNamespace(method=drafter, parallel_drafting=False)
     return SimpleNamespace(model_config=model, speculative_config=speculative, **rest)

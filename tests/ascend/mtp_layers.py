@@ -1,0 +1,33 @@
+"""MTP layers for models with random weights: the layer that drafts is a copy of the model's last one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+DRAFTS: dict[str, Any] = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
+
+
+def add_mtp_layer(folder: Path) -> Path:
+    """Add a layer that drafts to the model in *folder*: where it joins tokens and hidden states, it leaves out tokens.
+
+    So it often drafts what the model's last layer has just said, which is sometimes right.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    last, size = config["num_hidden_layers"] - 1, config["hidden_size"]
+    weights = load_file(folder / "model.safetensors")
+    prefix = f"model.layers.{last + 1}."
+    for own in ("model.layers.0.self_attn.indexer.", f"model.layers.{last}."):  # the last one may have no indexer
+        copies = {name: weight.clone() for name, weight in weights.items() if name.startswith(own)}
+        weights |= {prefix + name.split(".", 3)[3]: weight for name, weight in copies.items()}
+    weights |= {f"{prefix}{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    weights[f"{prefix}eh_proj.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
+    weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}), encoding="utf-8")
+    return folder
