@@ -63,7 +63,7 @@ test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a st
 
 test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN (g++); see ASCEND=required
 	@if $(MAKE) setup-ascend; then \
-		NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow" $(PARALLEL_FILES); \
+		NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow" $(PARALLEL_FILES) $(ASCEND_OPTIONS); \
 	elif [ $(ASCEND) = required ]; then exit 1; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
 

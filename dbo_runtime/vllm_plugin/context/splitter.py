@@ -21,7 +21,14 @@ from dbo_runtime.vllm_plugin.api.metadata import IntArray, read_block_table, sli
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder
 from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_drafts
 from dbo_runtime.vllm_plugin.context.checks import check_context, check_prefix_cache
-from dbo_runtime.vllm_plugin.context.states import ALIGNED, check_starts, has_states, keep_places, slice_arguments
+from dbo_runtime.vllm_plugin.context.states import (
+    ALIGNED,
+    check_drafts,
+    check_starts,
+    has_states,
+    keep_places,
+    slice_arguments,
+)
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
@@ -105,7 +112,8 @@ class ContextSplitter:
         context_lens = tuple(max(length - query, 0) for length, query in zip(seq_lens, query_lens, strict=True))
         if tokens > common.num_actual_tokens:  # padding is one more request, which may be cut anywhere
             query_lens, context_lens = (*query_lens, tokens - common.num_actual_tokens), (*context_lens, 0)
-        cuts_decodes = drafts == 0 or self.platform.cuts_decodes
+        keeps_states = any(has_states(source.builder) for source in sources)
+        cuts_decodes = drafts == 0 or (self.platform.cuts_decodes and not keeps_states)
         return Batch(query_lens, prefill, cuttable, decode_len, context_lens, cuts_decodes)
 
     def _rebuild(
@@ -133,7 +141,7 @@ class ContextSplitter:
             return builders
         parts = [self.platform.complete_metadata(part) for part in self._slice_common(common, slices)]
         if has_states(source.builder):
-            decline = check_starts(parts)
+            decline = check_starts(parts) or check_drafts(common, slices, source.arguments)
             if decline is not None:
                 return decline
             if self._vllm_config.cache_config.mamba_cache_mode == ALIGNED:

@@ -5,7 +5,7 @@ The head of a cut request leaves in its state what its tail goes on from, as it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
 DECODE_LEN = 1  # of builders for linear attention, which know decodes with drafts by other means
-PER_REQUEST = ("num_accepted_tokens", "num_decode_draft_tokens_cpu")  # arguments of such a build
+DRAFTS = "num_decode_draft_tokens_cpu"  # of each request; negative where none are verified
+PER_REQUEST = ("num_accepted_tokens", DRAFTS)  # arguments of such a build
 COUNT = "num_actual_reqs"  # vllm-ascend's argument: those after them pad the batch
 ALIGNED = "align"  # with prefix caching, states are kept at ends of blocks
 
@@ -53,6 +54,23 @@ def check_starts(parts: Sequence[CommonAttentionMetadata]) -> Decline | None:
         computed = part.seq_lens_cpu_upper_bound[:decodes] - queries[:decodes]
         if ((computed == 0) & (queries[:decodes] > 0)).any():
             return Decline("a prompt starts with as few tokens as a decode, in a model with linear attention")
+    return None
+
+
+def check_drafts(
+    common: CommonAttentionMetadata, slices: Sequence[BatchSlice], arguments: Mapping[str, Any]
+) -> Decline | None:
+    """Decline if a decode is cut inside whose drafts are verified: it keeps a state for each of its tokens.
+
+    Planners do not cut there, but data parallel ranks that agree on sizes alone may.
+    """
+    drafts, starts = arguments.get(DRAFTS), common.query_start_loc_cpu
+    if drafts is None:
+        return None
+    for piece in slices:
+        request = piece.last_request - 1
+        if drafts[request] >= 0 and piece.last_token < int(starts[request + 1]):
+            return Decline("a decode with drafts is cut inside, in a model with linear attention")
     return None
 
 

@@ -77,6 +77,7 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
+    drafts = vllm_config.speculative_config is not None
     features = (
         (parallel.use_sequence_parallel_moe, "FlashComm (sequence-parallel MoE)"),
         (uses_second_runner(vllm_config), "vLLM's second model runner with vllm-ascend"),
@@ -92,5 +93,10 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
         (finegrained.mlp_tensor_parallel_size > 0, "a separate tensor parallel group for the MLP"),
+        (
+            vllm_config.model_config.is_hybrid and drafts and vllm_config.scheduler_config.async_scheduling,
+            "speculative decoding with linear attention and asynchronous scheduling",
+        ),
+        (vllm_config.cache_config.mamba_cache_mode != "none", "a prefix cache of states of linear attention"),
     )
     return (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)

@@ -54,6 +54,8 @@ class Platform:
         sliced_tensors: names of the forward context's tensors that are sliced by token.
         pads_batches: whether a batch may have more tokens than its attention metadata; those at the end are padding.
         cuts_decodes: whether its attention backends were shown to take pieces of a decode with drafts.
+        drafts_from_states: whether models with linear attention verify drafts there, and split steps that do were
+            compared with unsplit ones. vLLM 0.30's own fail on CPU.
         splits_lora: whether its LoRA mapping is known, and split steps with it were compared with unsplit ones.
     """
 
@@ -70,6 +72,7 @@ class Platform:
     sliced_tensors: tuple[str, ...] = SLICED_CONTEXT_TENSORS
     pads_batches = False
     cuts_decodes = False
+    drafts_from_states = False
     splits_lora = False
 
     def __init__(self, name: str) -> None:

@@ -14,7 +14,7 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-KNOWN_DRAFTERS = ("ngram", "suffix", "draft_model", "deepseek_mtp", "eagle", "eagle3")
+KNOWN_DRAFTERS = ("ngram", "suffix", "draft_model", "deepseek_mtp", "qwen3_5_mtp", "eagle", "eagle3")
 """Methods of speculative decoding, by `name_drafter`, with which steps are split.
 
 Split steps were compared with unsplit ones with all but `suffix`, which drafts on the host as `ngram` does.
@@ -28,7 +28,8 @@ def check_config(vllm_config: VllmConfig) -> Decline | None:
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     """Yield each feature in use that splitting does not support."""
-    yield from get_platform().list_unsupported(vllm_config)
+    platform = get_platform()
+    yield from platform.list_unsupported(vllm_config)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     drafter = name_drafter(vllm_config)
@@ -44,7 +45,10 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
         (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
         (drafter is not None and parallel.pipeline_parallel_size > 1, "speculative decoding in a pipeline"),
         (model.is_hybrid and model.architecture not in HYBRID_MODELS, "this model's linear attention"),
-        (model.is_hybrid and drafter is not None, "speculative decoding with linear attention"),
+        (
+            model.is_hybrid and drafter is not None and not platform.drafts_from_states,
+            "speculative decoding with linear attention",
+        ),
         (model.is_attention_free, "a state-space model"),
         (model.is_encoder_decoder, "an encoder-decoder model"),
     )

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from standin_ascend.absences import SlotMapping
+from standin_ascend.slots import SlotMapping
 
 from tests.ascend.operators.checks import Tensors, put
 

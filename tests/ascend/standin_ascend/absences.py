@@ -9,10 +9,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from standin_ascend import linear_attention
-from standin_ascend.kernels import launch
+from standin_ascend.slots import SlotMapping, SlotMappings
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
 OPERATORS = {
@@ -82,6 +80,8 @@ def fill() -> None:
     _atb_ops._register_atb_extensions = lambda: None
     torch_npu._npu_matmul_add_fp32 = lambda *arguments: None
     compute_slot_mapping._compute_slot_mapping_kernel = SlotMapping()
+    compute_slot_mapping._compute_slot_mapping_fused_groups_kernel = SlotMappings()
+    compute_slot_mapping._compute_slot_mapping_fused_groups_adaptive_kernel = SlotMappings()
     replace_kernels()
 
 
@@ -96,47 +96,3 @@ def replace_kernels() -> None:
     for module, kernels in KERNELS.items():
         for name, compute in kernels.items():
             setattr(import_module(module), name, linear_attention.TritonKernel(name, compute))
-
-
-class SlotMapping:
-    """In place of the Triton kernel that finds the cache slot of each token."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        requests = grid[0] - 1
-
-        def find(
-            tokens: int,
-            padded: int,
-            starts: torch.Tensor,
-            positions: torch.Tensor,
-            table: torch.Tensor,
-            stride: int,
-            block: int,
-            slots: torch.Tensor,
-            **rest: Any,
-        ) -> None:
-            if rest["IS_CIRCULAR"] or rest["TOTAL_CP_WORLD_SIZE"] != 1:
-                raise NotImplementedError("slots of blocks that are used in a circle, or that several ranks share")
-            settings = requests, tokens, padded, block, rest["PAD_ID"]
-            launch("SlotMapping", compute_slots, starts, positions, table, slots, *settings)
-
-        return find
-
-
-def compute_slots(
-    starts: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    slots: torch.Tensor,
-    requests: int,
-    tokens: int,
-    padded: int,
-    block: int,
-    padding: int,
-) -> None:
-    """Look each token's block up; tokens beyond the batch get *padding*."""
-    slots[tokens:padded] = padding
-    for request in range(requests):
-        first, last = int(starts[request]), int(starts[request + 1])
-        at = positions[first:last].long()
-        slots[first:last] = (table[request][at // block].long() * block + at % block).to(slots.dtype)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.metadata import slice_common_metadata
-from dbo_runtime.vllm_plugin.context.states import check_starts, keep_places, slice_arguments
+from dbo_runtime.vllm_plugin.context.states import check_drafts, check_starts, keep_places, slice_arguments
 from tests.vllm_plugin.context.test_splitter import cut, make_common
 
 REASON = "a prompt starts with as few tokens as a decode, in a model with linear attention"
@@ -102,6 +102,23 @@ def test_each_slice_is_told_how_many_of_its_requests_are_not_padding(total: int,
     slices = cut(5, query_lens=[5, 4, 6])
     found = [slice_arguments({"num_actual_reqs": total}, piece) for piece in slices]
     assert found == [{"num_actual_reqs": count} for count in expected]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "cuts", "declines"),
+    [
+        ([2, 2, -1], [3], False),
+        ([2, 2, -1], [2], True),
+        ([2, 2, -1], [3, 5], True),
+        ([2, 2, -1], [9], False),
+        (None, [2], False),
+    ],
+)
+def test_a_decode_with_drafts_is_not_cut_inside(drafts: list[int] | None, cuts: list[int], declines: bool) -> None:
+    query_lens = [3, 3, 20]
+    arguments = {"num_decode_draft_tokens_cpu": None if drafts is None else torch.tensor(drafts)}
+    decline = check_drafts(make_common(query_lens, [7, 9, 0]), cut(*cuts, query_lens=query_lens), arguments)
+    assert (decline is not None) == declines
 
 
 def test_an_argument_that_is_not_known_declines_by_name() -> None:
