@@ -28,7 +28,8 @@ OPTIONS_OF = {
     },
     "quantized": {"quantization": "ascend"},
 }
-TOLERANCE = {"plain": 0.1, "data parallel shared experts": 0.1, "quantized": 0.25}
+# Sums in another order: the last bit of a logit from 16 on is 0.125 in bfloat16.
+TOLERANCE = {"plain": 0.13, "data parallel shared experts": 0.13, "quantized": 0.25}
 PROMPTS = make_prompts(5, 40, 130, 3, 64)
 KEEP = {"DBO_DISPATCH": "all_gather"}
 TASKS = tokenize(TINY, [task.prompt for task in held_out(4)])

@@ -63,7 +63,7 @@ class Ranks:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        self._collect(timeout=180)
+        self._collect(timeout=400)
 
     def run(self, job: Job, *arguments: Any, timeout: float = 120) -> list[Any]:
         """Run `job(engine, rank, *arguments)` on every rank and return the results in rank order.
