@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 to 3.8: gated linear attention in most layers, dense or with a mixture of experts.
+"""Qwen3-Next and Qwen3.5: gated linear attention in most layers, dense or with a mixture of experts.
 
 Linear attention keeps one state for each request, which the head of a cut request leaves to its tail. It ends in one
 all-reduce, as attention does, and overlaps alike.

@@ -1,4 +1,4 @@
-"""MTP layers for models with random weights: the layer that drafts is a copy of the model's last one."""
+"""MTP layers for models with random weights: the layer that drafts is a copy of one of the model's own."""
 
 from __future__ import annotations
 
@@ -31,3 +31,21 @@ def add_mtp_layer(folder: Path) -> Path:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}), encoding="utf-8")
     return folder
+
+
+def add_qwen_mtp_layer(folder: Path) -> dict[str, Any]:
+    """Give a Qwen3.5 in *folder* an MTP layer: its own second layer, fed with hidden states and a little of the tokens.
+
+    Returns:
+        Options of an engine in which it drafts two tokens.
+    """
+    weights = load_file(folder / "model.safetensors")
+    embedding = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    layer = embedding.replace("embed_tokens.weight", "layers.1.")
+    own = {name.replace(layer, "mtp.layers.0."): w.clone() for name, w in weights.items() if name.startswith(layer)}
+    size = weights[embedding].shape[1]
+    own["mtp.fc.weight"] = torch.cat([torch.eye(size) / 10, torch.eye(size)], 1)
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    own |= {f"mtp.{name}.weight": torch.zeros(size) for name in norms}  # offsets from one
+    save_file({**weights, **own}, folder / "model.safetensors")
+    return {"speculative_config": {"method": "qwen3_5_mtp", "num_speculative_tokens": 2}}

@@ -23,24 +23,6 @@ def draft_by_mtp(drafts: int) -> dict[str, Any]:
     }
 
 
-def add_mtp_layer(model: Path) -> dict[str, Any]:
-    """Give a Qwen3.5 in *model* an MTP layer: its own second layer, fed with hidden states and a little of the tokens.
-
-    Returns:
-        Options of an engine in which it drafts two tokens.
-    """
-    weights = load_file(model / "model.safetensors")
-    embedding = next(name for name in weights if name.endswith("embed_tokens.weight"))
-    layer = embedding.replace("embed_tokens.weight", "layers.1.")
-    own = {name.replace(layer, "mtp.layers.0."): w.clone() for name, w in weights.items() if name.startswith(layer)}
-    size = weights[embedding].shape[1]
-    own["mtp.fc.weight"] = torch.cat([torch.eye(size) / 10, torch.eye(size)], 1)
-    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    own |= {f"mtp.{name}.weight": torch.zeros(size) for name in norms}  # offsets from one
-    save_file({**weights, **own}, model / "model.safetensors")
-    return {"speculative_config": {"method": "qwen3_5_mtp", "num_speculative_tokens": 2}}
-
-
 def draft_by_eagle3(drafts: int) -> dict[str, Any]:
     """Return options of an engine in which the trained Eagle3 head drafts for the tiny DeepSeek."""
     return _draft("eagle3", TINY.with_name("tiny-deepseek-eagle3"), drafts)

@@ -11,6 +11,15 @@ VLLM_WINDOW = ((0, 23), (0, 34))
 KNOWN_ASCEND_VERSIONS = ("0.30.0rc2",)
 """Versions of vllm-ascend of which split steps have been compared with unsplit ones."""
 
+HYBRID_MODELS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""Models with linear attention of which split steps have been compared with unsplit ones."""
+
 KNOWN_ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -28,11 +37,7 @@ KNOWN_ASCEND_MODELS = (
     "Qwen3MoeForCausalLM",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
+    *HYBRID_MODELS,
 )
 """Models of which split steps have been compared with unsplit ones on vllm-ascend."""
 
@@ -41,15 +46,6 @@ KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "qwen3_5_mtp", "eagl
 
 KNOWN_ASCEND_QUANTIZATIONS = ("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC")
 """Quantized weights, as ModelSlim names them, with which they have been."""
-
-HYBRID_MODELS = (
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-"""Models with linear attention of which split steps have been compared with unsplit ones."""
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standin_ascend import linear_attention
-from standin_ascend.linear_attention import TritonKernel, convolve, convolve_decodes, update_states
+from standin_ascend import triton_kernels
+from standin_ascend.linear_attention import convolve, convolve_decodes, update_states
+from standin_ascend.triton_kernels import TritonKernel
 
 from tests.ascend.operators.checks import (
     ABSENT,
@@ -215,11 +216,11 @@ def test_states_are_gathered_and_scattered(standin: StandIn) -> None:
     padded = whole.npu()[:, 0].unflatten(-1, (HEADS, SIZE))  # rows apart, as hybrid caches have them
     indices, has_state = put(torch.tensor([5, 2, 9]), torch.tensor([True, False, True]))
     out = torch.full((3, HEADS, SIZE), ABSENT, dtype=HALF).npu()
-    TritonKernel("gather", linear_attention.gather_states)[(1, 3)](padded, indices, has_state, out, 0, row_size=1)
+    TritonKernel("gather", triton_kernels.gather_states)[(1, 3)](padded, indices, has_state, out, 0, row_size=1)
     expected = whole[:, 0].unflatten(-1, (HEADS, SIZE))
     assert_equal(out, torch.stack([expected[5], torch.zeros(HEADS, SIZE), expected[9]]).to(HALF))
     source = draw(generator, 3, HEADS, SIZE)
-    TritonKernel("scatter", linear_attention.scatter_states)[(1, 3)](padded, indices, source.npu(), 0, row_size=1)
+    TritonKernel("scatter", triton_kernels.scatter_states)[(1, 3)](padded, indices, source.npu(), 0, row_size=1)
     expected[[5, 2, 9]] = source.float()
     assert_equal(padded, expected)
 
@@ -227,7 +228,7 @@ def test_states_are_gathered_and_scattered(standin: StandIn) -> None:
 def test_rows_are_divided_by_their_lengths(standin: StandIn) -> None:
     x = draw(make_generator(0), 5, SIZE)
     out = torch.empty_like(x).npu()
-    TritonKernel("norm", linear_attention.norm_by_length)[(1,)](x.npu(), out, 1e-6, 5, SIZE, 8, 32)
+    TritonKernel("norm", triton_kernels.norm_by_length)[(1,)](x.npu(), out, 1e-6, 5, SIZE, 8, 32)
     assert_near(out, F.normalize(x.float(), dim=-1))
 
 
@@ -241,7 +242,7 @@ def test_gates_are_those_of_transformers(standin: StandIn) -> None:
         draw(generator, HEADS),
     )
     g, beta = torch.empty(1, 5, HEADS).npu(), torch.empty(1, 5, HEADS, dtype=HALF).npu()
-    TritonKernel("gate", linear_attention.gate_states)[(1,)](g, beta, *put(log_a, a, b, bias), 1, HEADS, 5, 1.0, 20.0)
+    TritonKernel("gate", triton_kernels.gate_states)[(1,)](g, beta, *put(log_a, a, b, bias), 1, HEADS, 5, 1.0, 20.0)
     assert_near(g[0], -log_a.float().exp() * F.softplus(a.float() + bias.float()))
     assert_near(beta[0], b.float().sigmoid())
 
@@ -255,7 +256,7 @@ def test_rows_are_normed_then_gated_as_in_transformers(standin: StandIn) -> None
     norm.weight.data = weight.float()
     out, deviations = torch.empty_like(x).npu(), torch.empty(5).npu()
     options = {"NORM_BEFORE_GATE": True, "IS_RMS_NORM": True}
-    kernel = TritonKernel("norm", linear_attention.norm_and_gate)[(1, 1)]
+    kernel = TritonKernel("norm", triton_kernels.norm_and_gate)[(1, 1)]
     kernel(x.npu(), out, weight.npu(), None, z.npu(), None, deviations, SIZE, SIZE, SIZE, 5, SIZE, 1e-3, **options)
     assert_near(out, norm(x.float(), z.float()).detach())
     assert_near(deviations, torch.rsqrt(x.float().square().mean(-1) + 1e-3))
@@ -270,7 +271,7 @@ def test_projections_of_each_key_head_are_ordered_by_what_they_are(standin: Stan
     mixed, mixed_gates = torch.cat(by_head, -1), torch.cat([gate.view(tokens, KEY_HEADS, shared) for gate in gates], -1)
     qkv = torch.empty(tokens, 2 * KEY_HEADS * SIZE + HEADS * values, dtype=torch.int64)
     out = put(qkv, torch.empty_like(parts[3]), *map(torch.empty_like, gates))
-    kernel = TritonKernel("split", linear_attention.split_projections)[(1, 1)]
+    kernel = TritonKernel("split", triton_kernels.split_projections)[(1, 1)]
     kernel(*out, *put(mixed.flatten(1), mixed_gates.flatten(1)), KEY_HEADS, HEADS, SIZE, values)
     assert_equal(out, [torch.cat([part.flatten(1) for part in parts[:3]], -1), parts[3], *gates])
 
@@ -284,4 +285,4 @@ def test_other_norms_are_refused(changes: dict[str, object]) -> None:
     x, options = torch.ones(2, SIZE), {"NORM_BEFORE_GATE": True, "IS_RMS_NORM": True, **changes}
     z = options.pop("z", x)
     with pytest.raises(NotImplementedError, match="layer_norm_fwd_npu"):
-        linear_attention.norm_and_gate(x, x, x[0], None, z, None, x[:, 0], SIZE, 1e-3, **options)  # type: ignore[arg-type]
+        triton_kernels.norm_and_gate(x, x, x[0], None, z, None, x[:, 0], SIZE, 1e-3, **options)  # type: ignore[arg-type]

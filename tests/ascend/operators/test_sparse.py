@@ -37,6 +37,14 @@ pytestmark = ANY_FORMAT
 
 PAGED: dict[str, Any] = {"layout_query": "TND", "sparse_mode": 3}
 REQUESTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 14)), min_size=1, max_size=4)
+BATCHES: dict[str, st.SearchStrategy[Any]] = {
+    "seed": SEEDS,
+    "requests": REQUESTS,
+    "heads": st.integers(1, 4),
+    "count": st.sampled_from([1, 3, 32]),  # of chosen keys
+    "padding": st.integers(0, 2),
+    "dtype": FLOATS,
+}
 ABSENT_KEY = -1
 
 
@@ -70,14 +78,7 @@ def make_requests(generator: torch.Generator, requests: Sequence[tuple[int, int]
 
 
 @settings(max_examples=scale(40))
-@given(
-    seed=SEEDS,
-    requests=REQUESTS,
-    heads=st.integers(1, 4),
-    count=st.sampled_from([1, 3, 32]),
-    padding=st.integers(0, 2),
-    dtype=FLOATS,
-)
+@given(**BATCHES)
 @covers("npu::npu_lightning_indexer")
 def test_the_keys_with_the_largest_scores_are_chosen(
     standin: StandIn,
@@ -115,14 +116,7 @@ def test_the_keys_with_the_largest_scores_are_chosen(
 
 
 @settings(max_examples=scale(40))
-@given(
-    seed=SEEDS,
-    requests=REQUESTS,
-    heads=st.integers(1, 4),
-    count=st.sampled_from([1, 3, 32]),
-    padding=st.integers(0, 2),
-    dtype=FLOATS,
-)
+@given(**BATCHES)
 @covers("_C_ascend::npu_sparse_flash_attention")
 def test_queries_attend_to_the_keys_that_were_chosen(
     standin: StandIn,

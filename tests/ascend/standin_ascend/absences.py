@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from standin_ascend import linear_attention
+from standin_ascend import linear_attention, triton_kernels
 from standin_ascend.slots import SlotMapping, SlotMappings
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
@@ -23,15 +23,15 @@ OPERATORS = {
 ABSENT = "chunk_gated_delta_rule_fwd"  # without it, vllm-ascend takes the operator of torch_npu
 KERNELS = {
     "vllm_ascend.ops.triton.mamba.state_index": {
-        "_gather_ssm_states_kernel": linear_attention.gather_states,
-        "_scatter_ssm_states_kernel": linear_attention.scatter_states,
+        "_gather_ssm_states_kernel": triton_kernels.gather_states,
+        "_scatter_ssm_states_kernel": triton_kernels.scatter_states,
     },
-    "vllm_ascend.ops.triton.fused_gdn_gating": {"fused_gdn_gating_kernel": linear_attention.gate_states},
-    "vllm_ascend.ops.triton.layernorm_gated": {"_layer_norm_fwd_1pass_kernel_npu": linear_attention.norm_and_gate},
+    "vllm_ascend.ops.triton.fused_gdn_gating": {"fused_gdn_gating_kernel": triton_kernels.gate_states},
+    "vllm_ascend.ops.triton.layernorm_gated": {"_layer_norm_fwd_1pass_kernel_npu": triton_kernels.norm_and_gate},
     "vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape": {
-        "fused_qkvzba_split_reshape_cat_kernel": linear_attention.split_projections
+        "fused_qkvzba_split_reshape_cat_kernel": triton_kernels.split_projections
     },
-    "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": linear_attention.norm_by_length},
+    "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": triton_kernels.norm_by_length},
 }
 
 
@@ -95,4 +95,4 @@ def replace_kernels() -> None:
     triton_utils._NUM_VECTORCORE = 1
     for module, kernels in KERNELS.items():
         for name, compute in kernels.items():
-            setattr(import_module(module), name, linear_attention.TritonKernel(name, compute))
+            setattr(import_module(module), name, triton_kernels.TritonKernel(name, compute))

@@ -9,8 +9,6 @@ after them differ in the last bit, so a row would depend on the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +17,6 @@ import torch.nn.functional as F
 from standin_ascend.kernels import launch, refuse
 
 EMPTY_BLOCK = 0  # of requests that pad a batch
-
-
-class TritonKernel:
-    """In place of a Triton kernel, `kernel[grid](...)`: computes all of its grid at once."""
-
-    def __init__(self, name: str, compute: Callable[..., None]) -> None:
-        self._name, self._compute = name, compute
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*arguments: Any, **options: Any) -> None:
-            launch(self._name, partial(self._compute, **options), *arguments)
-
-        return run
 
 
 def convolve(
@@ -263,91 +248,3 @@ def compute_prefills(
             state = follow(query[token], key[token], value[token], g[token], beta[token], state, scale, out[token])
         after[request] = state.to(after.dtype)
         first += count
-
-
-def gather_states(
-    states: torch.Tensor, indices: torch.Tensor, has_state: torch.Tensor, out: torch.Tensor, *rest: Any, **options: Any
-) -> None:
-    """`_gather_ssm_states_kernel`: states of requests [requests, ...]; zeros for those that have none."""
-    for request, index in enumerate(indices.tolist()):
-        out[request] = states[index].to(out.dtype) if has_state[request] else 0
-
-
-def scatter_states(
-    states: torch.Tensor, indices: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any
-) -> None:
-    """`_scatter_ssm_states_kernel`: write states of requests to their blocks."""
-    for request, index in enumerate(indices.tolist()):
-        states[index] = source[request].to(states.dtype)
-
-
-def norm_by_length(x: torch.Tensor, out: torch.Tensor, eps: float, *rest: Any, **options: Any) -> None:
-    """`l2norm_fwd_kernel2`: divide each row by its length, in float32."""
-    rows = x.float()
-    out.copy_(rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + eps))
-
-
-def gate_states(
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    log_a: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor,
-    sequence_length: int,
-    heads: int,
-    batches: int,
-    slope: float,
-    threshold: float,
-    **options: Any,
-) -> None:
-    """`fused_gdn_gating_kernel`: by how much states decay, and are corrected [1, tokens, heads]."""
-    g.copy_(-log_a.double().exp() * F.softplus(a.double() + bias.double(), slope, threshold))
-    beta.copy_(b.double().sigmoid())
-
-
-def norm_and_gate(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    z: torch.Tensor | None,
-    means: torch.Tensor | None,
-    deviations: torch.Tensor,
-    *sizes: Any,
-    **options: Any,
-) -> None:
-    """`_layer_norm_fwd_1pass_kernel_npu`: norm rows [rows, size], then multiply them by the gate."""
-    *_, size, eps = sizes
-    if (
-        bias is not None
-        or z is None
-        or size != x.shape[1]
-        or not (options["NORM_BEFORE_GATE"] and options["IS_RMS_NORM"])
-    ):
-        raise NotImplementedError("layer_norm_fwd_npu but of whole rows, by their squares, without bias, before a gate")
-    rows = x.float()
-    deviations.copy_(torch.rsqrt(rows.square().mean(-1) + eps))
-    out.copy_(rows * deviations[:, None] * weight.float() * F.silu(z.double()).float())
-
-
-def split_projections(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    mixed: torch.Tensor,
-    gates: torch.Tensor,
-    key_heads: int,
-    heads: int,
-    key_size: int,
-    size: int,
-    *rest: Any,
-) -> None:
-    """`fused_qkvzba_split_reshape_cat_kernel`: what is projected for each key head, ordered by what it is."""
-    shared = heads // key_heads
-    parts = mixed.unflatten(-1, (key_heads, -1)).split([key_size, key_size, shared * size, shared * size], -1)
-    qkv.copy_(torch.cat([part.flatten(1) for part in parts[:3]], -1))
-    z.copy_(parts[3].reshape(z.shape))
-    for out, part in zip((b, a), gates.unflatten(-1, (key_heads, -1)).split(shared, -1), strict=True):
-        out.copy_(part.flatten(1))

@@ -111,6 +111,15 @@ def test_other_drafters_leave_the_target_to_be_split(changes: dict[str, Any]) ->
     assert check_config(make_config(**changes)) is None
 
 
+@pytest.mark.parametrize("drafts_from_states", [False, True])
+def test_drafts_with_linear_attention_are_supported_where_they_were_compared(drafts_from_states: bool) -> None:
+    config = make_config(is_hybrid=True, architecture="Qwen3_5ForCausalLM", **draft_by("ngram"))
+    with patch.object(CpuPlatform, "drafts_from_states", drafts_from_states):
+        found = check_config(config)
+    expected = Decline("not supported yet: speculative decoding with linear attention")
+    assert found == (None if drafts_from_states else expected)
+
+
 def test_no_drafter_is_supported_in_a_pipeline() -> None:
     config = make_config(**draft_by("ngram"), pipeline_parallel_size=2)
     assert check_config(config) == Decline("not supported yet: speculative decoding in a pipeline")
