@@ -57,18 +57,17 @@ class ExpertParallel(Protocol):
 
     @property
     def is_sequence_parallel(self) -> bool:
-        """Whether each tensor parallel rank dispatches a chunk of the tokens, which all of these ranks have.
+        """Whether each tensor parallel rank dispatches a chunk of the tokens, and no all-reduce follows.
 
-        Then `gate` and `dispatch` take the tokens and leave the others' chunks out, `combine` and `merge` are of the
-        chunk, and `all_gather` returns the tokens: no all-reduce follows.
+        Then `gate`, `dispatch`, `combine` and `merge` take and return this chunk; see `Collectives.take_chunk`.
         """
 
     @property
     def reduces_shared_experts(self) -> bool:
-        """Whether results of the shared experts are parts of a sum over these ranks, for `reduce_scatter`."""
+        """Whether shared experts take all tokens, not a chunk, and return parts of a sum, for `reduce_scatter`."""
 
-    def gate(self, x: Any) -> Any:
-        """Choose the experts of each token of *x* [tokens, hidden] -> routing."""
+    def gate(self, x: Any, tokens: Any = None) -> Any:
+        """Choose the experts of each token of *x* [tokens, hidden] -> routing; *tokens* of all chunks if it is one."""
 
     def exchange_sizes(self, routing: Any) -> Any:
         """Exchange how many tokens go where -> routing. For the comm lane."""
@@ -87,12 +86,6 @@ class ExpertParallel(Protocol):
 
     def merge(self, routed: Any, *shared: Any) -> Any:
         """Scale *routed* in place and add the shared experts' result, if there is one -> [tokens, hidden]."""
-
-    def reduce_scatter(self, partial: Any) -> Any:
-        """Sum *partial* [tokens, hidden] over the tensor parallel ranks -> [chunk, hidden]. For the comm lane."""
-
-    def all_gather(self, chunk: Any, handle: Any) -> Any:
-        """Return the tokens of all chunks [chunk, hidden] -> [tokens, hidden]. For the comm lane."""
 
 
 class LatentAttention(Protocol):
@@ -159,6 +152,15 @@ class Collectives(Protocol):
 
     def all_reduce(self, partial: Any) -> Any:
         """Sum *partial* over the ranks in place, and return it. Blocks the lane that runs it."""
+
+    def take_chunk(self, x: Any) -> tuple[Any, Any]:
+        """Return this rank's chunk of *x* [tokens, hidden] -> ([chunk, hidden], the number of tokens)."""
+
+    def reduce_scatter(self, partial: Any) -> tuple[Any, Any]:
+        """Sum *partial* [tokens, hidden] over the ranks -> as `take_chunk`, of the sum. For the comm lane."""
+
+    def all_gather(self, chunk: Any, tokens: Any) -> Any:
+        """Return the tokens of all ranks' chunks [chunk, hidden] -> [tokens, hidden]. For the comm lane."""
 
 
 class ModelAdapter(Protocol):

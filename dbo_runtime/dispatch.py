@@ -77,14 +77,12 @@ class CombineHandle(NamedTuple):
         sent, received: rows to and from every rank [ranks].
         tokens: number of tokens of this rank in the micro-batch.
         rows: the token of each row sent [sum of sent], or None if every token went to every rank.
-        sizes: tokens of every rank in the micro-batch [ranks].
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     tokens: int
     rows: torch.Tensor | None = None
-    sizes: tuple[int, ...] = ()
 
 
 class Dispatcher(Protocol):
@@ -137,7 +135,7 @@ class AllGather:
         """Gather the tokens of all ranks, and with them their routing."""
         _check_size(x, routing, self._rank)
         tokens = _send(x, routing, lambda rows: gather_rows(rows, routing.sizes, self._group))
-        return tokens, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0], sizes=routing.sizes)
+        return tokens, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
 
     def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
         """Return this rank's tokens, summed over the ranks in rank order."""
@@ -181,7 +179,7 @@ class AllToAll:
         sent, received = (tuple(counts) for counts in _require(routing.counts).tolist())
         rows = _require(routing.chosen).t().nonzero()[:, 1]  # by rank, then by token
         tokens = _send(x, routing, lambda each: exchange_rows(each[rows], sent, received, self._group))
-        return tokens, CombineHandle(sent, received, x.shape[0], rows, routing.sizes)
+        return tokens, CombineHandle(sent, received, x.shape[0], rows)
 
     def combine(self, partial: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
         """Return this rank's tokens, each the sum of its ranks' results, in fp32.
@@ -191,6 +189,11 @@ class AllToAll:
         returned = exchange_rows(partial, handle.received, handle.sent, self._group)
         summed = returned.new_zeros((handle.tokens, *returned.shape[1:]), dtype=torch.float32)
         return summed.index_add_(0, _require(handle.rows), returned.float()).to(returned.dtype)
+
+
+def list_chunks(tokens: int, ranks: int) -> list[int]:
+    """Return how many of *tokens* each rank's chunk has: the first ones one more, as torch's `tensor_split`."""
+    return [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
 
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

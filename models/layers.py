@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 from dbo_runtime.adapter import Collectives, ExpertParallel, LatentAttention, name_auxiliary
 from dbo_runtime.decline import Decline
@@ -18,6 +18,26 @@ Route = Callable[[Any, Any], Any]
 """Computes the router's logits: (MoE block, x [tokens, hidden]) -> [tokens, experts]."""
 
 RESIDUAL = "residual"  # passed on between stages of a pipeline with the hidden states; the name is vLLM's
+
+
+class Stream(NamedTuple):
+    """What flows from layer to layer: the hidden states, and the residual before them.
+
+    Attributes:
+        x: [tokens, hidden].
+        residual: as *x*; None before the first layer.
+        tokens: None. If *x* and *residual* are a chunk of each tensor parallel rank's [chunk, hidden]: how many tokens
+            all chunks have.
+    """
+
+    x: Value
+    residual: Value | None = None
+    tokens: Value | None = None
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """What a norm takes: (x,) before the first layer, (x, residual) after it."""
+        return (self.x,) if self.residual is None else (self.x, self.residual)
 
 
 def call_attention(attention: Any, positions: Any, x: Any) -> Any:
@@ -47,59 +67,76 @@ def record_decoder(
     between layers (`aux_hidden_state_layers`), they are named outputs.
     """
     layers = get_layers(decoder)
-    stream: tuple[Value, ...] = (x,) if 0 in layers else (x, p.input(RESIDUAL))
+    stream = Stream(x) if 0 in layers else Stream(x, p.input(RESIDUAL))
     for index, layer in layers.items():
         with p.layer(index):
-            record_auxiliary(p, decoder, index, stream)
-            x, residual = record_layer(p, layer, collectives, stream, positions, attend, route)
+            record_auxiliary(p, decoder, collectives, index, stream)
+            stream = record_layer(p, layer, collectives, stream, positions, attend, route)
             if index < len(added):
-                x = p.compute("add_features", add, x, added[index])
-            stream = x, residual
+                stream = stream._replace(x=p.compute("add_features", add, stream.x, added[index]))
     if len(decoder.layers) - 1 not in layers:
-        p.output(RESIDUAL, residual)
-        return x
-    record_auxiliary(p, decoder, len(decoder.layers), stream)
-    hidden: Value = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream, overwrites=stream)
-    return hidden
+        p.output(RESIDUAL, stream.residual)
+        return stream.x
+    record_auxiliary(p, decoder, collectives, len(decoder.layers), stream)
+    hidden = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream.values, overwrites=stream.values)
+    return record_gather(p, "final_gather", collectives, hidden, stream.tokens)
 
 
-def record_auxiliary(p: ProgramBuilder, decoder: Any, layers: int, stream: tuple[Value, ...]) -> None:
+def record_auxiliary(p: ProgramBuilder, decoder: Any, collectives: Collectives, layers: int, stream: Stream) -> None:
     """Name the hidden states after that many layers as an output, if the decoder returns them for a drafter."""
     if layers in getattr(decoder, "aux_hidden_state_layers", ()):
-        p.output(name_auxiliary(layers), p.compute("auxiliary", _add_residual, *stream))
+        hidden = p.compute("auxiliary", _add_residual, *stream.values)
+        p.output(name_auxiliary(layers), record_gather(p, "auxiliary_gather", collectives, hidden, stream.tokens))
 
 
 def record_layer(
     p: ProgramBuilder,
     layer: Any,
     collectives: Collectives,
-    stream: tuple[Value, ...],
+    stream: Stream,
     positions: Value,
     attend: Attend,
     route: Route | None = None,
-) -> tuple[Value, Value]:
-    """Declare one layer: (x,) for the first, (x, residual) after it -> (x, residual).
+) -> Stream:
+    """Declare one layer.
 
     Norms add in place on some platforms, and reduces sum in place on all: both overwrite what they read.
+
+    Where vLLM's own layers are sequence parallel (arXiv:2205.05198), attention's results are reduced to a chunk for
+    each tensor parallel rank, and the chunks are gathered before the next layer's attention.
     """
-    norm = layer.input_layernorm if len(stream) == 2 else partial(_first_norm, layer.input_layernorm)
-    x, residual = p.compute("attn_norm", norm, *stream, overwrites=stream, outputs=2)
+    norm = layer.input_layernorm if stream.residual is not None else partial(_first_norm, layer.input_layernorm)
+    x, residual = p.compute("attn_norm", norm, *stream.values, overwrites=stream.values, outputs=2)
+    x = record_gather(p, "gather", collectives, x, stream.tokens)
+    scatters = leaves_reduce(layer)
     name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two, as their costs differ
-    x = record_attention(p, get_attention(layer), collectives, positions, x, attend, name)
-    x = record_reduce(p, "attn_reduce", collectives, x)
-    stream = x, residual
-    x, residual = p.compute("mlp_norm", layer.post_attention_layernorm, *stream, overwrites=stream, outputs=2)
+    x = record_attention(p, get_attention(layer), collectives, positions, x, attend, name, not scatters)
+    tokens = None
+    if not scatters:
+        x = record_reduce(p, "attn_reduce", collectives, x)
+        residual = record_gather(p, "residual_gather", collectives, residual, stream.tokens)
+    else:
+        x, tokens = p.comm("attn_scatter", collectives.reduce_scatter, x, outputs=2)
+        if stream.tokens is None:
+            residual, _ = p.compute(
+                "residual_chunk", collectives.take_chunk, residual, outputs=2, overwrites=(residual,)
+            )  # the next norm adds to the chunk in place, which is a part of this residual
+    stream = Stream(x, residual, tokens)
+    x, residual = p.compute(
+        "mlp_norm", layer.post_attention_layernorm, *stream.values, overwrites=stream.values, outputs=2
+    )
     mlp = get_mlp(layer)
     is_moe = hasattr(mlp, "experts")
     moe = collectives.decompose(mlp.experts, route and partial(route, mlp), takes_chunks=True) if is_moe else None
-    if moe is not None:
-        x = record_experts(p, moe, x)
-        if moe.is_sequence_parallel:
-            return x, residual  # gathered, and complete
-    else:  # two names, because ops of one name are assumed to cost the same
-        name = "moe" if is_moe else "mlp"
-        x = p.compute(name, collectives.without_reduce(mlp), x)
-    return record_reduce(p, "mlp_reduce", collectives, x), residual
+    if moe is None:  # two names, because ops of one name are assumed to cost the same
+        x = p.compute("moe" if is_moe else "mlp", collectives.without_reduce(mlp), x)
+    elif tokens is None:
+        x = record_experts(p, moe, collectives, x)
+    else:
+        x = record_dispatch(p, moe, collectives, x, tokens)
+    if moe is None or not moe.is_sequence_parallel:
+        x = record_reduce(p, "mlp_reduce", collectives, x)
+    return Stream(x, residual, tokens)
 
 
 def record_attention(
@@ -110,21 +147,27 @@ def record_attention(
     x: Value,
     attend: Attend,
     name: str = "attention",
+    reduces: bool = True,
 ) -> Value:
     """Declare attention without its reduce [tokens, hidden] -> [tokens, hidden]: one op, or latent attention's parts.
 
-    It is `ordered`, because a cut request reads the KV, or the state, that its head wrote.
+    It is `ordered`, because a cut request reads the KV, or the state, that its head wrote. *reduces* says whether the
+    module ends in a reduce.
     """
     latent = collectives.decompose_attention(attention) if p.has_side else None
+    without_reduce = collectives.without_reduce if reduces else _keep
     if latent is None:
-        fn = collectives.without_reduce(partial(attend, attention))
-        attended: Value = p.compute(name, fn, positions, x, ordered=True)
+        attended: Value = p.compute(name, without_reduce(partial(attend, attention)), positions, x, ordered=True)
         return attended
-    return record_latent_attention(p, latent, collectives, positions, x)
+    return record_latent_attention(p, latent, without_reduce, positions, x)
 
 
 def record_latent_attention(
-    p: ProgramBuilder, latent: LatentAttention, collectives: Collectives, positions: Value, x: Value
+    p: ProgramBuilder,
+    latent: LatentAttention,
+    without_reduce: Callable[[Callable[..., Any]], Callable[..., Any]],
+    positions: Value,
+    x: Value,
 ) -> Value:
     """Declare latent attention with its keys concurrent to its queries, as vllm-ascend #1353 ran decodes.
 
@@ -136,7 +179,7 @@ def record_latent_attention(
     keys, rotary = p.side("keys", latent.write_keys, x, positions, slots, outputs=2)
     queries = p.compute("queries", latent.make_queries, x, positions)
     x = p.compute("attention", latent.attend, queries, keys, rotary, ordered=True)
-    out: Value = p.compute("attn_out", collectives.without_reduce(latent.project_out), x)
+    out: Value = p.compute("attn_out", without_reduce(latent.project_out), x)
     return out
 
 
@@ -146,39 +189,74 @@ def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Val
     return reduced
 
 
-def record_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> Value:
+def record_gather(p: ProgramBuilder, name: str, collectives: Collectives, x: Value, tokens: Value | None) -> Value:
+    """Declare the all-gather of chunks [chunk, hidden] -> [tokens, hidden], if *x* is one: *tokens* is not None."""
+    gathered: Value = x if tokens is None else p.comm(name, collectives.all_gather, x, tokens)
+    return gathered
+
+
+def record_experts(p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, x: Value) -> Value:
     """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
+
+    Sequence parallel, each tensor parallel rank dispatches a chunk of the tokens, and an all-gather completes them.
+    """
+    if not moe.is_sequence_parallel:
+        return record_dispatch(p, moe, collectives, x)
+    chunk, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2)
+    return record_gather(p, "gather", collectives, record_dispatch(p, moe, collectives, chunk, tokens, x), tokens)
+
+
+def record_dispatch(
+    p: ProgramBuilder,
+    moe: ExpertParallel,
+    collectives: Collectives,
+    x: Value,
+    tokens: Value | None = None,
+    gathered: Value | None = None,
+) -> Value:
+    """Declare experts and what their tokens pass on the way, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
     A dispatch that needs sizes blocks the host. Then the shared experts come before it, so that the device has work
     meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
     depend on the tokens only, so they are concurrent with the gate and the experts, too. Where kernels allow it, gate,
     experts and merge are movable: they may run there while the other micro-batch attends.
 
-    Sequence parallel, each tensor parallel rank dispatches a chunk of the tokens. The shared experts' partial results
-    are reduced to chunks and added to the routed ones, so that one all-gather completes both.
+    *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
+    of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks.
     """
     declare = p.movable if moe.is_movable else p.compute
-    routing = declare("gate", moe.gate, x)
+    routing = declare("gate", moe.gate, x, *(() if tokens is None else (tokens,)))
     shared: list[Value] = []
     if moe.exchanges_sizes:
         routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
-        shared = record_shared_experts(p, moe, x)
+        shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
     received, handle = p.comm(
         "dispatch", moe.dispatch, x, routing, outputs=2, communicator="experts", host_sync=moe.exchanges_sizes
     )
     if not moe.exchanges_sizes:
-        shared = record_shared_experts(p, moe, x)
+        shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
     if moe.reduces_shared_experts:
-        shared = [p.comm("shared_reduce", moe.reduce_scatter, result) for result in shared]
+        shared = [p.comm("shared_scatter", collectives.reduce_scatter, result, outputs=2)[0] for result in shared]
     routed = declare("experts", moe.experts, received)
     routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
     merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
-    return p.comm("gather", moe.all_gather, merged, handle) if moe.is_sequence_parallel else merged
+    return merged
 
 
-def record_shared_experts(p: ProgramBuilder, moe: ExpertParallel, x: Value) -> list[Value]:
+def record_shared_experts(
+    p: ProgramBuilder,
+    moe: ExpertParallel,
+    collectives: Collectives,
+    x: Value,
+    tokens: Value | None,
+    gathered: Value | None,
+) -> list[Value]:
     """Declare the shared experts, if there are any."""
-    return [p.side("shared_experts", moe.shared_experts, x)] if moe.has_shared_experts else []
+    if not moe.has_shared_experts:
+        return []
+    if moe.reduces_shared_experts:
+        x = record_gather(p, "shared_gather", collectives, x, tokens) if gathered is None else gathered
+    return [p.side("shared_experts", moe.shared_experts, x)]
 
 
 def get_layers(decoder: Any) -> dict[int, Any]:
@@ -200,12 +278,25 @@ def get_mlp(layer: Any) -> Any:
     return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
 
 
+def leaves_reduce(layer: Any) -> bool:
+    """Return whether attention leaves its reduce to the layer: where vLLM's sequence-parallel MoE includes it.
+
+    The names are those of DeepSeek's and Qwen3-Next's layers.
+    """
+    names = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe")
+    return any(getattr(layer, name, False) for name in names)
+
+
 def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
     """Return the classes of a decoder that are not *known*, which may compute something else; None if all are."""
     layers = get_layers(decoder).values()
     parts = [decoder, *layers, *map(get_attention, layers), *map(get_mlp, layers)]
     unknown = ", ".join(sorted({type(part).__name__ for part in parts} - known))
     return Decline("its parts are not known", unknown) if unknown else None
+
+
+def _keep(module: Callable[..., Any]) -> Callable[..., Any]:
+    return module
 
 
 def _add_residual(x: Any, residual: Any = 0) -> Any:

@@ -177,7 +177,9 @@ class ReferenceAdapter:
                 x = p.compute("attention", layer.attend, positions, x, ordered=True)
                 normed = p.compute("norm", norm, x)
                 moe = collectives.decompose(layer.moe)
-                routed = p.compute("moe", layer.moe, normed) if moe is None else record_experts(p, moe, normed)
+                routed = (
+                    p.compute("moe", layer.moe, normed) if moe is None else record_experts(p, moe, collectives, normed)
+                )
                 x = p.compute("add", torch.add, x, routed)
         result: Value = p.compute("final_norm", norm, x)
         return result

@@ -57,7 +57,7 @@ class MoeLayer:
     @property
     def has_replicated_shared_experts(self) -> bool:
         """Whether each tensor parallel rank has all of the shared experts; otherwise it has a part."""
-        return False
+        return bool(self._runner.moe_config.is_sequence_parallel)  # vLLM makes them so for chunks of tokens
 
     @property
     def expert_map(self) -> torch.Tensor | None:
@@ -87,7 +87,6 @@ class MoeLayer:
             (runner.routed_output_transform is not None, "transforms results after the experts (latent MoE)"),
             (runner.routed_experts.apply_router_weight_on_input, "weights tokens before the experts"),
             (runner.moe_config.hidden_dim != runner.moe_config.hidden_dim_unpadded, "pads its hidden states"),
-            (runner.moe_config.is_sequence_parallel, "is sequence parallel"),
             (type(runner.router).__name__ in ROUTERS_WITH_OUTPUT, "adds an output of its router"),
             (runner.moe_config.skip_final_all_reduce, "leaves its last all-reduce to the model"),
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dbo_runtime.decline import Decline, DeclineError
-from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher
+from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher, gather_rows, list_chunks, reduce_rows
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
 from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
@@ -120,8 +120,8 @@ class ModelCollectives:
             raise DeclineError(reason, "set DBO_DISPATCH=all_gather")
         if self._expert_parallel is None:
             return SplitExperts(layer, self._get_dispatcher, exchanges_sizes)
-        groups = self._tensor_parallel, self._expert_parallel
-        return SequenceParallelExperts(layer, self._get_dispatcher, exchanges_sizes, *groups, self._get_process_group)
+        ranks = self._tensor_parallel.world_size
+        return SequenceParallelExperts(layer, self._get_dispatcher, exchanges_sizes, ranks)
 
     def decompose_attention(self, attention: torch.nn.Module) -> SplitLatentAttention | None:
         """Return latent attention in parts, or None where it stays one op for `fused_attention_reason`."""
@@ -166,6 +166,21 @@ class ModelCollectives:
         total = partial.contiguous()
         dist.all_reduce(total, group=self._process_group)
         return total
+
+    def take_chunk(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return this rank's chunk of *x* [tokens, hidden] -> ([chunk, hidden], the number of tokens)."""
+        group = self._tensor_parallel
+        return x.tensor_split(group.world_size)[group.rank_in_group], x.shape[0]
+
+    def reduce_scatter(self, partial: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Sum *partial* [tokens, hidden] over the ranks -> as `take_chunk`, of the sum."""
+        tokens = partial.shape[0]
+        chunks = list_chunks(tokens, self._tensor_parallel.world_size)
+        return reduce_rows(partial, chunks, self._get_process_group()), tokens
+
+    def all_gather(self, chunk: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Return the tokens of all chunks [tokens, hidden]."""
+        return gather_rows(chunk, list_chunks(tokens, self._tensor_parallel.world_size), self._get_process_group())
 
     def _get_dispatcher(self) -> Dispatcher:
         assert self._dispatcher is not None, "connect() comes before the first step"

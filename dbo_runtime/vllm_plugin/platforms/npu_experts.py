@@ -66,7 +66,6 @@ class AscendMoeLayer(MoeLayer):
             (runner.routed_output_transform is not None, "transforms results after the experts (latent MoE)"),
             (routed.apply_router_weight_on_input, "weights tokens before the experts"),
             (runner.moe_config.pcp_size > 1, "is context parallel"),
-            (runner.moe_config.is_sequence_parallel, "is sequence parallel"),
             (routed.log2phy is not None, "places experts by load"),
         )
         return next((Decline(f"the MoE layer {what}") for is_used, what in checks if is_used), None)
@@ -121,24 +120,29 @@ class AscendMoeLayer(MoeLayer):
     @cached_property
     def _shared_experts(self) -> AscendSharedExperts:
         """The shared experts without a stream and collectives of vllm-ascend's: lanes have their own."""
+        from vllm_ascend.ops.fused_moe.shared_experts import SharedExpertParallelMode
+
         shared = copy(self._runner.ascend_shared_experts)
         shared.multistream_overlap = False
-        shared.weights_replicated = False  # else it would take a chunk of the tokens, and gather the results
+        shared.parallel_mode = lambda: SharedExpertParallelMode.TENSOR_PARALLEL  # others chunk or gather tokens
         return shared
 
 
 def choose_dispatch(vllm_config: VllmConfig) -> str:
     """Return how tokens reach experts on other ranks: as in vllm-ascend's own steps of many tokens.
 
-    Where it gathers them but each rank has all of the shared experts, only chunks leave nothing to reduce twice.
+    Where it gathers them but each rank has all of the shared experts, only chunks leave nothing to reduce twice: with
+    FlashComm tokens are in chunks, otherwise they are by all-to-all.
     """
-    if not (vllm_config.model_config.is_moe and vllm_config.parallel_config.enable_expert_parallel):
+    parallel = vllm_config.parallel_config
+    if not (vllm_config.model_config.is_moe and parallel.enable_expert_parallel):
         return "all_gather"
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.ascend_forward_context import select_moe_comm_method
 
     exchanges = select_moe_comm_method(MANY_TOKENS, vllm_config).name == EXCHANGING
-    return "all_to_all" if exchanges or get_ascend_config().enable_shared_expert_dp else "all_gather"
+    needs_chunks = get_ascend_config().enable_shared_expert_dp and not parallel.use_sequence_parallel_moe
+    return "all_to_all" if exchanges or needs_chunks else "all_gather"
 
 
 def check_communication(context: ForwardContext) -> Decline | None:

@@ -79,7 +79,10 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     drafts = vllm_config.speculative_config is not None
     features = (
-        (parallel.use_sequence_parallel_moe, "FlashComm (sequence-parallel MoE)"),
+        (
+            parallel.use_sequence_parallel_moe and parallel.pipeline_parallel_size > 1,
+            "FlashComm (sequence-parallel MoE) in a pipeline",
+        ),
         (uses_second_runner(vllm_config), "vLLM's second model runner with vllm-ascend"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),

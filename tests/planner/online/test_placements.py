@@ -53,7 +53,9 @@ def record(is_movable: bool = True, has_side: bool = True, run: Callable[..., An
             keys = p.side("keys", run(lambda x: x + 1), x)
             queries = p.compute("queries", run(lambda x: x * 2), x)
             attended = p.compute("attention", run(lambda q, k: q * k % 1009), queries, keys, ordered=True)
-            x = p.compute("add", run(lambda x, routed: x + routed), attended, record_experts(p, experts, attended))
+            x = p.compute(
+                "add", run(lambda x, routed: x + routed), attended, record_experts(p, experts, None, attended)
+            )
     return p.build(x)
 
 

@@ -119,7 +119,6 @@ OTHER_METHOD = SimpleNamespace(moe_kernel=make_runner().routed_experts.quant_met
         (make_runner(apply_router_weight_on_input=True), "weights tokens before the experts"),
         (make_runner(hidden_dim=16), "pads its hidden states"),
         (make_runner(router=ZeroExpertRouter()), "adds an output of its router"),
-        (make_runner(is_sequence_parallel=True), "is sequence parallel"),
         (make_runner(skip_final_all_reduce=True), "leaves its last all-reduce to the model"),
     ],
 )
@@ -250,11 +249,11 @@ def test_tensor_parallel_ranks_that_dispatch_chunks_gather_instead_of_reducing(
     layer = [op for op in record(collectives, dp_size=2 if data_parallel else 1).ops if op.layer == 1]
     names = [op.name for op in layer]
     assert names[:3] == ["attn_norm", "attention", "attn_reduce"]
-    assert names[-5:] == ["shared_reduce", "experts", "combine", "merge", "gather"]
+    assert names[-5:] == ["shared_scatter", "experts", "combine", "merge", "gather"]
     comm = {op.name: op.communicator for op in layer if op.lane == "comm"}
     experts = {name for name, communicator in comm.items() if communicator == "experts"}
     assert experts == {"dispatch", "combine", *(["sizes"] if platform is NPU else [])}
-    (reducing,) = {comm[name] for name in ("attn_reduce", "shared_reduce", "gather")}
+    (reducing,) = {comm[name] for name in ("attn_reduce", "shared_scatter", "gather")}
     programs = [record(collectives, dp_size=2 if data_parallel else 1)] * 2
     schedule = lower(programs, alternate(programs))
     groups = {reducing: ((0, 1), (2, 3)), "experts": ((0, 1, 2, 3),)}
