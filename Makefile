@@ -17,7 +17,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-compat test-slow test-nightly bench bench-two-hosts docs lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -72,6 +72,9 @@ test-ascend-slow: setup-ascend ## run the slow ones of them: every model, quanti
 
 count-recipes: setup-ascend ## count which commands of vllm-ascend's tutorials would be split, for docs/ascend.md (minutes)
 	$(ASCEND_BIN)/python -m tests.ascend.count_recipes
+
+test-upstream: setup-ascend ## run vllm-ascend's own unit tests with overlap switched on and off, for docs/ascend.md (an hour)
+	$(ASCEND_BIN)/python -m tests.ascend.upstream_tests
 
 test-compat: ## run the suites that touch vLLM on another version, VLLM=0.32.0; `make docs` writes the outcome
 	@$(PYTHON) tools/set_up.py --vllm $(VLLM) $(COMPAT)

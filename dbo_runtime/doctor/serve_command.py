@@ -52,17 +52,22 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
     return [_describe_layout(facts), *(Finding("command", "fail", found) for found in facts["declines"])]
 
 
+def list_overlaps(sizes: Mapping[str, int]) -> list[str]:
+    """Return what communication of a layer would overlap with computation, given the parallel *sizes* by kind."""
+    return [
+        *(["all-reduces"] if sizes["tensor"] > 1 else []),
+        *(["dispatch and combine of experts"] if sizes["data"] > 1 and sizes["expert"] > 1 else []),
+    ]
+
+
 def _describe_layout(facts: Mapping[str, Any]) -> Finding:
     sizes = facts["parallel"]
     layout = ", ".join(f"{name} parallel {size}" for name, size in sizes.items() if size > 1) or "one rank"
     found = f"{facts['architecture']} on {facts['platform']}, {layout}"
     if facts["declines"]:
         return Finding("command", "info", f"{found}: every step would run unsplit")
-    hidden = [
-        *(["all-reduces"] if sizes["tensor"] > 1 else []),
-        *(["dispatch and combine of experts"] if sizes["data"] > 1 and sizes["expert"] > 1 else []),
-    ]
-    if not hidden:
+    overlaps = list_overlaps(sizes)
+    if not overlaps:
         remedy = "spread layers over ranks, as with --tensor-parallel-size"
         return Finding("command", "fail", f"{found}: no communication to hide, `auto` splits nothing", remedy)
-    return Finding("command", "ok", f"{found}: {' and '.join(hidden)} would overlap with computation")
+    return Finding("command", "ok", f"{found}: {' and '.join(overlaps)} would overlap with computation")
