@@ -26,6 +26,8 @@ from xml.etree import ElementTree
 
 from dbo_runtime.config import ENABLE
 from tests.benchmarks.page import ROOT, make_table, tell_section
+from tests.standin_cann import cann
+from tests.standin_cann.build import build
 from tools.set_up import ASCEND, ASCEND_BUILD
 
 PLUGIN = "dbo_load_plugins"
@@ -124,12 +126,14 @@ def main(paths: Sequence[str]) -> int:
     groups = compare(off, on)
     for name in groups[ONLY_WITH]:
         sys.stderr.write(f"{ONLY_WITH}: {name}\n")
-    folders = Counter(name.split(".")[2] for name in groups[IN_BOTH])
+    folders = Counter(name.lstrip(":").split(".")[2].partition("::")[0] for name in groups[IN_BOTH])
     lines = [
         *make_table(["vllm-ascend's own unit tests", "tests"], [[what, len(names)] for what, names in groups.items()]),
         "",
         f"{IN_BOTH}, by folder: {', '.join(f'{name} {count}' for name, count in folders.most_common())}.",
     ]
+    build()
+    cann.load()  # for this process, which tells torch's version
     tell_section(not paths, "upstream", "make test-upstream", lines, ROOT / "docs" / "ascend.md")
     return 1 if groups[ONLY_WITH] else 0
 
