@@ -15,7 +15,9 @@ def record_experts(p: ProgramBuilder, moe: ExpertParallel, collectives: Collecti
     if not moe.is_sequence_parallel:
         return record_dispatch(p, moe, collectives, x)
     chunk, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2)
-    return record_gather(p, "gather", collectives, record_dispatch(p, moe, collectives, chunk, tokens, x), tokens)
+    merged = record_dispatch(p, moe, collectives, chunk, tokens, x)
+    gathered: Value = record_gather(p, "gather", collectives, merged, tokens)
+    return gathered
 
 
 def record_dispatch(

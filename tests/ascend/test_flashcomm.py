@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
