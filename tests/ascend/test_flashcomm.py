@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
+from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
@@ -19,11 +21,15 @@ from tests.ascend.test_equivalence import (
     assert_prefills_are_equal,
 )
 from tests.ascend.test_families import OPTIONS_OF, make_model
+from tests.ascend.test_sparse_attention import GLM, SHARING, V32
+from tests.ascend.test_speculative import answer_with_drafts, leave_backend
+from tests.vllm_plugin.drafters import draft_by_eagle3, draft_by_mtp
+from tests.vllm_plugin.engine import find_difference
+from tests.vllm_plugin.families import make_family
 
 FLASHCOMM: dict[str, Any] = {"additional_config": {**OPTIONS["additional_config"], "enable_flashcomm1": True}}
 REPLICATED = {"additional_config": {**FLASHCOMM["additional_config"], "enable_shared_expert_dp": True}}
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-V32, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
 
 
 def assert_steps_are_equal(npus: Any) -> None:
@@ -52,3 +58,30 @@ def test_families(name: str, tmp_path: Path) -> None:
 def test_data_parallel_ranks(options: dict[str, Any]) -> None:
     for npus in start(2, TINY, FOUR, **TWO, **options):
         assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [TINY.name, GLM])
+def test_quantized_weights(name: str, tmp_path: Path) -> None:
+    """W8A8 with static and dynamic attention; W4A8 experts of a model that shares chosen keys, as the tutorials have."""
+    source = TINY if name == TINY.name else make_family(GLM, tmp_path / "source", **SHARING)
+    model = quantize_model(source, tmp_path / "model", *((STATIC, DYNAMIC) if source is TINY else (DYNAMIC, INT4)))
+    for npus in start(1, model, quantization="ascend", **TWO, **FLASHCOMM):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mtp", "eagle3", GLM])
+def test_drafts_are_accepted_as_unsplit(name: str, tmp_path: Path) -> None:
+    """The drafter's own layers are sequence parallel, too, and run unsplit."""
+    if name == GLM:
+        model, drafts = add_mtp_layer(make_family(GLM, tmp_path, **SHARING)), DRAFTS
+    else:
+        model, drafts = TINY, leave_backend(draft_by_mtp(2) if name == "mtp" else draft_by_eagle3(3))
+    for npus in start(1, model, **TWO, **{**drafts, **FLASHCOMM}):
+        ((unsplit, counts, none),) = npus.run(answer_with_drafts, False)
+        ((split, split_counts, steps),) = npus.run(answer_with_drafts, True)
+        assert (none, steps >= 8) == (0, True)
+        assert counts["drafted"] > counts["accepted"] > 0
+        assert split_counts == counts
+        assert find_difference(unsplit, split) == 0.0
