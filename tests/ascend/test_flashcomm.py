@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, PIPELINE, TINY, start
+from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
 from tests.ascend.jobs import answer, make_prompts
 from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
@@ -101,11 +101,3 @@ def test_drafts_are_accepted_as_unsplit(name: str, tmp_path: Path) -> None:
         assert counts["drafted"] > counts["accepted"] > 0
         assert split_counts == counts
         assert find_difference(unsplit, split) == 0.0
-
-
-@pytest.mark.slow
-def test_stages_in_a_pipeline() -> None:
-    """Stages send all tokens to each other; experts alone take chunks, as in the model's own layers."""
-    for npus in start(1, TINY, FOUR, **TWO, **PIPELINE, **FLASHCOMM):
-        assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
-        assert_chunks_are_equal(npus, 400, 83)
