@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
+DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
@@ -82,6 +83,11 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (
             parallel.use_sequence_parallel_moe and parallel.pipeline_parallel_size > 1,
             "FlashComm (sequence-parallel MoE) in a pipeline",
+        ),
+        # vllm-ascend gives its layers a chunk of the images' features, to add to hidden states that are not in chunks.
+        (
+            parallel.use_sequence_parallel_moe and vllm_config.model_config.architecture in DEEPSTACK_MODELS,
+            "FlashComm (sequence-parallel MoE) with deepstack",
         ),
         (uses_second_runner(vllm_config), "vLLM's second model runner with vllm-ascend"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),

@@ -59,7 +59,6 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"enable_elastic_ep": True}, "elastic expert parallel"),
     ({"enable_eplb": True}, "expert load balancing (EPLB)"),
-    ({"use_sequence_parallel_moe": True}, "sequence-parallel MoE"),
     ({"decode_context_parallel_size": 2}, "decode context parallel"),
     ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
     ({"enable_return_routed_experts": True}, "returning the routed experts"),
@@ -68,6 +67,10 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"lora_config": LORA, "is_moe": True}, "LoRA with a mixture of experts"),
     ({"lora_config": LORA, "use_mla": True}, "LoRA with latent attention"),
     ({"is_hybrid": True, "architecture": "JambaForCausalLM"}, "this model's linear attention"),
+    (
+        {"is_hybrid": True, "architecture": "Qwen3_5MoeForCausalLM", "use_sequence_parallel_moe": True},
+        "sequence-parallel MoE with linear attention",
+    ),
     ({"is_attention_free": True}, "a state-space model"),
     ({"is_encoder_decoder": True}, "an encoder-decoder model"),
 ]
