@@ -1,0 +1,26 @@
+"""The language models of InternVL: dense decoders (Qwen2, Qwen3), or with a mixture of experts (Qwen3-MoE)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dbo_models.dense import KNOWN
+from dbo_models.moe import QWEN3, MoeAdapter
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.decline import Decline
+from dbo_runtime.program import ProgramBuilder, Value
+
+
+class InternVLAdapter(MoeAdapter):
+    """The language model only; the vision encoder stays unsplit, and tokens of images are tokens like any other."""
+
+    def __init__(self) -> None:
+        super().__init__(QWEN3 | {name for name in KNOWN if name.startswith("Qwen")})
+
+    def decline(self, model: Any) -> Decline | None:
+        """Return why this model cannot be split, or None."""
+        return super().decline(model.language_model)
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
+        """Declare one micro-batch: embedded tokens in, normed hidden states out."""
+        return super().record(p, model.language_model, collectives, x, positions)
