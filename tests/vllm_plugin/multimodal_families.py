@@ -1,4 +1,4 @@
-"""Tiny multimodal models whose config or processor is not that of a family of vision_families.py: InternVL, Qwen3-Omni."""
+"""Tiny InternVL and Qwen3-Omni, whose configs are made of other classes than those of vision_families.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,19 +14,7 @@ from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.vision_families import EXPERTS, QWEN3_TEXT, QWEN3_VISION, ROTATION, TINY
 
 INTERNVL, OMNI = "InternVLChatModel", "Qwen3OmniMoeForConditionalGeneration"
-CONFIG_CLASS = '''"""The config of InternVL, which comes with its weights and not with transformers."""
-
-from transformers import AutoConfig, PretrainedConfig
-
-
-class InternVLChatConfig(PretrainedConfig):
-    model_type = "internvl_chat"
-
-    def __init__(self, vision_config=None, llm_config=None, **kwargs):
-        self.vision_config = PretrainedConfig(**(vision_config or {}))
-        self.llm_config = AutoConfig.for_model(**(llm_config or {"model_type": "qwen3"}))
-        super().__init__(**kwargs)
-'''
+CONFIG_CLASS = Path(__file__).with_name("configuration_internvl_chat.py")
 INTERN_VISION = {
     "model_type": "intern_vit_6b",
     "hidden_size": 64,
@@ -54,7 +41,7 @@ INTERN = {
     "select_layer": -1,
     "tie_word_embeddings": False,
 }
-OMNI_VISION = {**QWEN3_VISION, "image_size": 112}
+OMNI_VISION = {**QWEN3_VISION, "image_size": 112, "apply_vit_abs_pos_embed": True}
 AUDIO = {
     "d_model": 64,
     "encoder_layers": 1,
@@ -74,15 +61,6 @@ TOKENS = {  # of the tiny tokenizer, which has none for audio
 }
 
 
-def write_internvl_config(directory: Path, language: dict[str, Any], vision: dict[str, Any]) -> Path:
-    """Write the config of an InternVL with that language model, and the class that reads it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {**INTERN, "llm_config": language, "vision_config": vision, "torch_dtype": "bfloat16"}
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (directory / "configuration_internvl_chat.py").write_text(CONFIG_CLASS, encoding="utf-8")
-    return directory
-
-
 def make_internvl(directory: Path, language: str) -> Path:
     """Write an InternVL whose language model is of that family, and which is served without its encoder."""
     make_family(language, directory)
@@ -90,7 +68,10 @@ def make_internvl(directory: Path, language: str) -> Path:
     named = {f"language_model.{name}": weight for name, weight in weights.items()}
     save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return write_internvl_config(directory, text, INTERN_VISION)
+    config = {**INTERN, "llm_config": text, "vision_config": INTERN_VISION, "torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shutil.copy(CONFIG_CLASS, directory)
+    return directory
 
 
 def make_omni(directory: Path, seed: int = 0) -> Path:
@@ -100,7 +81,7 @@ def make_omni(directory: Path, seed: int = 0) -> Path:
     shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns("*.safetensors"))
     marks = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
     marks = {name: marks[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id")}
-    text = {**QWEN3_TEXT, **EXPERTS, "rope_parameters": ROTATION}
+    text = {**QWEN3_TEXT, **EXPERTS, "rope_parameters": ROTATION, "tie_word_embeddings": False}
     thinker = {**marks, "text_config": text, "vision_config": OMNI_VISION, "audio_config": AUDIO}
     thinker |= {"audio_token_id": 0, "audio_start_token_id": 0, "tie_word_embeddings": False}
     config = AutoConfig.for_model("qwen3_omni_moe", thinker_config=thinker, enable_audio_output=False)

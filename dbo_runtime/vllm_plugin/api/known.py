@@ -27,14 +27,17 @@ KNOWN_ASCEND_MODELS = (
     "Glm4MoeForCausalLM",
     "GlmMoeDsaForCausalLM",
     "HYV3ForCausalLM",
+    "InternVLChatModel",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     *HYBRID_MODELS,
@@ -49,3 +52,6 @@ KNOWN_ASCEND_QUANTIZATIONS = ("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC")
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""
+
+REDUCING_NORMS = ("MiniMaxText01RMSNormTP",)
+"""Classes of vLLM's norms of values that are divided over tensor parallel ranks: they all-reduce sums of squares."""
