@@ -25,7 +25,7 @@ PROMPTS = [make_prompts(40, 30, 20, 10, 5, 50)]
 pytestmark = pytest.mark.slow
 
 
-def test_quantized_weights_with_drafts_are_equal_to_the_bit(tmp_path: Path) -> None:
+def test_minimax_m2_in_int8_with_drafts_is_equal_to_the_bit(tmp_path: Path) -> None:
     source = make_family(MINIMAX, tmp_path / "source")
     model = quantize_model(source, tmp_path / "quantized", DYNAMIC)
     drafts = leave_backend(draft_by_head_of(3, tmp_path / "drafter", source))
