@@ -11,16 +11,20 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 
-class InternVLAdapter(MoeAdapter):
+class InternVLAdapter:
     """The language model only; the vision encoder stays unsplit, and tokens of images are tokens like any other."""
 
+    takes_stages = True
+
     def __init__(self) -> None:
-        super().__init__(QWEN3 | {name for name in KNOWN if name.startswith("Qwen")})
+        self._adapter = MoeAdapter(QWEN3 | {name for name in KNOWN if name.startswith("Qwen")})
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        return super().decline(model.language_model)
+        unknown: Decline | None = self._adapter.decline(model.language_model)
+        return unknown
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        return super().record(p, model.language_model, collectives, x, positions)
+        hidden: Value = self._adapter.record(p, model.language_model, collectives, x, positions)
+        return hidden

@@ -209,7 +209,7 @@ class ModelCollectives:
 
     def _run_without_reduce(self, module: Callable[..., Any], copies: bool, has_sums: bool, *args: Any) -> torch.Tensor:
         held: list[torch.Tensor] = []
-        all_reduce = self._tensor_parallel.all_reduce
+        all_reduce: Callable[[torch.Tensor], torch.Tensor] = self._tensor_parallel.all_reduce
 
         def hold(partial: torch.Tensor) -> torch.Tensor:
             if has_sums and partial.shape != args[-1].shape:  # sums of squares, not hidden states
