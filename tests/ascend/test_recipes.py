@@ -61,13 +61,6 @@ def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> Non
     )
 
 
-@pytest.mark.slow
-def test_fused_mc2_is_nothing_to_a_model_without_experts() -> None:
-    (recipe,) = (each for each in RECIPES if (each.page, each.line) == ("InternVL3.5.md", "93"))
-    assert recipe.flags == "fmc2"
-    assert ask(recipe).reasons == ()
-
-
 def test_commands_are_counted_by_reason() -> None:
     one, other = (
         each
