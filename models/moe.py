@@ -1,4 +1,4 @@
-"""Decoders of grouped-query attention and a mixture of experts: GLM-4.5 to 4.7, Hy3, Mixtral, Qwen3-MoE.
+"""Decoders of grouped-query attention and a mixture of experts: GLM-4.5 to 4.7, Hy3, MiniMax-M2, Mixtral, Qwen3-MoE.
 
 Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens are dispatched
 to their experts: during the first micro-batch's dispatch, `compute` runs the second one's attention.
@@ -18,6 +18,7 @@ QWEN3 = frozenset(
 )
 GLM4 = frozenset({"Glm4MoeModel", "Glm4MoeDecoderLayer", "Glm4MoeAttention", "Glm4MoeMLP", "Glm4MoE"})
 HY3 = frozenset({"HYV3Model", "HYV3DecoderLayer", "HYV3Attention", "HYV3FeedForward", "HYV3MoEFused"})
+MINIMAX = frozenset({"MiniMaxM2Model", "MiniMaxM2DecoderLayer", "MiniMaxM2Attention", "MiniMaxM2MoE"})
 MIXTRAL = frozenset({"MixtralModel", "MixtralDecoderLayer", "MixtralAttention", "MixtralMoE"})
 
 
@@ -78,3 +79,14 @@ class MixtralAdapter(MoeAdapter):
 
     def __init__(self) -> None:
         super().__init__(MIXTRAL, lambda block, x: block.gate(x)[0])
+
+
+class MiniMaxM2Adapter(MoeAdapter):
+    """MiniMax-M2, whose blocks are called `block_sparse_moe`.
+
+    Its attention norms queries and keys across heads, so tensor parallel ranks sum a few bytes for each token before
+    they attend. That reduce stays in the op, on the compute lane.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(MINIMAX, lambda block, x: block.gate(x)[0])

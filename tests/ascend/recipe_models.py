@@ -97,6 +97,18 @@ QWEN_MOE = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "vocab_size": 152064,
+    "torch_dtype": "bfloat16",
+}
 GLM = {
     "architectures": ["Glm4MoeForCausalLM"],
     "model_type": "glm4_moe",
@@ -138,6 +150,64 @@ MIXTRAL = {
     "max_position_embeddings": 32768,
     "vocab_size": 32000,
     "torch_dtype": "bfloat16",
+}
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "max_position_embeddings": 196608,
+    "vocab_size": 200064,
+    "torch_dtype": "bfloat16",
+}
+INTERNVL: dict[str, Any] = {
+    "architectures": ["InternVLChatModel"],
+    "model_type": "internvl_chat",
+    "auto_map": {"AutoConfig": "configuration_internvl_chat.InternVLChatConfig"},
+    "llm_config": QWEN_DENSE,
+    "vision_config": {
+        "model_type": "intern_vit_6b",
+        "hidden_size": 3200,
+        "intermediate_size": 12800,
+        "num_hidden_layers": 45,
+        "num_attention_heads": 25,
+        "image_size": 448,
+        "patch_size": 14,
+    },
+    "force_image_size": 448,
+    "downsample_ratio": 0.5,
+    "ps_version": "v2",
+    "torch_dtype": "bfloat16",
+}
+QWEN_OMNI: dict[str, Any] = {
+    "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+    "model_type": "qwen3_omni_moe",
+    "torch_dtype": "bfloat16",
+    "enable_audio_output": False,
+    "thinker_config": {
+        "text_config": {
+            **QWEN_MOE,
+            "model_type": "qwen3_omni_moe_text",
+            "hidden_size": 2048,
+            "intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "moe_intermediate_size": 768,
+            "vocab_size": 152064,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        },
+        "vision_config": {"depth": 27, "hidden_size": 1152, "out_hidden_size": 2048},
+        "audio_config": {"output_dim": 2048},
+    },
 }
 QWEN_VL: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -241,13 +311,15 @@ QWEN35_MOE = {
     },
     "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152, "out_hidden_size": 4096},
 }
-# By the page, one size of a family for all of its models. On other pages models have no adapter, or none is named.
+# By the page, or by page and line where a page has several; one size of a family for all of its models. On other pages
+# models have no adapter, or none is named.
 MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-R1": DEEPSEEK,
     "DeepSeek-V3.1": DEEPSEEK,
     "DeepSeek-V3.2": DEEPSEEK_SPARSE,
     "dynamic_chunked_pipeline_parallel": DEEPSEEK,
     "pd_disaggregation_mooncake_multi_node": DEEPSEEK,
+    "pd_colocated_mooncake_multi_instance": QWEN2,
     "ray": QWEN_MOE,
     "Qwen3-235B-A22B": QWEN_MOE,
     "Qwen3-30B-A3B": QWEN_MOE,
@@ -256,16 +328,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen-VL-Dense": QWEN_VL,
     "Qwen3-VL-235B-A22B-Instruct": QWEN_VL_MOE,
     "Qwen3-VL-30B-A3B-Instruct": QWEN_VL_MOE,
+    "Qwen3-Omni-30B-A3B-Thinking": QWEN_OMNI,
     "Qwen3-Next": QWEN_NEXT,
     "Qwen3.5-27B-Qwen3.6-27B": QWEN35,
     "Qwen3.5-397B-A17B": QWEN35_MOE,
     "Qwen3.6-35B-A3B": QWEN35_MOE,
+    "Qwen3.8-27B": QWEN35,
+    "Qwen3.8-2.4T-A95B": QWEN35_MOE,
     "GLM4.x": GLM,
     "GLM5": GLM5,
     "GLM5.2": GLM52,
     "GLM5.3": GLM52,  # of the same base model
     "Hy3-preview": HY3,
+    "InternVL3.5:93": INTERNVL,
+    "InternVL3.5:135": {**INTERNVL, "llm_config": QWEN_MOE},
     "Kimi-K2.5": KIMI,
     "Kimi-K2.6": KIMI,
+    "MiniMax-M2": MINIMAX,
     "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
 }

@@ -9,12 +9,14 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.ascend.recipe_models import MODELS
 
 FILE = Path(__file__).with_name("recipes.csv")
+CONFIG_CLASS = Path(__file__).parents[1] / "vllm_plugin" / "configuration_internvl_chat.py"  # with its weights
 
 # What a script leaves to its variables: sizes of which the tutorials print examples.
 TENSOR_PARALLEL, DATA_PARALLEL, PIPELINE_PARALLEL = "8", "2", "1"
@@ -83,7 +85,8 @@ class Recipe(NamedTuple):
     @property
     def config(self) -> dict[str, Any] | None:
         """A config.json of its model's family; None if that has no adapter, or the command names no model."""
-        return MODELS.get(self.page.removesuffix(".md"))
+        name = self.page.removesuffix(".md")
+        return MODELS.get(f"{name}:{self.line}", MODELS.get(name))
 
     @property
     def scheme(self) -> str:
@@ -108,9 +111,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     """Write a model without weights to *folder*; return the arguments of `vllm serve` and its environment variables."""
     config = recipe.config
     assert config is not None
-    model = _write(folder / "model", config)
-    if recipe.quantization == "ascend":
-        _write(model, {"model_quant_type": recipe.scheme}, "quant_model_description.json")
+    model = _write_model(folder / "model", config, recipe.scheme if recipe.quantization == "ascend" else None)
     given = {
         "decode-context-parallel-size": recipe.decode_context_parallel,
         "prefill-context-parallel-size": recipe.prefill_context_parallel,
@@ -121,6 +122,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
         f"--tensor-parallel-size={recipe.tensor_parallel or recipe.decode_context_parallel or TENSOR_PARALLEL}",
         f"--data-parallel-size={recipe.data_parallel or DATA_PARALLEL}",
         f"--pipeline-parallel-size={recipe.pipeline_parallel or PIPELINE_PARALLEL}",
+        *(["--trust-remote-code"] if "auto_map" in config else []),
         *(["--enable-expert-parallel"] if recipe.expert_parallel == "1" else []),
         *(f"--{option}={value}" for option, value in given.items() if value),
         *(["--no-enable-prefix-caching"] if recipe.prefix_caching == "off" else []),
@@ -148,6 +150,15 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     if "eplb" in recipe.flags.split():
         variables["DYNAMIC_EPLB"] = "true"
     return arguments, variables
+
+
+def _write_model(folder: Path, config: dict[str, Any], scheme: str | None) -> Path:
+    _write(folder, config)
+    if "auto_map" in config:
+        shutil.copy(CONFIG_CLASS, folder)
+    if scheme is not None:
+        _write(folder, {"model_quant_type": scheme}, "quant_model_description.json")
+    return folder
 
 
 def _make_transfer(recipe: Recipe) -> dict[str, Any]:

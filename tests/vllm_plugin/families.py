@@ -115,6 +115,18 @@ FAMILIES = {  # by architecture
     "MixtralForCausalLM": Family(
         "mixtral", {**ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     ),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2",
+        {
+            **ATTENTION,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "rotary_dim": 16,
+            "use_routing_bias": True,
+            "scoring_func": "softmax",  # of published ones sigmoid, which vLLM's CPU kernel lacks without groups
+        },
+    ),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", {**LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"}),
     "DeepseekV32ForCausalLM": Family("deepseek_v32", INDEXED),

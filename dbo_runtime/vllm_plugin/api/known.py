@@ -49,3 +49,6 @@ KNOWN_ASCEND_QUANTIZATIONS = ("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC")
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""
+
+REDUCING_NORMS = ("MiniMaxText01RMSNormTP",)
+"""Classes of vLLM's norms of values that are divided over tensor parallel ranks: they all-reduce sums of squares."""

@@ -14,6 +14,7 @@ from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher, count_chunk, gather_rows, pad_chunks, reduce_rows
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
+from dbo_runtime.vllm_plugin.api.known import REDUCING_NORMS
 from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.parallel.experts import SequenceParallelExperts, SplitExperts
@@ -139,12 +140,13 @@ class ModelCollectives:
 
         During the call the group's `all_reduce` returns its argument. That is correct only if the module returns this
         very tensor (o_proj, down_proj and the late reduce of the MoE do), or is known to return a copy of it; each call
-        checks that.
+        checks that. Norms that sum squares over the ranks do so on vLLM's communicator, as they always do.
         """
         if self._tensor_parallel.world_size == 1:
             return module
         copies = _has_module(module, self._platform.copying_modules)
-        return functools.partial(self._run_without_reduce, module, copies)
+        has_sums = _has_module(module, REDUCING_NORMS)
+        return functools.partial(self._run_without_reduce, module, copies, has_sums)
 
     def get_reducing_module(self, fn: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return the module of which `without_reduce` made *fn*; None if it is not made by that."""
@@ -209,10 +211,13 @@ class ModelCollectives:
         dist.all_gather(everywhere, here, group=group)
         return AllToAll(group, owners=torch.stack(everywhere).argmax(dim=0))
 
-    def _run_without_reduce(self, module: Callable[..., Any], copies: bool, *args: Any) -> torch.Tensor:
+    def _run_without_reduce(self, module: Callable[..., Any], copies: bool, has_sums: bool, *args: Any) -> torch.Tensor:
         held: list[torch.Tensor] = []
+        all_reduce: Callable[[torch.Tensor], torch.Tensor] = self._tensor_parallel.all_reduce
 
         def hold(partial: torch.Tensor) -> torch.Tensor:
+            if has_sums and partial.shape != args[-1].shape:  # sums of squares, not hidden states
+                return all_reduce(partial)
             held.append(partial)
             return partial
 

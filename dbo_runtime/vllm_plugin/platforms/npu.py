@@ -95,9 +95,11 @@ class NpuPlatform(Platform):
         return check_communication(context)
 
     def prepare_model(self, model: torch.nn.Module) -> Decline | None:
-        """Divide the buffer of chosen keys, where layers of sparse attention share them; return why it cannot be."""
+        """Divide what layers share among micro-batches: rotary tables, chosen keys; return why it cannot be."""
         from dbo_runtime.vllm_plugin.platforms.npu_indices import divide_indices
+        from dbo_runtime.vllm_plugin.platforms.npu_rotary import slice_rotary_tables
 
+        slice_rotary_tables(model)
         return divide_indices(model)
 
     def open_device(

@@ -94,7 +94,7 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.mix_placement, "shared experts among the routed ones (mix_placement)"),
-        (config.enable_fused_mc2, "fused MC2 (enable_fused_mc2)"),
+        (config.enable_fused_mc2 and vllm_config.model_config.is_moe, "fused MC2 (enable_fused_mc2)"),
         (config.enable_prefill_mc2, "MC2 in prefill (enable_prefill_mc2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),

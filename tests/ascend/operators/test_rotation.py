@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from standin_ascend import triton_kernels
+from standin_ascend.triton_kernels import TritonKernel
 
 from tests.ascend.operators.angles import make_angles, rotate_side_by_side
 from tests.ascend.operators.checks import (
@@ -125,3 +127,44 @@ def test_queries_and_keys_are_normed_and_rotated_by_three_positions(
         assert_near(out, expected.flatten(1), HALF if dtype == HALF else None)
     assert_equal(value, expected_value.flatten(1))
     assert_equal(gates, queries[..., size:].flatten(1))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_heads_of_all_ranks_are_normed_together_as_in_minimax(standin: StandIn, dtype: torch.dtype, ranks: int) -> None:
+    """Ranks add up means of squares; then heads are normed as those of one rank would be, and rotated in part."""
+    generator, tokens, heads, shared, size, rotated = make_generator(ranks), 3, 4, 2, 8, 4
+    rows = [draw(generator, tokens, (heads + 2 * shared) * size, dtype=dtype) for _ in range(ranks)]
+    widths = [heads * size, shared * size, shared * size]
+    weights = [[draw(generator, width, dtype=dtype) for width in widths[:2]] for _ in range(ranks)]
+    cos, sin = (part[:, 0, 0] for part in make_angles(generator, tokens, rotated, dtype))
+    split = TritonKernel("split", triton_kernels.split_and_square)[(1,)]
+    found, squares = [], []
+    for row in rows:
+        parts = [torch.empty(tokens, width, dtype=dtype).npu() for width in widths]
+        squares.append(torch.empty(tokens, 2).npu())
+        split(row.npu(), *parts, squares[-1], tokens, *widths[:2])
+        found.append(parts)
+    total = torch.stack([each.cpu() for each in squares]).sum(0).npu()
+    norm = TritonKernel("norm", triton_kernels.norm_and_rotate)[(1,)]
+    for (q, k, _), own in zip(found, weights, strict=True):
+        sizes = tokens, *widths[:2], heads, shared, size, rotated, rotated // 2
+        norm(q, k, *put(cos, sin), rotated, *put(*own), total, 1e-3, 1 / ranks, *sizes)
+    plain = [row.float().split(widths, -1) for row in rows]
+    for part in range(2):
+        whole = torch.cat([each[part] for each in plain], -1)
+        normed = F.rms_norm(whole, whole.shape[-1:], torch.cat([own[part].float() for own in weights]), 1e-3)
+        by_head = normed.unflatten(-1, (-1, size))
+        angles = (table[:, None].float() for table in (cos, sin))
+        turned = rotate_in_halves(by_head[..., :rotated], *angles)
+        expected = torch.cat([turned, by_head[..., rotated:]], -1).flatten(1)
+        assert_near(torch.cat([parts[part].cpu() for parts in found], -1), expected, HALF if dtype == HALF else None)
+    for parts, each in zip(found, plain, strict=True):
+        assert_equal(parts[2], each[2].to(dtype))
+
+
+def rotate_in_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of which one is in each half [tokens, heads, size], as complex numbers."""
+    first, second = x.chunk(2, -1)
+    product = torch.complex(first, second) * torch.complex(cos.chunk(2, -1)[0], sin.chunk(2, -1)[0])
+    return torch.cat([product.real, product.imag], -1)

@@ -31,6 +31,10 @@ KERNELS = {
     "vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape": {
         "fused_qkvzba_split_reshape_cat_kernel": triton_kernels.split_projections
     },
+    "vllm_ascend.ops.triton.linearnorm.split_qkv_tp_rmsnorm_rope": {
+        "_split_qkv_and_compute_local_qk_var_kernel": triton_kernels.split_and_square,
+        "_apply_global_rmsnorm_kernel": triton_kernels.norm_and_rotate,
+    },
     "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": triton_kernels.norm_by_length},
 }
 

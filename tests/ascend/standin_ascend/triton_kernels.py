@@ -1,4 +1,4 @@
-"""Kernels in the place of those of Triton that gated linear attention calls around its operators.
+"""Kernels in the place of those of Triton: of gated linear attention, and of norms across tensor parallel ranks.
 
 Exponentials are computed in float64, as in linear_attention.py.
 """
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from standin_ascend.kernels import launch
+from standin_ascend.vision import compute_rotation
 
 
 class TritonKernel:
@@ -114,3 +115,38 @@ def split_projections(
     z.copy_(parts[3].reshape(z.shape))
     for out, part in zip((b, a), gates.unflatten(-1, (key_heads, -1)).split(shared, -1), strict=True):
         out.copy_(part.flatten(1))
+
+
+def split_and_square(
+    qkv: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, squares: torch.Tensor, *rest: Any
+) -> None:
+    """`_split_qkv_and_compute_local_qk_var_kernel`: queries, keys, values; means of squares of the former two."""
+    parts = qkv.split([q.shape[1], k.shape[1], v.shape[1]], -1)
+    for part, out in zip(parts, (q, k, v), strict=True):
+        out.copy_(part)
+    for column, part in enumerate(parts[:2]):
+        squares[:, column] = part.float().square().mean(-1)
+
+
+def norm_and_rotate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    stride: int,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    squares: torch.Tensor,
+    eps: float,
+    share: float,
+    *sizes: int,
+) -> None:
+    """`_apply_global_rmsnorm_kernel`: norm rows by sums of ranks' means, and rotate the first values of each head."""
+    *_, head_size, rotated, _ = sizes
+    cos, sin = (table[:, None, :rotated] for table in (cos, sin))
+    for column, (x, weight) in enumerate(((q, q_weight), (k, k_weight))):
+        scale = torch.rsqrt(squares[:, column, None] * share + eps)
+        heads = (x.float() * scale * weight.float()).unflatten(-1, (-1, head_size))
+        out = x.unflatten(-1, (-1, head_size))
+        out.copy_(heads)
+        compute_rotation(heads[..., :rotated], cos, sin, out[..., :rotated])

@@ -14,10 +14,12 @@ from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, a
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import FAMILIES, LINEAR_ATTENTION, SPARSE_ATTENTION, find_backend, make_family
+from tests.vllm_plugin.multimodal_families import INTERNVL, make_internvl
 from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 
 # The tutorial's adapter, or none; test_linear_attention.py; and tests/ascend/test_sparse_attention.py.
-ELSEWHERE = {"GraniteForCausalLM", *LINEAR_ATTENTION, *SPARSE_ATTENTION}
+UNPROVEN = {"MiniMaxM2ForCausalLM"}  # not registered
+ELSEWHERE = {"GraniteForCausalLM", *UNPROVEN, *LINEAR_ATTENTION, *SPARSE_ATTENTION}
 OURS = tuple(name for name in FAMILIES if name not in ELSEWHERE)
 LENGTHS = (96, 64, 160, 128, 80)
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -90,10 +92,26 @@ def test_the_language_model_of_kimi_answers_split_as_unsplit(tmp_path: Path, eng
         assert_split_answers_as_unsplit(engine)
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_the_language_model_of_internvl_answers_split_as_unsplit(
+    language: str, tmp_path: Path, engines: Engines
+) -> None:
+    """As above."""
+    options = {"enable_prefix_caching": False, "language_model_only": True, "trust_remote_code": True}
+    backend = find_backend(language)
+    with engines.start(
+        2, share_cores(), make_internvl(tmp_path, language), attention_backend=backend, **options
+    ) as engine:
+        assert_split_answers_as_unsplit(engine)
+
+
 def test_every_architecture_that_we_register_is_among_them() -> None:
     ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
     others = {*LINEAR_ATTENTION, QWEN35, QWEN35_MOE, *SPARSE_ATTENTION}  # each in a file of its own
-    assert ours == {*OURS, KIMI, QWEN25, QWEN3, QWEN3_MOE, *others}  # three of them in test_qwen_vl.py
+    multimodal = {INTERNVL, KIMI, QWEN25, QWEN3, QWEN3_MOE}  # three of them in test_qwen_vl.py
+    assert ours == {*OURS, *multimodal, *others}
 
 
 def test_every_adapter_is_short() -> None:

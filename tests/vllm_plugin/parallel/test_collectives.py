@@ -72,6 +72,22 @@ class Fails(Linear):
         raise MemoryError("no memory for it")
 
 
+class MiniMaxText01RMSNormTP(torch.nn.Module):
+    """Called like vLLM's norm that sums squares over the ranks."""
+
+
+class NormsAcrossRanks(torch.nn.Module):
+    """An attention module with such norms, which ends in an all-reduce."""
+
+    def __init__(self, group: FakeGroup) -> None:
+        super().__init__()
+        self.group, self.norm = group, MiniMaxText01RMSNormTP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squares = self.group.all_reduce(x.square().sum(1))
+        return self.group.all_reduce(x * squares[:, None])
+
+
 X = torch.arange(6.0).reshape(2, 3)
 
 
@@ -110,6 +126,14 @@ class ReducesPadding(CopiesIntoPadding):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)[: x.shape[0] - self.padding]
+
+
+def test_sums_of_squares_are_reduced_where_a_norm_needs_them() -> None:
+    group = FakeGroup()
+    module = NormsAcrossRanks(group)
+    partial_sum = ModelCollectives(CPU, group).without_reduce(module)(X)
+    assert torch.equal(partial_sum, X * 2 * X.square().sum(1, keepdim=True))
+    assert torch.equal(module(X), 2 * partial_sum)
 
 
 def test_the_group_reduces_again_afterwards() -> None:
