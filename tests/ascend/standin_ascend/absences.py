@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from standin_ascend import linear_attention, triton_kernels
+from standin_ascend import linear_attention, state_copies, triton_kernels
 from standin_ascend.slots import SlotMapping, SlotMappings
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
@@ -26,6 +26,8 @@ KERNELS = {
         "_gather_ssm_states_kernel": triton_kernels.gather_states,
         "_scatter_ssm_states_kernel": triton_kernels.scatter_states,
     },
+    "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": state_copies.copy_bytes},
+    "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": state_copies.keep_accepted},
     "vllm_ascend.ops.triton.fused_gdn_gating": {"fused_gdn_gating_kernel": triton_kernels.gate_states},
     "vllm_ascend.ops.triton.layernorm_gated": {"_layer_norm_fwd_1pass_kernel_npu": triton_kernels.norm_and_gate},
     "vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape": {
