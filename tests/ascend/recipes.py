@@ -21,6 +21,7 @@ CONFIG_CLASS = Path(__file__).parents[1] / "vllm_plugin" / "configuration_intern
 # What a script leaves to its variables: sizes of which the tutorials print examples.
 TENSOR_PARALLEL, DATA_PARALLEL, PIPELINE_PARALLEL = "8", "2", "1"
 DRAFTS = 3
+INTERLEAVED = "128"  # tokens, in all commands with decode context parallel
 FLAGS: dict[str, dict[str, Any]] = {  # of `--additional-config`
     "fc1": {"enable_flashcomm1": True},
     "dsacp": {"enable_dsa_cp": True},
@@ -114,6 +115,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     model = _write_model(folder / "model", config, recipe.scheme if recipe.quantization == "ascend" else None)
     given = {
         "decode-context-parallel-size": recipe.decode_context_parallel,
+        "cp-kv-cache-interleave-size": INTERLEAVED if recipe.decode_context_parallel else "",
         "prefill-context-parallel-size": recipe.prefill_context_parallel,
         "quantization": recipe.quantization,
     }

@@ -20,12 +20,13 @@ HYBRID_MODELS = (
 )
 """Models with linear attention of which split steps have been compared with unsplit ones."""
 
+SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Models with sparse attention of which they have been."""
+
 KNOWN_ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM",
     "Glm4MoeForCausalLM",
-    "GlmMoeDsaForCausalLM",
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
@@ -38,6 +39,7 @@ KNOWN_ASCEND_MODELS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     *HYBRID_MODELS,
+    *SPARSE_MODELS,
 )
 """Models of which split steps have been compared with unsplit ones on vllm-ascend."""
 

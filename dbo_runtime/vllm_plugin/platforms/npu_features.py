@@ -14,6 +14,7 @@ from dbo_runtime.vllm_plugin.api.known import (
     KNOWN_ASCEND_DRAFTERS,
     KNOWN_ASCEND_MODELS,
     KNOWN_ASCEND_QUANTIZATIONS,
+    SPARSE_MODELS,
 )
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
+SCHEMES = (".weight", ".quant_type")  # how keys of the description end that have the scheme of a layer
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
@@ -47,9 +49,13 @@ def find_quantizations(vllm_config: VllmConfig) -> set[str]:
     all of attention (`fa_quant_type`), which on A2 and A3 only nodes that decode for others do; those of indexers by
     `--attention-config.indexer_kv_dtype`.
     """
-    indexers = getattr(vllm_config.attention_config, "indexer_kv_dtype", "auto")
-    dtypes = {vllm_config.cache_config.cache_dtype, indexers}
-    return _find_quantized_weights(vllm_config) | (dtypes - {*UNQUANTIZED_CACHES})
+    sparse = vllm_config.model_config.architecture in SPARSE_MODELS
+    caches = {
+        "cache of sparse attention" if sparse else "cache": vllm_config.cache_config.cache_dtype,
+        "cache of an indexer": getattr(vllm_config.attention_config, "indexer_kv_dtype", "auto"),
+    }
+    named = {f"{dtype} {cache}" for cache, dtype in caches.items() if dtype not in UNQUANTIZED_CACHES}
+    return _find_quantized_weights(vllm_config) | named
 
 
 def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
@@ -58,12 +64,13 @@ def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
         return set()
     if quantized.get_name() != MODELSLIM:
         return {quantized.get_name()}
-    description: dict[str, str] = quantized.quant_description
+    description: dict[str, object] = quantized.quant_description
     transfer = vllm_config.kv_transfer_config
     decodes = transfer is not None and transfer.kv_role in ("kv_consumer", "kv_both")
     caches = ["kv_cache_type", "indexer_quant_type", *(["fa_quant_type"] if decodes else [])]
-    schemes = {description[name] for name in ("model_quant_type", *caches) if name in description}
-    return schemes | {scheme for name, scheme in description.items() if name.endswith((".weight", ".quant_type"))}
+    named = {"model_quant_type", *caches}
+    schemes = (scheme for name, scheme in description.items() if name in named or name.endswith(SCHEMES))
+    return {str(scheme) for scheme in schemes if scheme}  # an unknown file may have anything there
 
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:

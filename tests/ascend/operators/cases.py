@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.ascend.operators import mlapo
+from tests.ascend.operators import byte_caches, mlapo
 from tests.ascend.operators.angles import make_angles
 from tests.ascend.operators.checks import ABSENT, COUNTS, HALF, SIGMOID, SUM_OF_TWO, Tensors, draw, npu
 from tests.ascend.operators.decodes import decode, make_decode
@@ -140,6 +140,40 @@ CASES = [
             *SEQUENCES,
         ],
         lambda *tensors: attend_to_chosen(*tensors)[0],
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_dynamic_block_quant",
+        lambda g: [draw(g, 5, 1, 256)],
+        lambda x: npu().npu_dynamic_block_quant(x, dst_type=1, row_block_size=1, col_block_size=128),
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_kv_quant_sparse_flash_attention_vllm",
+        byte_caches.make_attention,
+        lambda *tensors: byte_caches.attend_to_bytes(*tensors)[0],
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_lightning_indexer_quant",
+        byte_caches.make_choice,
+        byte_caches.choose_keys,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::store_kv_block_metadata",
+        lambda g: [make_distinct(g, 12, 4).int(), *(torch.zeros(4, dtype=torch.int32) for _ in range(3))],
+        byte_caches.find_runs,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::store_kv_block",
+        lambda g: [
+            draw(g, 4, 1, 8),
+            torch.full((2, 4, 1, 8), ABSENT, dtype=HALF),
+            *torch.tensor([[2, 0, 1], [1, 2, 5], [0, 0, 0], [0, 0, 0]], dtype=torch.int32).T.contiguous(),
+        ],
+        byte_caches.store_runs,
         is_described=False,
     ),
     Case(

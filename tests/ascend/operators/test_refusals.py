@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.operators import mlapo
+from tests.ascend.operators import byte_caches, mlapo
 from tests.ascend.operators.blocks import get_slots
 from tests.ascend.operators.cases import CASES, DECODE, TND
 from tests.ascend.operators.checks import (
@@ -92,6 +92,14 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "queries and keys, not quantized": lambda x: prepare_with(weight_quant_mode=0),
     "queries and keys, of another cache": lambda x: prepare_with(cache_mode="PA_NZ"),
     "queries and keys, quantized caches": lambda x: prepare_with(kv_cache_quant_mode=1),
+    "queries and keys, bytes in caches of their own": lambda x: prepare_with(kv_cache_quant_mode=3),
+    "tiles, of several rows": lambda x: npu().npu_dynamic_block_quant(x, row_block_size=2, col_block_size=16),
+    "tiles, to another type": lambda x: npu().npu_dynamic_block_quant(x, dst_type=torch.quint4x2, col_block_size=16),
+    "cache in bytes, by one scale": lambda x: attend_to_bytes_with(key_quant_mode=1),
+    "cache in bytes, sums": lambda x: attend_to_bytes_with(return_softmax_lse=True),
+    "keys in bytes, another layout": lambda x: choose_bytes_with(layout_query="BSND"),
+    "keys in bytes, of all": lambda x: choose_bytes_with(sparse_mode=0),
+    "runs in no blocks": lambda x: byte_caches.find_runs(*put(*[torch.zeros(2).int()] * 4), block_size=0),
     "static bytes, of another cache": lambda x: prepare_by_one_scale_with(cache_mode="krope_ctkv_nz"),
     "static bytes, not by one scale": lambda x: prepare_by_one_scale_with(quant_mode="per_token_quant_symm"),
     "static bytes, no latent": lambda x: prepare_by_one_scale_with(enable_inner_out=False),
@@ -124,6 +132,14 @@ def prepare_with(**changes: Any) -> None:
 
 def prepare_by_one_scale_with(**changes: Any) -> None:
     mlapo.prepare(*make_tensors_of("_C_ascend::mla_preprocess"), **changes)
+
+
+def attend_to_bytes_with(**changes: Any) -> None:
+    byte_caches.attend_to_bytes(*put(*byte_caches.make_attention(make_generator(0))), **changes)
+
+
+def choose_bytes_with(**changes: Any) -> None:
+    byte_caches.choose_keys(*put(*byte_caches.make_choice(make_generator(0))), **changes)
 
 
 def make_tensors_of(operator: str) -> Tensors:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from standin_ascend.kernels import launch
+from standin_ascend.prolog import normalize
 from standin_ascend.quantized import compute_product, compute_static_quantization
-from standin_ascend.sparse import compute_scatter, normalize
+from standin_ascend.sparse import compute_scatter
 from standin_ascend.vision import compute_rotation
 
 SCHEMA = (  # vllm-ascend's own

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-from standin_ascend import attention, experts, linear_attention, mlapo, others, quantized, sparse, vision
+from standin_ascend import (
+    attention,
+    byte_caches,
+    experts,
+    linear_attention,
+    mlapo,
+    others,
+    prolog,
+    quantized,
+    sparse,
+    vision,
+)
 
 SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6)"
@@ -28,6 +39,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
     " -> (Tensor y, Tensor scale)",
     sparse.ATTENTION_SCHEMA,
+    *byte_caches.SCHEMAS,
     mlapo.SCHEMA,
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
@@ -53,11 +65,12 @@ OPERATORS = {
         "npu_mrope": others.rotate_by_cache,
         "npu_chunk_gated_delta_rule": linear_attention.prefill_states,
         "npu_dynamic_quant": quantized.quantize_dynamically,
+        "npu_dynamic_block_quant": byte_caches.quantize_tiles,
         "npu_quantize": quantized.quantize,
         "npu_quant_matmul": quantized.multiply,
         "npu_lightning_indexer": sparse.choose_keys,
         "npu_scatter_nd_update_": sparse.scatter,
-        "npu_mla_prolog_v3": sparse.prepare,
+        "npu_mla_prolog_v3": prolog.prepare,
     },
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
@@ -67,6 +80,10 @@ OPERATORS = {
         "grouped_matmul_swiglu_quant_v2": quantized.multiply_int4_and_activate,
         "grouped_matmul_swiglu_quant_weight_nz": quantized.multiply_and_activate,
         "npu_sparse_flash_attention": sparse.attend_to_chosen,
+        "npu_kv_quant_sparse_flash_attention_vllm": byte_caches.attend_to_bytes,
+        "npu_lightning_indexer_quant": byte_caches.choose_keys,
+        "store_kv_block_metadata": byte_caches.find_runs,
+        "store_kv_block": byte_caches.store_runs,
         "mla_preprocess": mlapo.prepare,
     },
     "aten": {

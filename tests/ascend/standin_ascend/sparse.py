@@ -5,15 +5,12 @@ See attention.py for how they are made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from standin_ascend.attention import rotate_interleaved
 from standin_ascend.kernels import launch, refuse
-from standin_ascend.quantized import compute_product, compute_quantization
 
 ATTENTION_SCHEMA = (  # vllm-ascend's own
     "npu_sparse_flash_attention(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, float scale_value, *,"
@@ -26,7 +23,6 @@ ATTENTION_SCHEMA = (  # vllm-ascend's own
 CAUSAL = 3  # sparse mode: the last query sees all keys
 ABSORBED = 2  # attention mode: the latent is key and value, and rotary parts come apart
 NO_KEY = -1
-UNQUANTIZED, ALL_QUANTIZED = 0, 2  # weights of the prolog
 
 
 def choose_keys(
@@ -73,12 +69,14 @@ def compute_choice(
     for queries, blocks, length in list_requests(query_ends, key_lengths, table, cache.shape[1]):
         keys = cache[blocks].flatten(0, 1)[:length, 0].double()
         products = (query[queries].double() @ keys.T).relu()  # [queries, heads, keys]
-        scores = (products * weights[queries].double()[..., None]).sum(1).float()
-        scores.masked_fill_(find_later(scores), -torch.inf)
-        best = scores.sort(dim=-1, descending=True, stable=True)
-        count = min(length, out.shape[-1])
-        chosen = best.indices[:, :count].masked_fill(best.values[:, :count] == -torch.inf, NO_KEY)
-        out[queries, 0, :count] = chosen.int()
+        write_best((products * weights[queries].double()[..., None]).sum(1).float(), out[queries, 0])
+
+
+def write_best(scores: torch.Tensor, out: torch.Tensor) -> None:
+    """Write where the best of the scores [queries, keys] are that a query may see to *out* [queries, count]."""
+    best = scores.masked_fill(find_later(scores), -torch.inf).sort(dim=-1, descending=True, stable=True)
+    count = min(scores.shape[1], out.shape[-1])
+    out[:, :count] = best.indices[:, :count].masked_fill(best.values[:, :count] == -torch.inf, NO_KEY).int()
 
 
 def attend_to_chosen(
@@ -134,16 +132,29 @@ def compute_attention(
     """Attend in float64, as `attention.compute_attention`; queries without keys give zeros."""
     out.zero_()
     for queries, blocks, length in list_requests(query_ends, key_lengths, table, cache.shape[1]):
-        latents, ropes = (part[blocks].flatten(0, 1)[:length, 0].double() for part in (cache, rope_cache))
-        parts = query[queries].double() @ latents.T + query_rope[queries].double() @ ropes.T
-        scores = parts.transpose(0, 1) * scale  # [heads, queries, keys]
-        chosen = indices[queries, 0].long()
-        seen = scores.new_zeros(chosen.shape[0], length + 1, dtype=torch.bool)
-        seen.scatter_(1, chosen.masked_fill((chosen < 0) | (chosen >= length), length), value=True)
-        seen = seen[:, :length] & ~find_later(scores[0])
-        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        shares = shares.masked_fill(~seen.any(1)[:, None], 0)
-        out[queries] = (shares @ latents).transpose(0, 1).to(out.dtype)
+        latents, ropes = (part[blocks].flatten(0, 1)[:length, 0] for part in (cache, rope_cache))
+        out[queries] = attend(query[queries], query_rope[queries], latents, ropes, indices[queries, 0], scale)
+
+
+def attend(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latents: torch.Tensor,
+    ropes: torch.Tensor,
+    chosen: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Let queries [queries, heads, size] attend to the *chosen* [queries, count] of all keys [keys, size]."""
+    length, latents = latents.shape[0], latents.double()
+    parts = query.double() @ latents.T + query_rope.double() @ ropes.double().T
+    scores = parts.transpose(0, 1) * scale  # [heads, queries, keys]
+    chosen = chosen.long()
+    seen = scores.new_zeros(chosen.shape[0], length + 1, dtype=torch.bool)
+    seen.scatter_(1, chosen.masked_fill((chosen < 0) | (chosen >= length), length), value=True)
+    seen = seen[:, :length] & ~find_later(scores[0])
+    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    shares = shares.masked_fill(~seen.any(1)[:, None], 0)
+    return (shares @ latents).transpose(0, 1).to(query.dtype)
 
 
 def list_requests(
@@ -176,97 +187,3 @@ def compute_scatter(rows: torch.Tensor, indices: torch.Tensor, updates: torch.Te
     """Leave out negative indices, which vllm-ascend has for padding."""
     places = indices[:, 0].long()
     rows[places[places >= 0]] = updates[places >= 0]
-
-
-def prepare(
-    token_x: torch.Tensor,
-    weight_dq: torch.Tensor,
-    weight_uq_qr: torch.Tensor,
-    weight_uk: torch.Tensor,
-    weight_dkv_kr: torch.Tensor,
-    rmsnorm_gamma_cq: torch.Tensor,
-    rmsnorm_gamma_ckv: torch.Tensor,
-    rope_sin: torch.Tensor,
-    rope_cos: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kr_cache: torch.Tensor,
-    *,
-    cache_index: torch.Tensor,
-    rmsnorm_epsilon_cq: float = 1e-5,
-    rmsnorm_epsilon_ckv: float = 1e-5,
-    cache_mode: str = "PA_BSND",
-    query_norm_flag: bool = False,
-    weight_quant_mode: int = UNQUANTIZED,
-    dequant_scale_x: torch.Tensor | None = None,
-    dequant_scale_w_dq: torch.Tensor | None = None,
-    dequant_scale_w_uq_qr: torch.Tensor | None = None,
-    dequant_scale_w_dkv_kr: torch.Tensor | None = None,
-    **rest: Any,
-) -> tuple[torch.Tensor, ...]:
-    """`npu_mla_prolog_v3`: queries of latent attention, and its keys into their caches, of int8 tokens and weights.
-
-    Returns queries [tokens, heads, latent] and their rotary parts, and, with *query_norm_flag*, the normed latent of
-    queries in int8 with the scale of each token [tokens, 1], which an indexer reads.
-    """
-    scales = dequant_scale_x, dequant_scale_w_dq, dequant_scale_w_uq_qr, dequant_scale_w_dkv_kr
-    modes = cache_mode, weight_quant_mode, token_x.dim()
-    if modes != ("PA_BSND", ALL_QUANTIZED, 2) or any(scale is None for scale in scales):
-        raise NotImplementedError(f"npu_mla_prolog_v3: modes {modes}")
-    refuse("npu_mla_prolog_v3", rest)
-    tokens, heads = token_x.shape[0], weight_uk.shape[0]
-    query = weight_uk.new_empty(tokens, heads, weight_uk.shape[2])
-    rope = weight_uk.new_empty(tokens, heads, rope_sin.shape[1])
-    latent = token_x.new_empty(tokens, weight_dq.shape[1])
-    latent_scales = token_x.new_empty(tokens, 1, dtype=torch.float32)
-    weights = [weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr]
-    norms = [rmsnorm_gamma_cq, rmsnorm_gamma_ckv]
-    out = [query, rope, latent, latent_scales]
-    caches = [kv_cache, kr_cache, cache_index]
-    tables, epsilons = [rope_cos, rope_sin], (rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv)
-    launch(
-        "MlaPrologV3", compute_queries_and_keys, token_x, weights, list(scales), norms, tables, caches, out, epsilons
-    )
-    if not query_norm_flag:
-        latent, latent_scales = latent.new_empty(0), latent_scales.new_empty(0)
-    return query, rope, query.new_empty(0, dtype=torch.float32), latent, latent_scales
-
-
-def compute_queries_and_keys(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    norms: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    caches: Sequence[torch.Tensor],
-    out: Sequence[torch.Tensor],
-    epsilons: tuple[float, float],
-) -> None:
-    """Multiply, norm, quantize and rotate in float32, in the order in which unfused operators would."""
-    (down, up, absorb, down_keys), (token, of_down, of_up, of_keys) = weights, scales
-    query, rope, latent, latent_scales = out
-    tokens = token.flatten()
-    lower = multiply(x, down, of_down, tokens)
-    compute_quantization(normalize(lower, norms[0], epsilons[0]), latent, latent_scales[:, 0])
-    heads = multiply(latent, up, of_up, latent_scales[:, 0]).unflatten(-1, (query.shape[1], -1))
-    plain, rotated = heads.to(query.dtype).split([absorb.shape[1], rope.shape[-1]], -1)
-    query.copy_(torch.bmm(plain.double().transpose(0, 1), absorb.double()).transpose(0, 1))
-    rope.copy_(rotate_interleaved(rotated[:, :, None], *tables)[:, :, 0])
-    keys = multiply(x, down_keys, of_keys, tokens).to(query.dtype)
-    own = normalize(keys[:, : norms[1].shape[0]], norms[1], epsilons[1])
-    key_ropes = rotate_interleaved(keys[:, None, None, norms[1].shape[0] :], *tables)[:, 0, 0]
-    slots = caches[2].view(-1)
-    for cache, part in zip(caches, (own, key_ropes), strict=False):
-        compute_scatter(cache.view(-1, part.shape[-1]), slots[:, None], part.to(cache.dtype))
-
-
-def multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Multiply int8 [tokens, in] by int8 [in, out], by the scales of both -> float32."""
-    product = torch.empty(x.shape[0], weight.shape[1])
-    compute_product(x, weight, scale.flatten(), tokens, None, product)
-    return product
-
-
-def normalize(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Divide by the root of the mean square, in float32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * gamma.float()

@@ -85,10 +85,14 @@ def test_with_vllm_ascend_other_models_and_weights_are_not_proven() -> None:
         ({"a.weight": "W8A8", "fa_quant_type": "FAKQuant"}, "kv_consumer", "FAKQuant"),
         ({"a.weight": "W8A8", "fa_quant_type": "FAKQuant"}, "kv_both", "FAKQuant"),
         ({"a.weight": "W8A8", "a.self_attn.quant_type": "MXFP8"}, None, "MXFP8"),
+        ({"a.weight": "W8A8", "a.indexer.quant_type": "INT8_DYNAMIC"}, None, "INT8_DYNAMIC"),
+        ({"a.weight": "W8A8", "kv_cache_type": "", "indexer_quant_type": None, "group_size": 64}, None, None),
+        ({"a.weight": ["W8A8"], "b.weight": 8, "model_quant_type": {}}, None, "8, ['W8A8']"),
+        ({"a.weight": "W8A8", "a.indexer.quant_type": "W8A8_MXFP8"}, None, "W8A8_MXFP8"),
     ],
 )
 def test_weights_and_caches_of_vllm_ascend_are_not_proven_by_name(
-    description: dict[str, str], role: str | None, unproven: str | None
+    description: dict[str, Any], role: str | None, unproven: str | None
 ) -> None:
     served = make_served("DeepseekV3ForCausalLM", make_quantized(description), role)
     reason = "these quantized weights are not proven with vllm-ascend yet"
@@ -100,9 +104,22 @@ def test_weights_of_another_method_are_not_proven() -> None:
     assert list(tell_unproven(served).values()) == ["compressed-tensors"]
 
 
-def test_caches_of_another_type_are_not_proven() -> None:
-    assert list(tell_unproven(make_served("DeepseekV3ForCausalLM", None, cache="mxfp8")).values()) == ["mxfp8"]
-    assert list(tell_unproven(make_served("GlmMoeDsaForCausalLM", None, indexer="int8")).values()) == ["int8"]
+@pytest.mark.parametrize(
+    ("name", "cache", "indexer", "unproven"),
+    [
+        ("DeepseekV3ForCausalLM", "bfloat16", "auto", None),
+        ("DeepseekV3ForCausalLM", "int8", "auto", "int8 cache"),
+        ("DeepseekV3ForCausalLM", "mxfp8", "auto", "mxfp8 cache"),
+        ("GlmMoeDsaForCausalLM", "int8", "int8", "int8 cache of an indexer, int8 cache of sparse attention"),
+        ("DeepseekV32ForCausalLM", "int8", "auto", "int8 cache of sparse attention"),
+        ("GlmMoeDsaForCausalLM", "fp8", "fp8", "fp8 cache of an indexer, fp8 cache of sparse attention"),
+    ],
+)
+def test_caches_are_proven_by_type_and_by_what_is_in_them(
+    name: str, cache: str, indexer: str, unproven: str | None
+) -> None:
+    found = tell_unproven(make_served(name, None, cache=cache, indexer=indexer))
+    assert list(found.values()) == ([] if unproven is None else [unproven])
 
 
 @pytest.mark.parametrize(("drafter", "is_proven"), [("ngram", True), ("eagle3", True), ("draft_model", False)])
@@ -117,7 +134,7 @@ def tell_unproven(served: Any, platform: str = "npu") -> dict[str, str]:
     return {unproven.reason: unproven.detail for unproven in get_platform(platform).list_unproven(served)}
 
 
-def make_quantized(description: dict[str, str], method: str = "ascend") -> Any:
+def make_quantized(description: dict[str, Any], method: str = "ascend") -> Any:
     return SimpleNamespace(get_name=lambda: method, quant_description=description)
 
 
