@@ -29,6 +29,8 @@ KNOWN_ASCEND_MODELS = (
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",

@@ -9,6 +9,7 @@ import torch
 
 from tests.ascend.operators import mlapo
 from tests.ascend.operators.angles import make_angles
+from tests.ascend.operators.block_sparse import BLOCK_SEQUENCES, attend_to_blocks, rate_blocks, update_rows
 from tests.ascend.operators.checks import ABSENT, COUNTS, HALF, SIGMOID, SUM_OF_TWO, Tensors, draw, npu
 from tests.ascend.operators.decodes import decode, make_decode
 from tests.ascend.operators.sparse import SEQUENCES, attend_to_chosen, choose_keys, prepare
@@ -191,6 +192,40 @@ CASES = [
         "vllm::triton_split_qkv_rmsnorm_mrope",
         lambda g: [draw(g, 3, 6 * 8), draw(g, 8), draw(g, 8), draw(g, 3, 3, 8)],
         lambda *tensors: torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(*tensors, 2, 2, 8, 1e-6, [2, 1, 1], False)[:3],
+        is_described=False,
+    ),
+    Case(
+        "vllm::qkv_rmsnorm_rope",
+        lambda g: [draw(g, 3, 4 * 8), draw(g, 9, 4), make_distinct(g, 9, 3), draw(g, 8), draw(g, 8)],
+        lambda *tensors: torch.ops.vllm.qkv_rmsnorm_rope(*tensors, 2 * 8, 8, 8, 1e-6),
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_clipped_swiglu",
+        lambda g: [draw(g, 5, 8)],
+        lambda x: npu().npu_clipped_swiglu(x, interleaved=False),
+    ),
+    Case(
+        "_C_ascend::npu_msa_index_score",
+        lambda g: [draw(g, 5, 2, 8), draw(g, 4, 4, 1, 8), *BLOCK_SEQUENCES],
+        rate_blocks,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_sparse_attention_score",
+        lambda g: [
+            draw(g, 5, 4, 8),
+            *(draw(g, 4, 4, 2, 8) for _ in range(2)),
+            make_numbers(g, 3, 2, 5, 1),
+            *BLOCK_SEQUENCES,
+        ],
+        attend_to_blocks,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_scatter_nd_update_sk",
+        lambda g: [torch.full((8, 6), ABSENT, dtype=HALF), make_distinct(g, 8, 3).view(-1, 1), draw(g, 3, 6)],
+        update_rows,
         is_described=False,
     ),
     Case(

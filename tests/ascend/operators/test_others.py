@@ -75,6 +75,18 @@ def test_rows_are_normed_by_offsets_from_one(standin: StandIn, dtype: torch.dtyp
     assert_near(deviations[..., 0], torch.rsqrt(x.float().square().mean(-1) + 1e-3))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("npu::npu_clipped_swiglu")
+def test_halves_are_limited_and_gated(standin: StandIn, dtype: torch.dtype) -> None:
+    """As OpenAI's gpt-oss does, but by halves."""
+    x = 3 * draw(make_generator(0), 5, 16, dtype=dtype)
+    found = npu().npu_clipped_swiglu(x.npu(), alpha=1.7, limit=2.0, bias=0.5, interleaved=False)
+    gate, up = x.float().chunk(2, -1)
+    gate = torch.minimum(gate, torch.tensor(2.0))
+    assert found.dtype == dtype
+    assert_near(found, gate / (1 + torch.exp(-1.7 * gate)) * (up.clip(-2, 2) + 0.5))
+
+
 @pytest.mark.parametrize("alpha", [1, 2.5])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @covers("aten::_foreach_add.List")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ascend.operators import mlapo
+from tests.ascend.operators.block_sparse import attend_to_blocks, rate_blocks, update_rows
 from tests.ascend.operators.blocks import get_slots
 from tests.ascend.operators.cases import CASES, DECODE, TND
 from tests.ascend.operators.checks import (
@@ -89,6 +90,15 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "chosen keys, in a window": lambda x: attend_sparsely_with(x, pre_tokens=4),
     "chosen keys, no rotary parts": lambda x: attend_sparsely_with(x, query_rope=None),
     "rows, at places of two numbers": lambda x: npu().npu_scatter_nd_update_(x, x[0, :2, :2].int(), x[0, :2]),
+    "blocks, rated in another layout": lambda x: rate_with(layout_key="TND"),
+    "blocks, rated by bytes": lambda x: rate_with(scale=x),
+    "blocks, without their mask": lambda x: rate_with(sparse_mode=0),
+    "chosen blocks, of another size": lambda x: attend_to_blocks_with(block_size=8),
+    "chosen blocks, quantized": lambda x: attend_to_blocks_with(q_dequant_scale=x),
+    "rows, at places of three numbers": lambda x: update_rows(x, x[0, :3, :3].int(), x[0, :3]),
+    "split by rows, biases": lambda x: torch.ops.vllm.qkv_rmsnorm_rope(x, x, x, x, x, 8, 4, 4, 1e-6, x, x),
+    "clipped, in turns": lambda x: npu().npu_clipped_swiglu(x),
+    "clipped, by group": lambda x: npu().npu_clipped_swiglu(x, interleaved=False, group_index=x[0, 0].long()),
     "queries and keys, not quantized": lambda x: prepare_with(weight_quant_mode=0),
     "queries and keys, of another cache": lambda x: prepare_with(cache_mode="PA_NZ"),
     "queries and keys, quantized caches": lambda x: prepare_with(kv_cache_quant_mode=1),
@@ -116,6 +126,14 @@ def choose_with(x: torch.Tensor, **changes: Any) -> None:
 def attend_sparsely_with(x: torch.Tensor, **changes: Any) -> None:
     caches, chosen = [x[:, :, None]] * 2, x[:, :1].int()
     attend_to_chosen(x, x, *caches, chosen, *(part.npu() for part in SEQUENCES), **changes)
+
+
+def rate_with(**changes: Any) -> None:
+    rate_blocks(*make_tensors_of("_C_ascend::npu_msa_index_score"), **changes)
+
+
+def attend_to_blocks_with(**changes: Any) -> None:
+    attend_to_blocks(*make_tensors_of("_C_ascend::npu_sparse_attention_score"), **changes)
 
 
 def prepare_with(**changes: Any) -> None:

@@ -1,0 +1,124 @@
+"""A tiny MiniMax-M3 with random weights: a dense layer, then layers with sparse attention and experts."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.vllm_plugin.families import LAYERS, TINY, VOCABULARY
+
+HIDDEN, INNER, DENSE = 128, 64, 256
+HEADS, KEY_HEADS, SIZE = 4, 2, 128  # vllm-ascend's kernels know no other size
+EXPERTS = 4
+SPARSE_LAYERS = [0, *[1] * (LAYERS - 1)]
+TEXT: dict[str, Any] = {
+    "model_type": "minimax_m3_text",
+    "architectures": ["MiniMaxM3SparseForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "dense_intermediate_size": DENSE,
+    "shared_intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_HEADS,
+    "head_dim": SIZE,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10000.0,
+    "rotary_dim": 64,
+    "partial_rotary_factor": 0.5,
+    "hidden_act": "swigluoai",
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "routed_scaling_factor": 2.0,
+    "num_mtp_modules": 0,
+    "moe_layer_freq": SPARSE_LAYERS,
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_index_dim": SIZE,
+        "sparse_num_index_heads": KEY_HEADS,
+        "sparse_topk_blocks": 2,  # of up to four, of which the nearest one always is
+        "sparse_block_size": 128,
+        "sparse_disable_index_value": SPARSE_LAYERS,
+        "sparse_score_type": "max",
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": SPARSE_LAYERS,
+    },
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def make_minimax(directory: Path, seed: int = 0) -> Path:
+    """Write config, tokenizer and weights of the language model; return *directory*."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in TINY.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    (directory / "config.json").write_text(json.dumps(TEXT, indent=2))
+    save_file(make_weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Return weights that keep activations alive; those of norms are offsets from one."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (VOCABULARY, HIDDEN),
+        "model.norm": (HIDDEN,),
+        "lm_head": (VOCABULARY, HIDDEN),
+    }
+    for index, is_sparse in enumerate(SPARSE_LAYERS):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in list_layer(bool(is_sparse)).items()}
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        weights[f"{name}.weight"] = noise / math.sqrt(shape[-1]) if len(shape) > 1 else 0.1 * noise
+    for index, is_sparse in enumerate(SPARSE_LAYERS):
+        if is_sparse:
+            bias = 0.1 * torch.randn(EXPERTS, generator=generator)
+            weights[f"model.layers.{index}.block_sparse_moe.e_score_correction_bias"] = bias
+    return weights
+
+
+def list_layer(is_sparse: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's weights, [out, in] or [size]."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (HEADS * SIZE, HIDDEN),
+        "self_attn.k_proj": (KEY_HEADS * SIZE, HIDDEN),
+        "self_attn.v_proj": (KEY_HEADS * SIZE, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * SIZE),
+        "self_attn.q_norm": (SIZE,),
+        "self_attn.k_norm": (SIZE,),
+    }
+    if not is_sparse:
+        return shapes | list_mlp("mlp", DENSE, "gate_proj", "up_proj", "down_proj")
+    shapes |= {
+        "self_attn.index_q_proj": (KEY_HEADS * SIZE, HIDDEN),
+        "self_attn.index_k_proj": (SIZE, HIDDEN),
+        "self_attn.index_q_norm": (SIZE,),
+        "self_attn.index_k_norm": (SIZE,),
+        "block_sparse_moe.gate": (EXPERTS, HIDDEN),
+        **list_mlp("block_sparse_moe.shared_experts", INNER, "gate_proj", "up_proj", "down_proj"),
+    }
+    for expert in range(EXPERTS):
+        shapes |= list_mlp(f"block_sparse_moe.experts.{expert}", INNER, "w1", "w3", "w2")
+    return shapes
+
+
+def list_mlp(name: str, inner: int, gate: str, up: str, down: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an MLP's weights."""
+    return {f"{name}.{gate}": (inner, HIDDEN), f"{name}.{up}": (inner, HIDDEN), f"{name}.{down}": (HIDDEN, inner)}
