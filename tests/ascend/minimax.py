@@ -1,4 +1,7 @@
-"""A tiny MiniMax-M3 with random weights: a dense layer, then layers with sparse attention and experts."""
+"""A tiny MiniMax-M3 with random weights: a dense layer, then layers with sparse attention and experts.
+
+It is served without its encoder.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,6 @@ HEADS, KEY_HEADS, SIZE = 4, 2, 128  # vllm-ascend's kernels know no other size
 EXPERTS = 4
 SPARSE_LAYERS = [0, *[1] * (LAYERS - 1)]
 TEXT: dict[str, Any] = {
-    "model_type": "minimax_m3_text",
-    "architectures": ["MiniMaxM3SparseForCausalLM"],
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
@@ -57,17 +58,39 @@ TEXT: dict[str, Any] = {
         "sparse_attention_freq": SPARSE_LAYERS,
     },
     "tie_word_embeddings": False,
+}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_channels": 3,
+    "patch_size": 14,
+    "layer_norm_eps": 1e-5,
+    "img_token_compression_config": {"image_token_compression_method": "patch_merge", "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+CONFIG = {
+    "model_type": "minimax_m3_vl",
+    "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+    "text_config": TEXT,
+    "vision_config": VISION,
+    "projector_hidden_size": 64,
+    "image_token_index": 3,
+    "video_token_index": 4,
+    "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+TEXT_ONLY = {"language_model_only": True}  # options of an engine: the encoder is left out
 
 
 def make_minimax(directory: Path, seed: int = 0) -> Path:
-    """Write config, tokenizer and weights of the language model; return *directory*."""
+    """Write config and tokenizer, and weights of the language model alone; return *directory*."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in TINY.glob("tokenizer*"):
         shutil.copy(file, directory)
-    (directory / "config.json").write_text(json.dumps(TEXT, indent=2))
-    save_file(make_weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2))
+    weights = {f"language_model.{name}": weight for name, weight in make_weights(seed).items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
