@@ -154,7 +154,10 @@ class Collectives(Protocol):
         """Sum *partial* over the ranks in place, and return it. Blocks the lane that runs it."""
 
     def take_chunk(self, x: Any) -> tuple[Any, Any]:
-        """Return this rank's chunk of *x* [tokens, hidden] -> ([chunk, hidden], the number of tokens)."""
+        """Return this rank's chunk of *x* [tokens, hidden] -> ([chunk, hidden], the number of tokens).
+
+        Chunks of all ranks are equal: the last ones are padded with zeros.
+        """
 
     def reduce_scatter(self, partial: Any) -> tuple[Any, Any]:
         """Sum *partial* [tokens, hidden] over the ranks -> as `take_chunk`, of the sum. For the comm lane."""

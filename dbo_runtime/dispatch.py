@@ -191,9 +191,15 @@ class AllToAll:
         return summed.index_add_(0, _require(handle.rows), returned.float()).to(returned.dtype)
 
 
-def list_chunks(tokens: int, ranks: int) -> list[int]:
-    """Return how many of *tokens* each rank's chunk has: the first ones one more, as torch's `tensor_split`."""
-    return [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
+def count_chunk(tokens: int, ranks: int) -> int:
+    """Return how many of *tokens* each rank's chunk has, padding of the last ones included, as vLLM has it."""
+    return -(-tokens // ranks)
+
+
+def pad_chunks(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return *x* [tokens, hidden] with zeros after it, so that all chunks are equal [ranks * chunk, hidden]."""
+    padding = count_chunk(x.shape[0], ranks) * ranks - x.shape[0]
+    return torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -7,7 +7,9 @@ from functools import partial
 from operator import add
 from typing import Any, NamedTuple
 
-from dbo_runtime.adapter import Collectives, ExpertParallel, LatentAttention, name_auxiliary
+from dbo_models.collectives import record_gather, record_reduce
+from dbo_models.experts import record_dispatch, record_experts
+from dbo_runtime.adapter import Collectives, LatentAttention, name_auxiliary
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -26,8 +28,7 @@ class Stream(NamedTuple):
     Attributes:
         x: [tokens, hidden].
         residual: as *x*; None before the first layer.
-        tokens: None. If *x* and *residual* are a chunk of each tensor parallel rank's [chunk, hidden]: how many tokens
-            all chunks have.
+        tokens: how many there are, if *x* and *residual* are this rank's chunk of them [chunk, hidden]; else None.
     """
 
     x: Value
@@ -75,11 +76,13 @@ def record_decoder(
             if index < len(added):
                 stream = stream._replace(x=p.compute("add_features", add, stream.x, added[index]))
     if len(decoder.layers) - 1 not in layers:
+        assert stream.residual is not None, "a stage has layers"
         p.output(RESIDUAL, stream.residual)
         return stream.x
     record_auxiliary(p, decoder, collectives, len(decoder.layers), stream)
     hidden = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream.values, overwrites=stream.values)
-    return record_gather(p, "final_gather", collectives, hidden, stream.tokens)
+    gathered: Value = record_gather(p, "final_gather", collectives, hidden, stream.tokens)
+    return gathered
 
 
 def record_auxiliary(p: ProgramBuilder, decoder: Any, collectives: Collectives, layers: int, stream: Stream) -> None:
@@ -100,28 +103,15 @@ def record_layer(
 ) -> Stream:
     """Declare one layer.
 
-    Norms add in place on some platforms, and reduces sum in place on all: both overwrite what they read.
-
-    Where vLLM's own layers are sequence parallel (arXiv:2205.05198), attention's results are reduced to a chunk for
-    each tensor parallel rank, and the chunks are gathered before the next layer's attention.
+    Norms add in place on some platforms, and reduces sum in place on all: both overwrite what they read. Chunks of a
+    layer that is sequence parallel are gathered before the attention of the next one.
     """
     norm = layer.input_layernorm if stream.residual is not None else partial(_first_norm, layer.input_layernorm)
     x, residual = p.compute("attn_norm", norm, *stream.values, overwrites=stream.values, outputs=2)
-    x = record_gather(p, "gather", collectives, x, stream.tokens)
-    scatters = leaves_reduce(layer)
+    x = record_gather(p, "attn_gather", collectives, x, stream.tokens)
     name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two, as their costs differ
-    x = record_attention(p, get_attention(layer), collectives, positions, x, attend, name, not scatters)
-    tokens = None
-    if not scatters:
-        x = record_reduce(p, "attn_reduce", collectives, x)
-        residual = record_gather(p, "residual_gather", collectives, residual, stream.tokens)
-    else:
-        x, tokens = p.comm("attn_scatter", collectives.reduce_scatter, x, outputs=2)
-        if stream.tokens is None:
-            residual, _ = p.compute(
-                "residual_chunk", collectives.take_chunk, residual, outputs=2, overwrites=(residual,)
-            )  # the next norm adds to the chunk in place, which is a part of this residual
-    stream = Stream(x, residual, tokens)
+    x = record_attention(p, get_attention(layer), collectives, positions, x, attend, name, not leaves_reduce(layer))
+    stream = record_attention_reduce(p, layer, collectives, Stream(x, residual, stream.tokens))
     x, residual = p.compute(
         "mlp_norm", layer.post_attention_layernorm, *stream.values, overwrites=stream.values, outputs=2
     )
@@ -130,12 +120,29 @@ def record_layer(
     moe = collectives.decompose(mlp.experts, route and partial(route, mlp), takes_chunks=True) if is_moe else None
     if moe is None:  # two names, because ops of one name are assumed to cost the same
         x = p.compute("moe" if is_moe else "mlp", collectives.without_reduce(mlp), x)
-    elif tokens is None:
+    elif stream.tokens is None:
         x = record_experts(p, moe, collectives, x)
     else:
-        x = record_dispatch(p, moe, collectives, x, tokens)
+        x = record_dispatch(p, moe, collectives, x, stream.tokens)
     if moe is None or not moe.is_sequence_parallel:
         x = record_reduce(p, "mlp_reduce", collectives, x)
+    return Stream(x, residual, stream.tokens)
+
+
+def record_attention_reduce(p: ProgramBuilder, layer: Any, collectives: Collectives, stream: Stream) -> Stream:
+    """Declare the reduce of attention's results [tokens, hidden], with a residual that may be a chunk.
+
+    Where vLLM's own layer is sequence parallel (arXiv:2205.05198), they are reduced to a chunk for each tensor parallel
+    rank, which stays one until the next attention.
+    """
+    assert stream.residual is not None, "a norm came before"
+    if not leaves_reduce(layer):
+        x = record_reduce(p, "attn_reduce", collectives, stream.x)
+        return Stream(x, record_gather(p, "residual_gather", collectives, stream.residual, stream.tokens))
+    x, tokens = p.comm("attn_scatter", collectives.reduce_scatter, stream.x, outputs=2)
+    residual = stream.residual
+    if stream.tokens is None:
+        residual, _ = p.compute("residual_chunk", collectives.take_chunk, residual, outputs=2, overwrites=(residual,))
     return Stream(x, residual, tokens)
 
 
@@ -181,82 +188,6 @@ def record_latent_attention(
     x = p.compute("attention", latent.attend, queries, keys, rotary, ordered=True)
     out: Value = p.compute("attn_out", without_reduce(latent.project_out), x)
     return out
-
-
-def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Value) -> Value:
-    """Declare the all-reduce of a module that runs without it, if results have to be reduced."""
-    reduced: Value = p.comm(name, collectives.all_reduce, x, overwrites=(x,)) if collectives.reduces else x
-    return reduced
-
-
-def record_gather(p: ProgramBuilder, name: str, collectives: Collectives, x: Value, tokens: Value | None) -> Value:
-    """Declare the all-gather of chunks [chunk, hidden] -> [tokens, hidden], if *x* is one: *tokens* is not None."""
-    gathered: Value = x if tokens is None else p.comm(name, collectives.all_gather, x, tokens)
-    return gathered
-
-
-def record_experts(p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, x: Value) -> Value:
-    """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
-
-    Sequence parallel, each tensor parallel rank dispatches a chunk of the tokens, and an all-gather completes them.
-    """
-    if not moe.is_sequence_parallel:
-        return record_dispatch(p, moe, collectives, x)
-    chunk, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2)
-    return record_gather(p, "gather", collectives, record_dispatch(p, moe, collectives, chunk, tokens, x), tokens)
-
-
-def record_dispatch(
-    p: ProgramBuilder,
-    moe: ExpertParallel,
-    collectives: Collectives,
-    x: Value,
-    tokens: Value | None = None,
-    gathered: Value | None = None,
-) -> Value:
-    """Declare experts and what their tokens pass on the way, [tokens, hidden] or [chunk, hidden] -> like *x*.
-
-    A dispatch that needs sizes blocks the host. Then the shared experts come before it, so that the device has work
-    meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
-    depend on the tokens only, so they are concurrent with the gate and the experts, too. Where kernels allow it, gate,
-    experts and merge are movable: they may run there while the other micro-batch attends.
-
-    *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
-    of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks.
-    """
-    declare = p.movable if moe.is_movable else p.compute
-    routing = declare("gate", moe.gate, x, *(() if tokens is None else (tokens,)))
-    shared: list[Value] = []
-    if moe.exchanges_sizes:
-        routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
-        shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
-    received, handle = p.comm(
-        "dispatch", moe.dispatch, x, routing, outputs=2, communicator="experts", host_sync=moe.exchanges_sizes
-    )
-    if not moe.exchanges_sizes:
-        shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
-    if moe.reduces_shared_experts:
-        shared = [p.comm("shared_scatter", collectives.reduce_scatter, result, outputs=2)[0] for result in shared]
-    routed = declare("experts", moe.experts, received)
-    routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
-    merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
-    return merged
-
-
-def record_shared_experts(
-    p: ProgramBuilder,
-    moe: ExpertParallel,
-    collectives: Collectives,
-    x: Value,
-    tokens: Value | None,
-    gathered: Value | None,
-) -> list[Value]:
-    """Declare the shared experts, if there are any."""
-    if not moe.has_shared_experts:
-        return []
-    if moe.reduces_shared_experts:
-        x = record_gather(p, "shared_gather", collectives, x, tokens) if gathered is None else gathered
-    return [p.side("shared_experts", moe.shared_experts, x)]
 
 
 def get_layers(decoder: Any) -> dict[int, Any]:

@@ -11,7 +11,7 @@ from functools import partial
 from operator import add
 from typing import Any
 
-from dbo_models.layers import record_reduce
+from dbo_models.collectives import record_reduce
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from dbo_models.layers import record_experts
+from dbo_models.experts import record_experts
 from dbo_runtime.adapter import Collectives, ExpertParallel
 from dbo_runtime.decline import Decline
 from dbo_runtime.dispatch import DispatchedTokens, Dispatcher, Routing

@@ -38,6 +38,8 @@ CORE = [
     "dbo_runtime.vllm_plugin.api.kv_connectors",
     *(f"dbo_runtime.vllm_plugin.platforms.{name}" for name in ("registry", "cpu", "cuda", "npu")),
     "dbo_models.toy",
+    "dbo_models.collectives",
+    "dbo_models.experts",
     "dbo_models.layers",
     "dbo_models.deepseek",
     "dbo_models.dense",

@@ -50,8 +50,8 @@ def slice_context(
     """
     part = copy_unsplit(context)
     part.attn_metadata = metadata
-    if sizes:
-        counts = torch.tensor(sizes, dtype=torch.int32)
+    if context.dp_metadata is not None:  # with sequence-parallel MoE, vllm-ascend has it for a single rank as well
+        counts = torch.tensor(sizes or (piece.size,), dtype=torch.int32)
         part.dp_metadata = replace(context.dp_metadata, num_tokens_across_dp_cpu=counts, local_sizes=None)
     part.slot_mapping = {layer: slots[piece.tokens] for layer, slots in context.slot_mapping.items()}
     padding = get_padding(context)

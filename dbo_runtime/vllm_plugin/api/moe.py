@@ -50,6 +50,11 @@ class MoeLayer:
         return bool(self._runner.moe_config.dp_size > 1)
 
     @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether vLLM's own layer takes a chunk of the tokens on each tensor parallel rank."""
+        return bool(self._runner.moe_config.is_sequence_parallel)
+
+    @property
     def has_shared_experts(self) -> bool:
         """Whether some experts run for every token."""
         return self._runner.shared_experts is not None
@@ -57,7 +62,7 @@ class MoeLayer:
     @property
     def has_replicated_shared_experts(self) -> bool:
         """Whether each tensor parallel rank has all of the shared experts; otherwise it has a part."""
-        return bool(self._runner.moe_config.is_sequence_parallel)  # vLLM makes them so for chunks of tokens
+        return self.is_sequence_parallel  # vLLM makes them so for chunks of tokens
 
     @property
     def expert_map(self) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dbo_runtime.decline import Decline, DeclineError
-from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher, gather_rows, list_chunks, reduce_rows
+from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher, count_chunk, gather_rows, pad_chunks, reduce_rows
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
 from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
@@ -106,7 +106,10 @@ class ModelCollectives:
         layer.get_logits = get_logits
         if layer.has_replicated_shared_experts and self._expert_parallel is None:
             raise DeclineError("data parallel shared experts need DBO_DISPATCH=all_to_all")
-        if not layer.needs_dispatch and self._expert_parallel is None:
+        has_chunks = self._expert_parallel is not None and (
+            self._dispatch == "all_to_all" or layer.is_sequence_parallel
+        )
+        if not layer.needs_dispatch and not has_chunks:
             return None
         decline = layer.check()
         if decline is not None:
@@ -170,17 +173,18 @@ class ModelCollectives:
     def take_chunk(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return this rank's chunk of *x* [tokens, hidden] -> ([chunk, hidden], the number of tokens)."""
         group = self._tensor_parallel
-        return x.tensor_split(group.world_size)[group.rank_in_group], x.shape[0]
+        return pad_chunks(x, group.world_size).tensor_split(group.world_size)[group.rank_in_group], x.shape[0]
 
     def reduce_scatter(self, partial: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Sum *partial* [tokens, hidden] over the ranks -> as `take_chunk`, of the sum."""
-        tokens = partial.shape[0]
-        chunks = list_chunks(tokens, self._tensor_parallel.world_size)
-        return reduce_rows(partial, chunks, self._get_process_group()), tokens
+        tokens, ranks = partial.shape[0], self._tensor_parallel.world_size
+        chunks = [count_chunk(tokens, ranks)] * ranks
+        return reduce_rows(pad_chunks(partial, ranks), chunks, self._get_process_group()), tokens
 
     def all_gather(self, chunk: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the tokens of all chunks [tokens, hidden]."""
-        return gather_rows(chunk, list_chunks(tokens, self._tensor_parallel.world_size), self._get_process_group())
+        chunks = [chunk.shape[0]] * self._tensor_parallel.world_size
+        return gather_rows(chunk, chunks, self._get_process_group())[:tokens]
 
     def _get_dispatcher(self) -> Dispatcher:
         assert self._dispatcher is not None, "connect() comes before the first step"

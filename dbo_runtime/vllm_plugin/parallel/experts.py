@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, QuantizedTokens, Routing, list_chunks
+from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Routing, count_chunk
 from dbo_runtime.vllm_plugin.api.forward_context import get_rank_sizes
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 
@@ -60,19 +60,8 @@ class SplitExperts:
 
     def _route(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
         """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""
-        if not x.shape[0]:
-            return self._route_nothing(x, sizes)
         weights, ids = self._layer.choose_experts(x)
         return self._get_dispatcher().choose_ranks(Routing(weights, ids, sizes, quantized=self._layer.quantize(x)))
-
-    def _route_nothing(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
-        """Return the routing of no token: routers of vLLM cannot make it, so it is cut off that of one."""
-        one = x.new_zeros(1, *x.shape[1:])
-        weights, ids = self._layer.choose_experts(one)
-        quantized = self._layer.quantize(one)
-        if quantized is not None:
-            quantized = QuantizedTokens(quantized.x[:0], quantized.scales[:0])
-        return self._get_dispatcher().choose_ranks(Routing(weights[:0], ids[:0], sizes, quantized=quantized))
 
 
 class SequenceParallelExperts(SplitExperts):
@@ -95,9 +84,5 @@ class SequenceParallelExperts(SplitExperts):
     def gate(self, x: torch.Tensor, tokens: int | None = None) -> Routing:
         """Choose experts for a chunk *x* [chunk, hidden] of *tokens* tokens."""
         assert tokens is not None, "it has a chunk"
-        sizes = [chunk for each in get_rank_sizes(tokens) for chunk in list_chunks(each, self._ranks)]
+        sizes = [count_chunk(each, self._ranks) for each in get_rank_sizes(tokens) for _ in range(self._ranks)]
         return self._route(x, tuple(sizes))
-
-    def shared_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the shared experts on *x* [tokens, hidden], or on the chunk of it if this rank has all of them."""
-        return super().shared_experts(x) if x.shape[0] else x

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dbo_models.layers import record_experts
+from dbo_models.experts import record_experts
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.events import EventTable

@@ -344,6 +344,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
     "experts in shards, unsplit steps compiled": (2, {}, {"enable_expert_parallel": False, "enforce_eager": False}),
     "three ranks, uneven experts": (3, {"DBO_DISPATCH": "all_to_all"}, {}),
     "chunks of tensor parallel ranks": (1, {"DBO_DISPATCH": "all_to_all"}, {"tensor_parallel_size": 2}),
+    "sequence-parallel MoE": (2, {}, {"tensor_parallel_size": 2}),
+    "sequence-parallel MoE by all-to-all": (2, {"DBO_DISPATCH": "all_to_all"}, {"tensor_parallel_size": 2}),
 }
 
 

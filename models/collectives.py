@@ -1,0 +1,18 @@
+"""The collectives of tensor parallel ranks, as ops of the comm lane."""
+
+from __future__ import annotations
+
+from dbo_runtime.adapter import Collectives
+from dbo_runtime.program import ProgramBuilder, Value
+
+
+def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Value) -> Value:
+    """Declare the all-reduce of a module that runs without it, if results have to be reduced."""
+    reduced: Value = p.comm(name, collectives.all_reduce, x, overwrites=(x,)) if collectives.reduces else x
+    return reduced
+
+
+def record_gather(p: ProgramBuilder, name: str, collectives: Collectives, x: Value, tokens: Value | None) -> Value:
+    """Declare the all-gather of chunks [chunk, hidden] -> [tokens, hidden], if *x* is one: *tokens* is not None."""
+    gathered: Value = x if tokens is None else p.comm(name, collectives.all_gather, x, tokens)
+    return gathered

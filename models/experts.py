@@ -1,0 +1,73 @@
+"""A mixture of experts whose tokens are dispatched to other ranks, in parts."""
+
+from __future__ import annotations
+
+from dbo_models.collectives import record_gather
+from dbo_runtime.adapter import Collectives, ExpertParallel
+from dbo_runtime.program import ProgramBuilder, Value
+
+
+def record_experts(p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, x: Value) -> Value:
+    """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
+
+    Sequence parallel, each tensor parallel rank dispatches a chunk of the tokens, and an all-gather completes them.
+    """
+    if not moe.is_sequence_parallel:
+        return record_dispatch(p, moe, collectives, x)
+    chunk, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2)
+    merged = record_dispatch(p, moe, collectives, chunk, tokens, x)
+    gathered: Value = record_gather(p, "gather", collectives, merged, tokens)
+    return gathered
+
+
+def record_dispatch(
+    p: ProgramBuilder,
+    moe: ExpertParallel,
+    collectives: Collectives,
+    x: Value,
+    tokens: Value | None = None,
+    gathered: Value | None = None,
+) -> Value:
+    """Declare experts and what their tokens pass on the way, [tokens, hidden] or [chunk, hidden] -> like *x*.
+
+    A dispatch that needs sizes blocks the host. Then the shared experts come before it, so that the device has work
+    meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
+    depend on the tokens only, so they are concurrent with the gate and the experts, too. Where kernels allow it, gate,
+    experts and merge are movable: they may run there while the other micro-batch attends.
+
+    *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
+    of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks.
+    """
+    declare = p.movable if moe.is_movable else p.compute
+    routing = declare("gate", moe.gate, x, *(() if tokens is None else (tokens,)))
+    shared: list[Value] = []
+    if moe.exchanges_sizes:
+        routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
+        shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
+    received, handle = p.comm(
+        "dispatch", moe.dispatch, x, routing, outputs=2, communicator="experts", host_sync=moe.exchanges_sizes
+    )
+    if not moe.exchanges_sizes:
+        shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
+    if moe.reduces_shared_experts:
+        shared = [p.comm("shared_scatter", collectives.reduce_scatter, result, outputs=2)[0] for result in shared]
+    routed = declare("experts", moe.experts, received)
+    routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
+    merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
+    return merged
+
+
+def record_shared_experts(
+    p: ProgramBuilder,
+    moe: ExpertParallel,
+    collectives: Collectives,
+    x: Value,
+    tokens: Value | None,
+    gathered: Value | None,
+) -> list[Value]:
+    """Declare the shared experts, if there are any."""
+    if not moe.has_shared_experts:
+        return []
+    if moe.reduces_shared_experts:
+        x = record_gather(p, "shared_gather", collectives, x, tokens) if gathered is None else gathered
+    return [p.side("shared_experts", moe.shared_experts, x)]
