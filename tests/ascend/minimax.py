@@ -67,7 +67,11 @@ VISION = {
     "num_channels": 3,
     "patch_size": 14,
     "layer_norm_eps": 1e-5,
-    "img_token_compression_config": {"image_token_compression_method": "patch_merge", "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "img_token_compression_config": {
+        "image_token_compression_method": "patch_merge",
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
 }
 CONFIG = {
     "model_type": "minimax_m3_vl",

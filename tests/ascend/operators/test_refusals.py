@@ -78,7 +78,6 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "activation of bytes": lambda x: activate_int4_with(x, [x.to(torch.int8)]),
     "activation of four bits, limited": lambda x: activate_int4_with(x, swiglu_limit=7.0),
     "activation of four bits, not corrected": lambda x: activate_int4_with(x, weight_assist_matrix=None),
-    "activation of a product, limited": lambda x: activate_product_with(x, swiglu_mode=1, clamp_limit=7.0),
     "activation of a product, by group": lambda x: activate_product_with(x, group_index=x[0, 0].long()),
     "activation of a product, by one scale": lambda x: activate_product_with(x, quant_mode=0),
     "choice of keys, another layout": lambda x: choose_with(x, layout_query="BSND"),
