@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.vllm_plugin.families import LAYERS, TINY, VOCABULARY
+from tests.ascend.test_speculative import leave_backend
+from tests.vllm_plugin.drafters import draft_by_head_of
+from tests.vllm_plugin.families import LAYERS, MINIMAX_M3, TINY, VOCABULARY
 
 HIDDEN, INNER, DENSE = 128, 64, 256
 HEADS, KEY_HEADS, SIZE = 4, 2, 128  # vllm-ascend's kernels know no other size
@@ -75,7 +77,7 @@ VISION = {
 }
 CONFIG = {
     "model_type": "minimax_m3_vl",
-    "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+    "architectures": [MINIMAX_M3],
     "text_config": TEXT,
     "vision_config": VISION,
     "projector_hidden_size": 64,
@@ -84,16 +86,27 @@ CONFIG = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-TEXT_ONLY = {"language_model_only": True}  # options of an engine: the encoder is left out
+TEXT_ONLY = {  # options of an engine: the encoder is left out
+    "language_model_only": True,
+    # vllm-ascend's module of the model leaves another in place of one of vLLM's, which its workers must have imported.
+    "distributed_executor_backend": "mp",
+}
 
 
-def make_minimax(directory: Path, seed: int = 0) -> Path:
-    """Write config and tokenizer, and weights of the language model alone; return *directory*."""
+def make_minimax(directory: Path, indexer_seed: int | None = None) -> Path:
+    """Write config and tokenizer, and weights of the language model alone; return *directory*.
+
+    Those of indexers are others with an *indexer_seed*.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for file in TINY.glob("tokenizer*"):
         shutil.copy(file, directory)
     (directory / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    weights = {f"language_model.{name}": weight for name, weight in make_weights(seed).items()}
+    weights = make_weights(0)
+    if indexer_seed is not None:
+        others = make_weights(indexer_seed)
+        weights |= {name: others[name] for name in weights if ".index_" in name}
+    weights = {f"language_model.{name}": weight for name, weight in weights.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -149,3 +162,14 @@ def list_layer(is_sparse: bool) -> dict[str, tuple[int, ...]]:
 def list_mlp(name: str, inner: int, gate: str, up: str, down: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an MLP's weights."""
     return {f"{name}.{gate}": (inner, HIDDEN), f"{name}.{up}": (inner, HIDDEN), f"{name}.{down}": (HIDDEN, inner)}
+
+
+def draft_by_eagle3(drafts: int, folder: Path) -> dict[str, Any]:
+    """Return options of an engine in which a random Eagle3 head drafts; *folder* is where it is made."""
+    target = folder / "target"
+    target.mkdir(parents=True)
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: TEXT[name] for name in (*names, "max_position_embeddings")}
+    config = {"model_type": "llama", "intermediate_size": DENSE, **sizes}
+    (target / "config.json").write_text(json.dumps(config))
+    return leave_backend(draft_by_head_of(drafts, folder, target))

@@ -29,7 +29,6 @@ KNOWN_ASCEND_MODELS = (
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
-    "MiniMaxM3SparseForCausalLM",
     "MiniMaxM3SparseForConditionalGeneration",
     "MistralForCausalLM",
     "MixtralForCausalLM",
