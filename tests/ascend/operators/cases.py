@@ -352,6 +352,16 @@ CASES = [
         lambda g: [draw(g, 3), draw(g, 2, 4), draw(g, 3), draw(g, 2, 4)],
         lambda *tensors: torch._foreach_add(tensors[:2], tensors[2:]),
     ),
+    Case(
+        "aten::div.Scalar_mode",
+        lambda g: [make_numbers(g, 999, 5)],
+        lambda x: torch.div(x, 7, rounding_mode="floor"),
+    ),
+    Case(
+        "aten::repeat_interleave.self_int",
+        lambda g: [make_numbers(g, 999, 5)],
+        lambda x: x.repeat_interleave(3),
+    ),
 ]
 WITHOUT_KERNELS = {"npu::npu_format_cast", "npu::_npu_fused_infer_attention_score_v2_get_max_workspace"}
 

@@ -98,6 +98,15 @@ def test_pairs_are_added(standin: StandIn, dtype: torch.dtype, alpha: float) -> 
         assert_near(each, one.float() + alpha * other.float())
 
 
+@pytest.mark.parametrize("x", [[5, -300, 128, 0], []])
+@covers("aten::div.Scalar_mode", "aten::repeat_interleave.self_int")
+def test_numbers_are_divided_and_repeated(standin: StandIn, x: list[int]) -> None:
+    there = torch.tensor(x, dtype=torch.int32).npu()
+    found = torch.div(there, 128, rounding_mode="floor")
+    assert (found.dtype, found.tolist()) == (torch.int32, [number // 128 for number in x])
+    assert there.repeat_interleave(2).tolist() == [number for number in x for _ in range(2)]
+
+
 @pytest.mark.parametrize("number", [2, 29])
 @covers("npu::npu_format_cast")
 def test_another_format_has_the_same_values(standin: StandIn, number: int) -> None:

@@ -76,6 +76,8 @@ OPERATORS = {
     },
     "aten": {
         "_foreach_add.List": others.add_lists,
+        "div.Scalar_mode": others.divide,
+        "repeat_interleave.self_int": others.repeat,
     },
     "vllm": {
         "triton_split_qkv_rmsnorm_mrope": vision.split_norm_rotate,

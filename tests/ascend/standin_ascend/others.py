@@ -188,3 +188,31 @@ def compute_sums(
     """Add pair by pair."""
     for x, y, z in zip(one, other, out, strict=True):
         z.copy_(x + alpha * y)
+
+
+def divide(x: torch.Tensor, other: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+    """`div` by a number, rounded down."""
+    if rounding_mode != "floor" or not isinstance(other, int):
+        raise NotImplementedError(f"div by {other}, rounding mode {rounding_mode}")
+    out = torch.empty_like(x)
+    launch("DivMods", compute_quotients, x, other, out)
+    return out
+
+
+def compute_quotients(x: torch.Tensor, other: int, out: torch.Tensor) -> None:
+    """Divide element by element."""
+    out.copy_(x // other)
+
+
+def repeat(x: torch.Tensor, repeats: int, dim: int | None = None, *, output_size: int | None = None) -> torch.Tensor:
+    """`repeat_interleave` of all elements, each so many times."""
+    if dim is not None:
+        raise NotImplementedError(f"repeat_interleave in dimension {dim}")
+    out = x.new_empty(x.numel() * repeats)
+    launch("RepeatInterleave", compute_repeats, x, out)
+    return out
+
+
+def compute_repeats(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy each element to its places."""
+    out.view(x.numel(), -1).copy_(x.reshape(-1, 1))
