@@ -353,7 +353,7 @@ CASES = [
         lambda *tensors: torch._foreach_add(tensors[:2], tensors[2:]),
     ),
     Case(
-        "aten::div.Scalar_mode",
+        "aten::div.Tensor_mode",
         lambda g: [make_numbers(g, 999, 5)],
         lambda x: torch.div(x, 7, rounding_mode="floor"),
     ),

@@ -99,7 +99,7 @@ def test_pairs_are_added(standin: StandIn, dtype: torch.dtype, alpha: float) -> 
 
 
 @pytest.mark.parametrize("x", [[5, -300, 128, 0], []])
-@covers("aten::div.Scalar_mode", "aten::repeat_interleave.self_int")
+@covers("aten::div.Tensor_mode", "aten::repeat_interleave.self_int")
 def test_numbers_are_divided_and_repeated(standin: StandIn, x: list[int]) -> None:
     there = torch.tensor(x, dtype=torch.int32).npu()
     found = torch.div(there, 128, rounding_mode="floor")

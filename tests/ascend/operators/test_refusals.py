@@ -107,7 +107,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "permute, less than all": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), num_out_tokens=3),
     "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
     "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),
-    "quotients, rounded to zero": lambda x: torch.div(x, 2, rounding_mode="trunc"),
+    "quotients, not rounded": lambda x: torch.ops.aten.div.Tensor_mode(x, x, rounding_mode=None),
     "repeats of rows": lambda x: x.repeat_interleave(2, 0),
     "format, of another type": lambda x: npu().npu_format_cast(x, 29, customize_dtype=1),
     "slots, circular": lambda x: get_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, IS_CIRCULAR=True),

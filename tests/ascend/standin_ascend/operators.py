@@ -76,7 +76,7 @@ OPERATORS = {
     },
     "aten": {
         "_foreach_add.List": others.add_lists,
-        "div.Scalar_mode": others.divide,
+        "div.Tensor_mode": others.divide,
         "repeat_interleave.self_int": others.repeat,
     },
     "vllm": {
