@@ -190,18 +190,17 @@ def compute_sums(
         z.copy_(x + alpha * y)
 
 
-def divide(x: torch.Tensor, other: torch.Tensor, *, rounding_mode: str | None = None) -> torch.Tensor:
-    """`div` with rounding; a number comes as a tensor of the host."""
+def divide(x: torch.Tensor, other: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+    """`div` by a tensor or a number, with rounding."""
     if rounding_mode is None:
         raise NotImplementedError("div.Tensor_mode without a rounding mode")
-    device = x.device if x.device.type == "npu" else other.device
-    shape = torch.broadcast_shapes(x.shape, other.shape)
-    out = torch.empty(shape, dtype=torch.result_type(x, other), device=device)
+    shape = torch.broadcast_shapes(x.shape, getattr(other, "shape", ()))
+    out = x.new_empty(shape, dtype=torch.result_type(x, other))
     launch("DivMod", compute_quotients, x, other, rounding_mode, out)
     return out
 
 
-def compute_quotients(x: torch.Tensor, other: torch.Tensor, rounding_mode: str, out: torch.Tensor) -> None:
+def compute_quotients(x: torch.Tensor, other: Any, rounding_mode: str, out: torch.Tensor) -> None:
     """Divide element by element."""
     out.copy_(torch.div(x, other, rounding_mode=rounding_mode))
 
