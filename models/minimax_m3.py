@@ -2,6 +2,8 @@
 
 The class is vllm-ascend's. Attention with its indexer is one op, which writes and reads two caches. Each layer ends in
 a dense MLP, or in experts with shared ones, and overlaps like that of other mixtures of experts.
+
+Proven inside vllm-ascend 0.30.0rc2 on a stand-in for CANN only (tests/ascend/test_minimax.py).
 """
 
 from __future__ import annotations
