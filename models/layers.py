@@ -115,18 +115,33 @@ def record_layer(
     x, residual = p.compute(
         "mlp_norm", layer.post_attention_layernorm, *stream.values, overwrites=stream.values, outputs=2
     )
-    mlp = get_mlp(layer)
+    x = record_mlp(p, get_mlp(layer), collectives, x, stream.tokens, route)
+    return Stream(x, residual, stream.tokens)
+
+
+def record_mlp(
+    p: ProgramBuilder, mlp: Any, collectives: Collectives, x: Value, tokens: Value | None, route: Route | None
+) -> Value:
+    """Declare a dense MLP or a mixture of experts, [tokens, hidden] or [chunk, hidden] -> like *x*.
+
+    The ranks have parts of a dense MLP's weights, so that of a chunk runs on all tokens.
+    """
     is_moe = hasattr(mlp, "experts")
     moe = collectives.decompose(mlp.experts, route and partial(route, mlp), takes_chunks=True) if is_moe else None
+    if moe is None and tokens is not None:
+        x = record_gather(p, "mlp_gather", collectives, x, tokens)
+        x = p.compute("mlp", partial(_run_without_collectives, mlp), x)
+        scattered: Value = p.comm("mlp_scatter", collectives.reduce_scatter, x, outputs=2)[0]
+        return scattered
     if moe is None:  # two names, because ops of one name are assumed to cost the same
         x = p.compute("moe" if is_moe else "mlp", collectives.without_reduce(mlp), x)
-    elif stream.tokens is None:
+    elif tokens is None:
         x = record_experts(p, moe, collectives, x)
     else:
-        x = record_dispatch(p, moe, collectives, x, stream.tokens)
+        x = record_dispatch(p, moe, collectives, x, tokens)
     if moe is None or not moe.is_sequence_parallel:
         x = record_reduce(p, "mlp_reduce", collectives, x)
-    return Stream(x, residual, stream.tokens)
+    return x
 
 
 def record_attention_reduce(p: ProgramBuilder, layer: Any, collectives: Collectives, stream: Stream) -> Stream:
@@ -212,9 +227,9 @@ def get_mlp(layer: Any) -> Any:
 def leaves_reduce(layer: Any) -> bool:
     """Return whether attention leaves its reduce to the layer: where vLLM's sequence-parallel MoE includes it.
 
-    The names are those of DeepSeek's and Qwen3-Next's layers.
+    The names are those of DeepSeek's, Qwen3-Next's and MiniMax-M3's layers.
     """
-    names = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe")
+    names = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "use_sequence_parallel")
     return any(getattr(layer, name, False) for name in names)
 
 
@@ -228,6 +243,11 @@ def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
 
 def _keep(module: Callable[..., Any]) -> Callable[..., Any]:
     return module
+
+
+def _run_without_collectives(mlp: Any, x: Any) -> Any:
+    gate_up, _ = mlp.gate_up_proj(x)
+    return mlp.down_proj(mlp.act_fn(gate_up))[0]
 
 
 def _add_residual(x: Any, residual: Any = 0) -> Any:

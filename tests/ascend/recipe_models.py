@@ -311,6 +311,13 @@ QWEN35_MOE = {
     },
     "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152, "out_hidden_size": 4096},
 }
+MINIMAX_M3: dict[str, Any] = {
+    "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+    "model_type": "minimax_m3_vl",
+    "text_config": {"hidden_size": 6144, "num_attention_heads": 64, "vocab_size": 200064},  # others are defaults
+    "vision_config": {},
+    "torch_dtype": "bfloat16",
+}
 # By the page, or by page and line where a page has several; one size of a family for all of its models. On other pages
 # models have no adapter, or none is named.
 MODELS: dict[str, dict[str, Any]] = {
@@ -345,5 +352,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "Kimi-K2.5": KIMI,
     "Kimi-K2.6": KIMI,
     "MiniMax-M2": MINIMAX,
+    "MiniMax-M3": MINIMAX_M3,
     "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
 }

@@ -143,6 +143,9 @@ LINEAR_ATTENTION = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeFor
 SPARSE_ATTENTION = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Those whose attention sees keys that an indexer chooses; vLLM has no kernels for it on CPU."""
 
+MINIMAX_M3 = "MiniMaxM3SparseForConditionalGeneration"
+"""Which vLLM has no class for on CPU; tests/ascend/minimax.py makes one."""
+
 
 def find_backend(architecture: str) -> str:
     """Return the attention backend that serves an architecture in fp32 on any CPU."""

@@ -30,6 +30,7 @@ KNOWN_ASCEND_MODELS = (
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",

@@ -9,6 +9,7 @@ import torch
 
 from tests.ascend.operators import byte_caches, mlapo
 from tests.ascend.operators.angles import make_angles
+from tests.ascend.operators.block_sparse import BLOCK_SEQUENCES, attend_to_blocks, rate_blocks, update_rows
 from tests.ascend.operators.checks import ABSENT, COUNTS, HALF, SIGMOID, SUM_OF_TWO, Tensors, draw, npu
 from tests.ascend.operators.decodes import decode, make_decode
 from tests.ascend.operators.sparse import SEQUENCES, attend_to_chosen, choose_keys, prepare
@@ -228,6 +229,40 @@ CASES = [
         is_described=False,
     ),
     Case(
+        "vllm::qkv_rmsnorm_rope",
+        lambda g: [draw(g, 3, 4 * 8), draw(g, 9, 4), make_distinct(g, 9, 3), draw(g, 8), draw(g, 8)],
+        lambda *tensors: torch.ops.vllm.qkv_rmsnorm_rope(*tensors, 2 * 8, 8, 8, 1e-6),
+        is_described=False,
+    ),
+    Case(
+        "npu::npu_clipped_swiglu",
+        lambda g: [draw(g, 5, 8)],
+        lambda x: npu().npu_clipped_swiglu(x, interleaved=False),
+    ),
+    Case(
+        "_C_ascend::npu_msa_index_score",
+        lambda g: [draw(g, 5, 2, 8), draw(g, 4, 4, 1, 8), *BLOCK_SEQUENCES],
+        rate_blocks,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_sparse_attention_score",
+        lambda g: [
+            draw(g, 5, 4, 8),
+            *(draw(g, 4, 4, 2, 8) for _ in range(2)),
+            make_numbers(g, 3, 2, 5, 1),
+            *BLOCK_SEQUENCES,
+        ],
+        attend_to_blocks,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_scatter_nd_update_sk",
+        lambda g: [torch.full((8, 6), ABSENT, dtype=HALF), make_distinct(g, 8, 3).view(-1, 1), draw(g, 3, 6)],
+        update_rows,
+        is_described=False,
+    ),
+    Case(
         "npu::npu_chunk_gated_delta_rule",
         lambda g: [
             *(draw(g, 5, 2, 128) for _ in range(3)),
@@ -350,6 +385,16 @@ CASES = [
         "aten::_foreach_add.List",
         lambda g: [draw(g, 3), draw(g, 2, 4), draw(g, 3), draw(g, 2, 4)],
         lambda *tensors: torch._foreach_add(tensors[:2], tensors[2:]),
+    ),
+    Case(
+        "aten::div.Tensor_mode",
+        lambda g: [make_numbers(g, 999, 5)],
+        lambda x: torch.div(x, 7, rounding_mode="floor"),
+    ),
+    Case(
+        "aten::repeat_interleave.self_int",
+        lambda g: [make_numbers(g, 999, 5)],
+        lambda x: x.repeat_interleave(3),
     ),
 ]
 WITHOUT_KERNELS = {"npu::npu_format_cast", "npu::_npu_fused_infer_attention_score_v2_get_max_workspace"}

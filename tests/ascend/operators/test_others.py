@@ -75,6 +75,18 @@ def test_rows_are_normed_by_offsets_from_one(standin: StandIn, dtype: torch.dtyp
     assert_near(deviations[..., 0], torch.rsqrt(x.float().square().mean(-1) + 1e-3))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("npu::npu_clipped_swiglu")
+def test_halves_are_limited_and_gated(standin: StandIn, dtype: torch.dtype) -> None:
+    """As OpenAI's gpt-oss does, but by halves."""
+    x = 3 * draw(make_generator(0), 5, 16, dtype=dtype)
+    found = npu().npu_clipped_swiglu(x.npu(), alpha=1.7, limit=2.0, bias=0.5, interleaved=False)
+    gate, up = x.float().chunk(2, -1)
+    gate = torch.minimum(gate, torch.tensor(2.0))
+    assert found.dtype == dtype
+    assert_near(found, gate / (1 + torch.exp(-1.7 * gate)) * (up.clip(-2, 2) + 0.5))
+
+
 @pytest.mark.parametrize("alpha", [1, 2.5])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @covers("aten::_foreach_add.List")
@@ -84,6 +96,15 @@ def test_pairs_are_added(standin: StandIn, dtype: torch.dtype, alpha: float) -> 
     found = torch._foreach_add(put(*ones), put(*others), alpha=alpha)
     for one, other, each in zip(ones, others, found, strict=True):
         assert_near(each, one.float() + alpha * other.float())
+
+
+@pytest.mark.parametrize("x", [[5, -300, 128, 0], []])
+@covers("aten::div.Tensor_mode", "aten::repeat_interleave.self_int")
+def test_numbers_are_divided_and_repeated(standin: StandIn, x: list[int]) -> None:
+    there = torch.tensor(x, dtype=torch.int32).npu()
+    found = torch.div(there, 128, rounding_mode="floor")
+    assert (found.dtype, found.tolist()) == (torch.int32, [number // 128 for number in x])
+    assert there.repeat_interleave(2).tolist() == [number for number in x for _ in range(2)]
 
 
 @pytest.mark.parametrize("number", [2, 29])

@@ -228,6 +228,28 @@ def test_a_product_of_integers_is_scaled_and_activated(standin: StandIn, seed: i
     assert_quantized(found, scales, activate(x * by_column * by_row[:, None]))
 
 
+@pytest.mark.parametrize("limit", [0.0, 1.5])
+@covers("_C_ascend::npu_dequant_swiglu_quant")
+def test_factors_of_an_activation_are_limited_and_shifted(standin: StandIn, limit: float) -> None:
+    generator = make_generator(0)
+    x, by_column = torch.randint(-999, 999, (5, 16), generator=generator), draw_scales(generator, 16) / 200
+    by_row = draw_scales(generator, 5)
+    found, scales = torch.ops._C_ascend.npu_dequant_swiglu_quant(
+        x.int().npu(),
+        weight_scale=by_column.npu(),
+        activation_scale=by_row.npu(),
+        quant_mode=1,
+        swiglu_mode=1,
+        clamp_limit=limit,
+        glu_alpha=1.7,
+        glu_bias=1.0,
+    )
+    gate, up = (x * by_column * by_row[:, None]).chunk(2, -1)
+    if limit:
+        gate, up = torch.minimum(gate, torch.tensor(limit)), up.clip(-limit, limit)
+    assert_quantized(found, scales, gate / (1 + torch.exp(-1.7 * gate)) * (up + 1))
+
+
 @settings(max_examples=scale(40))
 @given(routing=make_routings())
 @covers("npu::npu_moe_init_routing_v2", "npu::npu_dynamic_quant")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ascend.operators import byte_caches, mlapo
+from tests.ascend.operators.block_sparse import attend_to_blocks, rate_blocks, update_rows
 from tests.ascend.operators.blocks import get_slots
 from tests.ascend.operators.cases import CASES, DECODE, TND
 from tests.ascend.operators.checks import (
@@ -77,7 +78,6 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "activation of bytes": lambda x: activate_int4_with(x, [x.to(torch.int8)]),
     "activation of four bits, limited": lambda x: activate_int4_with(x, swiglu_limit=7.0),
     "activation of four bits, not corrected": lambda x: activate_int4_with(x, weight_assist_matrix=None),
-    "activation of a product, limited": lambda x: activate_product_with(x, swiglu_mode=1, clamp_limit=7.0),
     "activation of a product, by group": lambda x: activate_product_with(x, group_index=x[0, 0].long()),
     "activation of a product, by one scale": lambda x: activate_product_with(x, quant_mode=0),
     "choice of keys, another layout": lambda x: choose_with(x, layout_query="BSND"),
@@ -89,6 +89,15 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "chosen keys, in a window": lambda x: attend_sparsely_with(x, pre_tokens=4),
     "chosen keys, no rotary parts": lambda x: attend_sparsely_with(x, query_rope=None),
     "rows, at places of two numbers": lambda x: npu().npu_scatter_nd_update_(x, x[0, :2, :2].int(), x[0, :2]),
+    "blocks, rated in another layout": lambda x: rate_with(layout_key="TND"),
+    "blocks, rated by bytes": lambda x: rate_with(scale=x),
+    "blocks, without their mask": lambda x: rate_with(sparse_mode=0),
+    "chosen blocks, of another size": lambda x: attend_to_blocks_with(block_size=8),
+    "chosen blocks, quantized": lambda x: attend_to_blocks_with(q_dequant_scale=x),
+    "rows, at places of three numbers": lambda x: update_rows(x, x[0, :3, :3].int(), x[0, :3]),
+    "split by rows, biases": lambda x: torch.ops.vllm.qkv_rmsnorm_rope(x, x, x, x, x, 8, 4, 4, 1e-6, x, x),
+    "clipped, in turns": lambda x: npu().npu_clipped_swiglu(x),
+    "clipped, by group": lambda x: npu().npu_clipped_swiglu(x, interleaved=False, group_index=x[0, 0].long()),
     "queries and keys, not quantized": lambda x: prepare_with(weight_quant_mode=0),
     "queries and keys, of another cache": lambda x: prepare_with(cache_mode="PA_NZ"),
     "queries and keys, quantized caches": lambda x: prepare_with(kv_cache_quant_mode=1),
@@ -106,6 +115,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "permute, less than all": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), num_out_tokens=3),
     "permute, padded": lambda x: npu().npu_moe_token_permute(x[0], x[0].int(), padded_mode=True),
     "unpermute, padded": lambda x: npu().npu_moe_token_unpermute(x[0], x[0, 0].int(), padded_mode=True),
+    "quotients, not rounded": lambda x: torch.ops.aten.div.Tensor_mode(x, x, rounding_mode=None),
+    "repeats of rows": lambda x: x.repeat_interleave(2, 0),
     "format, of another type": lambda x: npu().npu_format_cast(x, 29, customize_dtype=1),
     "slots, circular": lambda x: get_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, IS_CIRCULAR=True),
     "slots, of several ranks": lambda x: get_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, TOTAL_CP_WORLD_SIZE=2),
@@ -124,6 +135,14 @@ def choose_with(x: torch.Tensor, **changes: Any) -> None:
 def attend_sparsely_with(x: torch.Tensor, **changes: Any) -> None:
     caches, chosen = [x[:, :, None]] * 2, x[:, :1].int()
     attend_to_chosen(x, x, *caches, chosen, *(part.npu() for part in SEQUENCES), **changes)
+
+
+def rate_with(**changes: Any) -> None:
+    rate_blocks(*make_tensors_of("_C_ascend::npu_msa_index_score"), **changes)
+
+
+def attend_to_blocks_with(**changes: Any) -> None:
+    attend_to_blocks(*make_tensors_of("_C_ascend::npu_sparse_attention_score"), **changes)
 
 
 def prepare_with(**changes: Any) -> None:

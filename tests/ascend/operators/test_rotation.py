@@ -83,6 +83,33 @@ def test_queries_and_keys_rotate_by_rows_of_a_cache_as_in_llama(
         assert_near(out, expected)
 
 
+@pytest.mark.parametrize(("size", "rotated"), [(8, 8), (16, 8)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@covers("vllm::qkv_rmsnorm_rope", "npu::npu_mrope")
+def test_queries_and_keys_are_normed_and_rotated_by_rows_of_a_cache(
+    standin: StandIn, dtype: torch.dtype, size: int, rotated: int
+) -> None:
+    generator, tokens = make_generator(size), 5
+    qkv = draw(generator, tokens, (4 + 2 + 2) * size, dtype=dtype)
+    weights = [draw(generator, size, dtype=dtype) for _ in range(2)]
+    positions = torch.randperm(9, generator=generator)[:tokens]
+    angles = torch.rand(9, rotated // 2, generator=generator) * 6
+    cache = torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
+    *found, value = torch.ops.vllm.qkv_rmsnorm_rope(
+        *put(qkv, cache, positions, *weights), 4 * size, 2 * size, size, 1e-3
+    )
+    query, key, expected_value = qkv.split([4 * size, 2 * size, 2 * size], -1)
+    normed = [
+        F.rms_norm(part.unflatten(-1, (-1, size)).float(), (size,), weight.float(), 1e-3).flatten(1)
+        for part, weight in zip((query, key), weights, strict=True)
+    ]
+    expected = npu().npu_mrope(*put(positions, *normed, cache.float()), size, mrope_section=[0, 0, 0])
+    for each, out in zip(expected, found, strict=True):
+        assert out.dtype == dtype
+        assert_near(out, each.cpu())
+    assert_equal(value, expected_value)
+
+
 SECTIONS = {"apart": ((2, 1, 1), False), "in turns": ((2, 1, 1), True), "in turns, more": ((4, 2, 2), True)}
 
 

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from standin_ascend import linear_attention, state_copies, triton_kernels
+from standin_ascend import block_sparse, linear_attention, state_copies, triton_kernels
 from standin_ascend.slots import SlotMapping, SlotMappings
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
@@ -38,6 +38,12 @@ KERNELS = {
         "_apply_global_rmsnorm_kernel": triton_kernels.norm_and_rotate,
     },
     "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": triton_kernels.norm_by_length},
+}
+
+
+LATE_KERNELS = {  # of modules that are imported with a model
+    "_prepare_prefill_topk_scores_kernel": block_sparse.prefer_blocks,
+    "_mask_prefill_topk_indices_kernel": block_sparse.drop_unseen_blocks,
 }
 
 
@@ -98,7 +104,16 @@ def replace_kernels() -> None:
     from vllm_ascend.ops.triton import triton_utils
 
     triton.next_power_of_2 = next_power_of_2
+    triton.jit = compile_late
     triton_utils._NUM_VECTORCORE = 1
     for module, kernels in KERNELS.items():
         for name, compute in kernels.items():
             setattr(import_module(module), name, triton_kernels.TritonKernel(name, compute))
+
+
+def compile_late(function: Any = None, **options: Any) -> Any:
+    """Return a kernel of Python in the place of a late one of Triton, and others as they are: `triton.jit`."""
+    if function is None:
+        return compile_late
+    compute = LATE_KERNELS.get(function.__name__)
+    return function if compute is None else triton_kernels.TritonKernel(function.__name__, compute)

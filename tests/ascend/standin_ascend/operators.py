@@ -10,6 +10,7 @@ import torch
 
 from standin_ascend import (
     attention,
+    block_sparse,
     byte_caches,
     experts,
     linear_attention,
@@ -41,6 +42,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     sparse.ATTENTION_SCHEMA,
     *byte_caches.SCHEMAS,
     mlapo.SCHEMA,
+    *block_sparse.SCHEMAS,
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
 )
@@ -71,6 +73,7 @@ OPERATORS = {
         "npu_lightning_indexer": sparse.choose_keys,
         "npu_scatter_nd_update_": sparse.scatter,
         "npu_mla_prolog_v3": prolog.prepare,
+        "npu_clipped_swiglu": others.activate_clipped,
     },
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
@@ -85,12 +88,18 @@ OPERATORS = {
         "store_kv_block_metadata": byte_caches.find_runs,
         "store_kv_block": byte_caches.store_runs,
         "mla_preprocess": mlapo.prepare,
+        "npu_msa_index_score": block_sparse.rate_blocks,
+        "npu_sparse_attention_score": block_sparse.attend_to_blocks,
+        "npu_scatter_nd_update_sk": block_sparse.scatter_rows,
     },
     "aten": {
         "_foreach_add.List": others.add_lists,
+        "div.Tensor_mode": others.divide,
+        "repeat_interleave.self_int": others.repeat,
     },
     "vllm": {
         "triton_split_qkv_rmsnorm_mrope": vision.split_norm_rotate,
+        "qkv_rmsnorm_rope": others.split_norm_rotate,
     },
 }
 
@@ -102,11 +111,15 @@ def register() -> tuple[Any, ...]:
     opened = {name: torch.library.Library(name, kind) for name, kind in libraries.items()}
     for schema in SCHEMAS:
         opened["_C_ascend"].define(schema)
-    opened["vllm"].define(vision.SPLIT_SCHEMA)
+    for schema in (vision.SPLIT_SCHEMA, others.QKV_SCHEMA):
+        opened["vllm"].define(schema)
+    opened["_C_ascend"].define(block_sparse.AVAILABILITY_SCHEMA)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, operators in OPERATORS.items():
             for operator, function in operators.items():
                 opened[name].impl(operator, function, "PrivateUse1")
     opened["_C_ascend"].impl("npu_add_rms_norm_bias", others.shape_add_norm, "Meta")  # for torch.compile
+    name = "is_minimax_sparse_attention_split_kv_available"
+    opened["_C_ascend"].impl(name, block_sparse.is_split_kv_available, "CompositeExplicitAutograd")
     return tuple(opened.values())

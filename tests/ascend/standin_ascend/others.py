@@ -10,6 +10,12 @@ import torch
 from standin_ascend.kernels import launch, refuse
 from standin_ascend.vision import compute_rotation
 
+QKV_SCHEMA = (  # vllm-ascend declares it where there is Triton
+    "qkv_rmsnorm_rope(Tensor input, Tensor cos_sin_cache, Tensor positions, Tensor q_weight, Tensor k_weight,"
+    " int q_hidden_size, int kv_hidden_size, int head_dim, float eps, Tensor? q_bias=None, Tensor? k_bias=None)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
 
 def add_norm(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, epsilon: float = 1e-6
@@ -94,6 +100,75 @@ def compute_cached_rotation(
         compute_rotation(heads[..., : cache.shape[1]], cos, sin, rotated[..., : cache.shape[1]])
 
 
+def split_norm_rotate(
+    input: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    q_hidden_size: int,
+    kv_hidden_size: int,
+    head_dim: int,
+    eps: float,
+    q_bias: torch.Tensor | None = None,
+    k_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`qkv_rmsnorm_rope`: queries and keys of *input* [tokens, all], normed by head, then as `rotate_by_cache`; values.
+
+    A row of *cos_sin_cache* [positions, rotated] is as long as the part of a head that is rotated.
+    """
+    if q_bias is not None or k_bias is not None:
+        raise NotImplementedError("qkv_rmsnorm_rope with biases")
+    out = [input.new_empty(input.shape[0], size) for size in (q_hidden_size, kv_hidden_size, kv_hidden_size)]
+    settings = head_dim, eps
+    launch("QkvRmsnormRope", compute_split, input, positions, cos_sin_cache, [q_weight, k_weight], out, *settings)
+    return out[0], out[1], out[2]
+
+
+def compute_split(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
+    size: int,
+    eps: float,
+) -> None:
+    """Norm and rotate in float32."""
+    *parts, value = qkv.split([part.shape[1] for part in out], -1)
+    for part, weight, result in zip(parts, weights, out[:2], strict=True):
+        heads = part.float().unflatten(-1, (-1, size))
+        normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight.float()
+        compute_cached_rotation(positions, [normed.flatten(1)], cache, size, [result])
+    out[2].copy_(value)
+
+
+def activate_clipped(
+    x: torch.Tensor,
+    *,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+    **rest: Any,
+) -> torch.Tensor:
+    """`npu_clipped_swiglu`: *x* [..., 2 x inner], whose first half gates the second -> [..., inner]."""
+    if interleaved or dim not in (-1, x.dim() - 1):
+        raise NotImplementedError(f"npu_clipped_swiglu: dimension {dim}, interleaved {interleaved}")
+    refuse("npu_clipped_swiglu", rest)
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    launch("ClippedSwiglu", compute_clipped_activation, x, out, alpha, limit, bias)
+    return out
+
+
+def compute_clipped_activation(x: torch.Tensor, out: torch.Tensor, alpha: float, limit: float, bias: float) -> None:
+    """Limit both halves, and compute the exponential in float64, as in linear_attention.py."""
+    gate, up = x.double().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out.copy_(gate * torch.sigmoid(alpha * gate) * (up + bias))
+
+
 def cast_format(x: torch.Tensor, acl_format: int, **rest: Any) -> torch.Tensor:
     """`npu_format_cast`: memory of the host has no formats."""
     refuse("npu_format_cast", rest)
@@ -113,3 +188,32 @@ def compute_sums(
     """Add pair by pair."""
     for x, y, z in zip(one, other, out, strict=True):
         z.copy_(x + alpha * y)
+
+
+def divide(x: torch.Tensor, other: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+    """`div` by a tensor or a number, with rounding."""
+    if rounding_mode is None:
+        raise NotImplementedError("div.Tensor_mode without a rounding mode")
+    shape = torch.broadcast_shapes(x.shape, getattr(other, "shape", ()))
+    out = x.new_empty(shape, dtype=torch.result_type(x, other))
+    launch("DivMod", compute_quotients, x, other, rounding_mode, out)
+    return out
+
+
+def compute_quotients(x: torch.Tensor, other: Any, rounding_mode: str, out: torch.Tensor) -> None:
+    """Divide element by element."""
+    out.copy_(torch.div(x, other, rounding_mode=rounding_mode))
+
+
+def repeat(x: torch.Tensor, repeats: int, dim: int | None = None, *, output_size: int | None = None) -> torch.Tensor:
+    """`repeat_interleave` of all elements, each so many times."""
+    if dim is not None:
+        raise NotImplementedError(f"repeat_interleave in dimension {dim}")
+    out = x.new_empty(x.numel() * repeats)
+    launch("RepeatInterleave", compute_repeats, x, out)
+    return out
+
+
+def compute_repeats(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy each element to its places."""
+    out.view(x.numel(), -1).copy_(x.reshape(-1, 1))

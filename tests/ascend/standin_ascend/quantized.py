@@ -262,15 +262,15 @@ def activate_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`npu_dequant_swiglu_quant`: SwiGLU of a product in int32 [tokens, 2 x inner], quantized by row.
 
-    Mode 1 limits and shifts its factors; without a limit and a shift it is the same.
+    Mode 1 limits both factors, if there is a limit, sharpens the first by *glu_alpha* and shifts the second.
     """
     others = bias, quant_scale, quant_offset, group_index
-    plain = swiglu_mode == 0 or (clamp_limit, glu_alpha, glu_bias) == (0.0, 1.0, 0.0)
-    if any(each is not None for each in others) or not (activate_left and quant_mode == 1 and plain):
+    if any(each is not None for each in others) or not (activate_left and quant_mode == 1):
         raise NotImplementedError(f"npu_dequant_swiglu_quant: modes {quant_mode} and {swiglu_mode}, biases or groups")
+    options = (clamp_limit or torch.inf, glu_alpha, glu_bias) if swiglu_mode == 1 else (torch.inf, 1.0, 0.0)
     out = x.new_empty(x.shape[0], x.shape[1] // 2, dtype=torch.int8)
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
-    launch("DequantSwigluQuant", compute_product_activation, x, weight_scale, activation_scale, out, scales)
+    launch("DequantSwigluQuant", compute_product_activation, x, weight_scale, activation_scale, out, scales, *options)
     return out, scales
 
 
@@ -280,10 +280,14 @@ def compute_product_activation(
     token_scales: torch.Tensor,
     out: torch.Tensor,
     out_scales: torch.Tensor,
+    limit: float,
+    alpha: float,
+    shift: float,
 ) -> None:
-    """Scale, activate and quantize in float32."""
+    """Scale, activate and quantize in float32; the exponential in float64, as in linear_attention.py."""
     gate, up = (x.float() * scales.float() * token_scales.float()[:, None]).chunk(2, -1)
-    compute_quantization(F.silu(gate) * up, out, out_scales)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    compute_quantization(gate * torch.sigmoid(alpha * gate.double()).float() * (up + shift), out, out_scales)
 
 
 def find_type(number: Any) -> torch.dtype:

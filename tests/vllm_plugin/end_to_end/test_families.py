@@ -13,7 +13,14 @@ from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, r
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import FAMILIES, LINEAR_ATTENTION, SPARSE_ATTENTION, find_backend, make_family
+from tests.vllm_plugin.families import (
+    FAMILIES,
+    LINEAR_ATTENTION,
+    MINIMAX_M3,
+    SPARSE_ATTENTION,
+    find_backend,
+    make_family,
+)
 from tests.vllm_plugin.multimodal_families import INTERNVL, make_internvl
 from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 
@@ -109,7 +116,7 @@ def test_the_language_model_of_internvl_answers_split_as_unsplit(
 
 def test_every_architecture_that_we_register_is_among_them() -> None:
     ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
-    others = {*LINEAR_ATTENTION, QWEN35, QWEN35_MOE, *SPARSE_ATTENTION}  # each in a file of its own
+    others = {*LINEAR_ATTENTION, QWEN35, QWEN35_MOE, *SPARSE_ATTENTION, MINIMAX_M3}  # each in a file of its own
     multimodal = {INTERNVL, KIMI, QWEN25, QWEN3, QWEN3_MOE}  # three of them in test_qwen_vl.py
     assert ours == {*OURS, *multimodal, *others}
 
