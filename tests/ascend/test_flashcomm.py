@@ -5,12 +5,16 @@ It is vLLM's sequence-parallel MoE, also without data parallel: `parallel_config
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
+from tests.ascend.conftest import FOUR, OPTIONS, PIPELINE, TINY, start
+from tests.ascend.jobs import answer, make_prompts
+from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
@@ -19,18 +23,33 @@ from tests.ascend.test_equivalence import (
     assert_prefills_are_equal,
 )
 from tests.ascend.test_families import OPTIONS_OF, make_model
+from tests.ascend.test_sparse_attention import GLM, SHARING, V32
+from tests.ascend.test_speculative import answer_with_drafts, leave_backend
+from tests.vllm_plugin.drafters import draft_by_eagle3, draft_by_mtp
+from tests.vllm_plugin.engine import Answer, Engine, find_difference
+from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.ranks import Ranks
 
 FLASHCOMM: dict[str, Any] = {"additional_config": {**OPTIONS["additional_config"], "enable_flashcomm1": True}}
 REPLICATED = {"additional_config": {**FLASHCOMM["additional_config"], "enable_shared_expert_dp": True}}
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-V32, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
 
 
-def assert_steps_are_equal(npus: Any) -> None:
+def assert_steps_are_equal(npus: Ranks) -> None:
     """Compare prefills of odd and of even sizes, a request cut inside, and decodes mixed with them."""
     assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
     assert_chunks_are_equal(npus, 400, 83)
     assert_mixed_steps_are_equal(npus)
+
+
+def assert_padded_prefills_are_equal(npus: Ranks) -> None:
+    """Compare prefills of a number of tokens that vllm-ascend pads, in attention but MLA by a request of its own."""
+    prompts = [make_prompts(5, 40, 64)]
+    ((unsplit, _),) = npus.run(answer, prompts)
+    for cut in (5, 45):
+        ((split, counts),) = npus.run(answer, prompts, 1, [cut])
+        assert counts == [{"split": 1, "declined": {}}] * 2
+        assert find_difference(unsplit, split) == 0.0
 
 
 @pytest.mark.slow
@@ -45,6 +64,7 @@ def test_split_steps_are_equal_to_unsplit_ones(options: dict[str, Any]) -> None:
 def test_families(name: str, tmp_path: Path) -> None:
     for npus in start(1, make_model(name, tmp_path), **TWO, **FLASHCOMM, **OPTIONS_OF.get(name, {})):
         assert_steps_are_equal(npus)
+        assert_padded_prefills_are_equal(npus)
 
 
 @pytest.mark.slow
@@ -52,3 +72,51 @@ def test_families(name: str, tmp_path: Path) -> None:
 def test_data_parallel_ranks(options: dict[str, Any]) -> None:
     for npus in start(2, TINY, FOUR, **TWO, **options):
         assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [TINY.name, GLM])
+def test_quantized_weights(name: str, tmp_path: Path) -> None:
+    """W8A8; and experts in W4A8 in a model whose layers share chosen keys, as the tutorials have it."""
+    if name == GLM:
+        source, schemes = make_family(GLM, tmp_path / "source", **SHARING), (DYNAMIC, INT4)
+    else:
+        source, schemes = TINY, (STATIC, DYNAMIC)
+    model = quantize_model(source, tmp_path / "model", *schemes)
+    for npus in start(1, model, quantization="ascend", **TWO, **FLASHCOMM):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mtp", "eagle3", GLM])
+def test_drafts_are_accepted_as_unsplit(name: str, tmp_path: Path) -> None:
+    """The drafter's own layers are sequence parallel, too, and run unsplit."""
+    if name == GLM:
+        model, drafts = add_mtp_layer(make_family(GLM, tmp_path, **SHARING)), DRAFTS
+    else:
+        model, drafts = TINY, leave_backend(draft_by_mtp(2) if name == "mtp" else draft_by_eagle3(3))
+    for npus in start(1, model, **TWO, **{**drafts, **FLASHCOMM}):
+        ((unsplit, counts, none),) = npus.run(answer_with_drafts, False)
+        ((split, split_counts, steps),) = npus.run(answer_with_drafts, True)
+        assert (none, steps >= 8) == (0, True)
+        assert counts["drafted"] > counts["accepted"] > 0
+        assert split_counts == counts
+        assert find_difference(unsplit, split) == 0.0
+
+
+def answer_unsplit(engine: Engine, rank: int, prompts: Sequence[Sequence[Sequence[int]]]) -> list[Answer]:
+    return engine.generate(prompts[rank], 1)
+
+
+@pytest.mark.slow
+def test_in_a_pipeline_steps_run_unsplit_as_vllm_ascends_own_answers_are_wrong(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Its second stage takes a chunk of what the first one sends, but DeepSeek's stages send all tokens."""
+    prompts = [make_prompts(8, 40, 64)]
+    found = []
+    for options in ({}, FLASHCOMM):
+        for npus in start(1, TINY, FOUR, **TWO, **PIPELINE, **options):
+            found += npus.run(answer_unsplit, prompts)
+    assert "not supported yet: FlashComm (sequence-parallel MoE) in a pipeline" in "".join(capfd.readouterr())
+    assert find_difference(*found) > 0.5

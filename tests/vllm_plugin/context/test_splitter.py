@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
-from vllm.forward_context import BatchDescriptor, ForwardContext
+from vllm.forward_context import BatchDescriptor, DPMetadata, ForwardContext
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -525,6 +525,15 @@ def test_a_context_has_what_a_micro_batch_needs_to_run() -> None:
         assert torch.equal(part.is_padding, mask[first:last])
         assert part.skip_compiled
         assert (part.ubatch_slices, part.batch_descriptor, part.moe_layer_index) == (None, None, 0)
+
+
+@pytest.mark.usefixtures("_traced")
+def test_sizes_of_a_single_rank_are_those_of_the_micro_batch() -> None:
+    """vllm-ascend's contexts have them with sequence-parallel MoE, also without data parallel."""
+    sizes = DPMetadata(torch.tensor([TOKENS], dtype=torch.int32))
+    parts = split(make_context(build(make_group()), dp_metadata=sizes), 6, 11)
+    assert [part.dp_metadata.num_tokens_across_dp_cpu.tolist() for part in parts] == [[6], [5], [TOKENS - 11]]
+    assert sizes.num_tokens_across_dp_cpu.tolist() == [TOKENS]
 
 
 @pytest.mark.usefixtures("_traced")

@@ -68,6 +68,21 @@ def test_tokens_of_each_moe_are_dispatched_to_experts_on_other_ranks(
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "Qwen3_5MoeForCausalLM"])
+def test_sequence_parallel_moe_answers_split_as_unsplit(name: str, tmp_path: Path, engines: Engines) -> None:
+    """Blocks that chunk tokens themselves, blocks that do not, and layers that pass on chunks; sizes are odd and even.
+
+    It takes two to three minutes a model on two cores.
+    """
+    options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "tensor_parallel_size": 2}
+    with engines.start_ranks(2, make_family(name, tmp_path), **options) as ranks:
+        assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
+        assert_split_is_close(ranks, [[101, 300], [60, 201]])
+        assert_split_is_close(ranks, [[2], [3]], 6, ARRIVALS)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_the_language_model_of_kimi_answers_split_as_unsplit(tmp_path: Path, engines: Engines) -> None:
     """Served without its encoder, which is not split."""
     options = {"enable_prefix_caching": False, "language_model_only": True}

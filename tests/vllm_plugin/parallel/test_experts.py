@@ -182,14 +182,18 @@ def test_only_a_lone_tensor_parallel_rank_under_data_parallel_has_nothing_to_red
     ]
 
 
+def make_layer(**parts: Any) -> SimpleNamespace:
+    layer = {
+        "self_attn": None,
+        "input_layernorm": lambda x, residual: (x, residual),
+        "post_attention_layernorm": lambda x, residual: (x, residual),
+        "mlp": lambda x: x,
+    }
+    return SimpleNamespace(**{**layer, **parts})
+
+
 def record(collectives: ModelCollectives, dp_size: int = 2) -> Program:
-    layer = SimpleNamespace(
-        self_attn=None,
-        input_layernorm=lambda x, residual: (x, residual),
-        post_attention_layernorm=lambda x, residual: (x, residual),
-        mlp=lambda x: x,
-    )
-    layers = [layer, SimpleNamespace(**{**vars(layer), "mlp": DeepseekV2MoE(experts=make_runner(dp_size=dp_size))})]
+    layers = [make_layer(), make_layer(mlp=DeepseekV2MoE(experts=make_runner(dp_size=dp_size)))]
     model = SimpleNamespace(model=SimpleNamespace(layers=layers, norm=None))
     return record_program(DeepseekAdapter(), model, collectives)
 
@@ -258,6 +262,54 @@ def test_tensor_parallel_ranks_that_dispatch_chunks_gather_instead_of_reducing(
     schedule = lower(programs, alternate(programs))
     groups = {reducing: ((0, 1), (2, 3)), "experts": ((0, 1, 2, 3),)}
     validate_ranks([RankPlan(schedule)] * 4, groups)
+
+
+class SharedInParts(MoeLayer):
+    """A layer whose shared experts each rank has a part of, as vllm-ascend's have by default."""
+
+    has_replicated_shared_experts = False
+
+
+PARTS: Any = SimpleNamespace(get_moe_layer=SharedInParts, exchanges_sizes_separately=False, copying_modules=())
+
+
+@pytest.mark.parametrize("platform", [CPU, PARTS])
+def test_layers_that_are_sequence_parallel_pass_on_chunks_until_the_next_attention(platform: Any) -> None:
+    """The dense first layer, and one after them, take and give all tokens."""
+    runner = make_runner(is_sequence_parallel=True)
+    experts = {"mlp": DeepseekV2MoE(experts=runner), "use_sequence_parallel_moe": True}
+    layers = [make_layer(), make_layer(**experts), make_layer(**experts), make_layer(), make_layer(**experts)]
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers, norm=None))
+    program = record_program(DeepseekAdapter(), model, ModelCollectives(platform, TWO, TWO, "all_gather", FOUR))
+    comm = {
+        index: [op.name for op in program.ops if op.layer == index and op.lane == "comm"]
+        for index in (*range(len(layers)), None)
+    }
+    shared = ["dispatch", "combine"] if platform is CPU else ["dispatch", "shared_gather", "shared_scatter", "combine"]
+    assert comm == {
+        0: ["attn_reduce", "mlp_reduce"],
+        1: ["attn_scatter", *shared],
+        2: ["attn_gather", "attn_scatter", *shared],
+        3: ["attn_gather", "attn_reduce", "residual_gather", "mlp_reduce"],
+        4: ["attn_scatter", *shared],
+        None: ["final_gather"],
+    }
+    schedule = lower([program] * 2, alternate([program] * 2))
+    (tokens,) = {op.communicator for op in program.ops if op.lane == "comm"} - {"experts"}
+    validate_ranks([RankPlan(schedule)] * 4, {tokens: ((0, 1), (2, 3)), "experts": ((0, 1, 2, 3),)})
+    steps = {step.label: number for number, step in enumerate(schedule.instructions)}
+    assert steps["L2.attn_gather/0"] < steps["L1.merge/1"], "it is issued before the other micro-batch computes"
+
+
+@pytest.mark.parametrize("data_parallel", [None, TWO])
+def test_a_layer_that_takes_all_tokens_is_left_so_where_tokens_stay_on_their_rank(data_parallel: Any) -> None:
+    """Not all models of vLLM have sequence-parallel layers; between data parallel ranks the dispatch is of chunks."""
+    collectives = ModelCollectives(CPU, TWO, data_parallel, "all_gather", FOUR)
+    for is_sequence_parallel in (False, True):
+        runner = make_runner(is_sequence_parallel=is_sequence_parallel, dp_size=2 if data_parallel else 1)
+        parts = collectives.decompose(runner, takes_chunks=True)
+        assert (parts is not None) == (is_sequence_parallel or data_parallel is not None)
+        assert parts is None or parts.is_sequence_parallel
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
