@@ -64,7 +64,7 @@ class ContextSplitter:
             return decline
         sources = []
         for metadata in {id(each): each for each in context.attn_metadata.values()}.values():  # layers share them
-            source = self._get_known_source(metadata)
+            source = _get_known_source(metadata)
             if isinstance(source, Decline):
                 return source
             decline = self._check_common(source, tokens)
@@ -120,7 +120,7 @@ class ContextSplitter:
         self, metadata: AttentionMetadata, slices: Sequence[BatchSlice]
     ) -> list[AttentionMetadata | None] | Decline:
         """Return the metadata of each slice; None for those of padding only."""
-        source = self._get_known_source(metadata)
+        source = _get_known_source(metadata)
         if isinstance(source, Decline):
             return source
         common = source.common
@@ -154,12 +154,6 @@ class ContextSplitter:
                     return arguments
                 built.append(builder.build(0, part, **arguments))
         return [*built, *[None] * (padded - len(slices))]
-
-    def _get_known_source(self, metadata: AttentionMetadata) -> MetadataSource | Decline:
-        source = get_source(metadata)
-        if source is None:
-            return Decline("attention metadata of unknown origin", type(metadata).__name__)
-        return replace(source, common=self.platform.remove_padding(source.common))
 
     def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:
         """Return the KV blocks of each request [requests, blocks] and their size, from the host if it has them."""
@@ -229,6 +223,11 @@ class ContextSplitter:
         except (AttributeError, TypeError) as error:
             return Decline("the attention backend's builder cannot be made again", f"{type(builder).__name__}: {error}")
         return own[:count]
+
+
+def _get_known_source(metadata: AttentionMetadata) -> MetadataSource | Decline:
+    source = get_source(metadata)
+    return Decline("attention metadata of unknown origin", type(metadata).__name__) if source is None else source
 
 
 def _without_padding(slices: Sequence[BatchSlice], common: CommonAttentionMetadata) -> list[BatchSlice]:

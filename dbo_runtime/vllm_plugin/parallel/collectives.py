@@ -227,7 +227,7 @@ class ModelCollectives:
             del self._tensor_parallel.all_reduce
         if copies and not held and not has_metadata():
             return result  # profiling: attention is skipped, and its result means nothing
-        is_reduced = _have_same_shape if copies else _share_memory
+        is_reduced = _has_rows_of if copies else _share_memory
         if len(held) != 1 or not is_reduced(result, held[0]):
             raise ProgramError(
                 f"{_name(module)} must end in one all-reduce to be run without it; it made {len(held)}"
@@ -256,8 +256,10 @@ def _list_parts(module: Callable[..., Any]) -> list[torch.nn.Module]:
     return [part for each in called if isinstance(each, torch.nn.Module) for part in each.modules()]
 
 
-def _have_same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _has_rows_of(copied: torch.Tensor, reduced: torch.Tensor) -> bool:
+    """Return whether *copied* may be a copy of *reduced*, to which sparse attention adds rows of padding."""
+    fits = copied.shape[1:] == reduced.shape[1:] and copied.shape[0] >= reduced.shape[0]
+    return fits and copied.dtype == reduced.dtype
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -134,12 +134,6 @@ class NpuPlatform(Platform):
 
         complete_context(part, piece, sizes)
 
-    def remove_padding(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return the common metadata of a step without a request that vllm-ascend has added for padding."""
-        from dbo_runtime.vllm_plugin.platforms.npu_metadata import remove_padding
-
-        return remove_padding(common)
-
     def complete_metadata(self, part: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the common metadata of a slice with the lengths and the state that vllm-ascend derives."""
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_metadata

@@ -78,13 +78,17 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
-    passes_chunks, architecture = parallel.use_sequence_parallel_moe, vllm_config.model_config.architecture
     drafts = vllm_config.speculative_config is not None
     features = (
-        # vllm-ascend's stages take a chunk of what the previous one sends, which is not in chunks.
-        (passes_chunks and parallel.pipeline_parallel_size > 1, "FlashComm (sequence-parallel MoE) in a pipeline"),
+        (
+            parallel.use_sequence_parallel_moe and parallel.pipeline_parallel_size > 1,
+            "FlashComm (sequence-parallel MoE) in a pipeline",
+        ),
         # vllm-ascend gives its layers a chunk of the images' features, to add to hidden states that are not in chunks.
-        (passes_chunks and architecture in DEEPSTACK_MODELS, "FlashComm (sequence-parallel MoE) with deepstack"),
+        (
+            parallel.use_sequence_parallel_moe and vllm_config.model_config.architecture in DEEPSTACK_MODELS,
+            "FlashComm (sequence-parallel MoE) with deepstack",
+        ),
         (uses_second_runner(vllm_config), "vLLM's second model runner with vllm-ascend"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),

@@ -39,17 +39,6 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
         part.moe_comm_type = type(part.moe_comm_type)[GATHERING]
 
 
-def remove_padding(common: AscendCommonAttentionMetadata) -> AscendCommonAttentionMetadata:
-    """Return the common metadata of a step without the request that is its padding.
-
-    With FlashComm, vllm-ascend pads steps to a multiple of the tensor parallel ranks; for all attention but MLA, the
-    padding is a last request. Data parallel padding is none, so it need not be one for operators.
-    """
-    tokens = common.num_actual_tokens
-    requests = int((common.query_start_loc_cpu[:-1] < tokens).sum())
-    return common if requests == common.num_reqs else common.unpadded(tokens, requests)
-
-
 def complete_metadata(part: AscendCommonAttentionMetadata, derived: Sequence[str]) -> AscendCommonAttentionMetadata:
     """Return the common metadata of a slice with *derived* fields where they are set, and its attention state.
 

@@ -169,10 +169,6 @@ class Platform:
     def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
         """Set what this platform keeps in the forward context of a slice; *sizes* are the tokens of all ranks."""
 
-    def remove_padding(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return the common metadata of a step without requests that are padding."""
-        return common
-
     def complete_metadata(self, part: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the common metadata of a slice with the fields that this platform derives from the others."""
         return part

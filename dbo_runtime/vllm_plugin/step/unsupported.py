@@ -48,6 +48,7 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
             model.is_hybrid and drafter is not None and not platform.drafts_from_states,
             "speculative decoding with linear attention",
         ),
+        (model.is_hybrid and parallel.use_sequence_parallel_moe, "sequence-parallel MoE with linear attention"),
         (model.is_attention_free, "a state-space model"),
         (model.is_encoder_decoder, "an encoder-decoder model"),
     )

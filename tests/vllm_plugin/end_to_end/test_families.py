@@ -68,9 +68,9 @@ def test_tokens_of_each_moe_are_dispatched_to_experts_on_other_ranks(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "Qwen3_5MoeForCausalLM"])
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"])
 def test_sequence_parallel_moe_answers_split_as_unsplit(name: str, tmp_path: Path, engines: Engines) -> None:
-    """Blocks that chunk tokens themselves, blocks that do not, and layers that pass on chunks; sizes are odd and even.
+    """Blocks that chunk tokens themselves, and blocks that do not; sizes are odd and even.
 
     It takes two to three minutes a model on two cores.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -80,6 +82,36 @@ def test_a_module_gives_this_ranks_part_of_the_sum() -> None:
     module = Linear(group)
     assert torch.equal(module(X), (X + 1) * 2)
     assert torch.equal(ModelCollectives(CPU, group).without_reduce(module)(X), X + 1)
+
+
+class CopiesIntoPadding(torch.nn.Module):
+    """Attention that reduces the tokens of its metadata and returns padding, too, as vllm-ascend's sparse one does."""
+
+    def __init__(self, group: FakeGroup, padding: int) -> None:
+        super().__init__()
+        self.group, self.padding = group, padding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(x.shape[0] + self.padding, x.shape[1])
+        out[: x.shape[0]] = self.group.all_reduce(x + 1)
+        return out
+
+
+def test_a_copy_of_what_is_reduced_may_have_padding_after_it() -> None:
+    group, platform = FakeGroup(), copy.copy(CPU)
+    platform.copying_modules = ("CopiesIntoPadding",)
+    collectives = ModelCollectives(platform, group)
+    with patch("dbo_runtime.vllm_plugin.parallel.collectives.has_metadata", lambda: True):
+        assert torch.equal(collectives.without_reduce(CopiesIntoPadding(group, 1))(X)[:2], X + 1)
+        with pytest.raises(ProgramError, match="returned something else"):
+            collectives.without_reduce(ReducesPadding(group, 1))(X)
+
+
+class ReducesPadding(CopiesIntoPadding):
+    """One that leaves out rows that it has reduced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[: x.shape[0] - self.padding]
 
 
 def test_the_group_reduces_again_afterwards() -> None:

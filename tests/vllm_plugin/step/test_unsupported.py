@@ -23,6 +23,7 @@ def make_config(**changes: Any) -> SimpleNamespace:
             pipeline_parallel_size=1,
             enable_elastic_ep=False,
             enable_eplb=False,
+            use_sequence_parallel_moe=False,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
@@ -66,6 +67,10 @@ FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"lora_config": LORA, "is_moe": True}, "LoRA with a mixture of experts"),
     ({"lora_config": LORA, "use_mla": True}, "LoRA with latent attention"),
     ({"is_hybrid": True, "architecture": "JambaForCausalLM"}, "this model's linear attention"),
+    (
+        {"is_hybrid": True, "architecture": "Qwen3_5MoeForCausalLM", "use_sequence_parallel_moe": True},
+        "sequence-parallel MoE with linear attention",
+    ),
     ({"is_attention_free": True}, "a state-space model"),
     ({"is_encoder_decoder": True}, "an encoder-decoder model"),
 ]
