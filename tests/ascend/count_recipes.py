@@ -3,7 +3,7 @@
     make count-recipes
 
 asks vLLM and vllm-ascend for their configuration of each command that prefills on more than one rank, over the stand-in
-for CANN, and writes the counts to docs/ascend.md. Nothing is served.
+for CANN. It writes the counts to docs/ascend.md and a line a command to docs/recipes.md. Nothing is served.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from dbo_runtime.doctor.probe_process import run_probe
+from dbo_runtime.doctor.serve_command import list_overlaps
 from tests.ascend.conftest import ENVIRONMENT
+from tests.ascend.proofs import list_proofs
 from tests.ascend.recipes import Recipe, make_command, read_recipes
 from tests.benchmarks.page import ROOT, make_table, tell_section
 from tests.standin_cann import cann
@@ -26,14 +29,26 @@ from tests.standin_cann.build import build
 DEVICES = "16"  # of a host
 NO_ADAPTER = "no adapter is registered"
 NOT_ACCEPTED = "vLLM does not accept it over the stand-in"
+NOTHING_TO_HIDE = "no communication to hide"
 WOULD_BE_SPLIT = "nothing: would be split"
+AT_ONCE = 2  # processes, of which each has one core's work for half a minute
+COMMAND = "make count-recipes"
 
 
 class Answer(NamedTuple):
-    """What prevents splitting a command: nothing, if it would be split."""
+    """What vllm-ascend makes of a command.
+
+    Attributes:
+        recipe: the command.
+        reasons: what prevents splitting it: nothing, if it would be split.
+        overlaps: which communication overlaps with computation, if it would be split.
+        proofs: the tests behind that.
+    """
 
     recipe: Recipe
     reasons: tuple[str, ...]
+    overlaps: tuple[str, ...] = ()
+    proofs: tuple[str, ...] = ()
 
 
 def ask(recipe: Recipe) -> Answer:
@@ -46,7 +61,11 @@ def ask(recipe: Recipe) -> Answer:
         facts = run_probe("serve", environment, *arguments, **variables)
     if "error" in facts:
         return Answer(recipe, (f"{NOT_ACCEPTED} ({facts['error']})",))
-    return Answer(recipe, tuple(facts["declines"]))
+    overlaps = list_overlaps(facts["parallel"])
+    reasons = facts["declines"] or ([] if overlaps else [NOTHING_TO_HIDE])
+    if reasons:
+        return Answer(recipe, tuple(reasons))
+    return Answer(recipe, (), tuple(overlaps), tuple(list_proofs(recipe, facts["architecture"], facts["parallel"])))
 
 
 def count(answers: Sequence[Answer]) -> list[list[object]]:
@@ -58,20 +77,46 @@ def count(answers: Sequence[Answer]) -> list[list[object]]:
     return [[reason, found, of_prefill[reason], alone[reason]] for reason, found in of_all.most_common()]
 
 
+def list_commands(answers: Iterable[Answer]) -> list[list[str]]:
+    """Return a row for each command: where it is, how it serves, and what is split or prevents that."""
+    return [[*describe(answer.recipe), _describe_outcome(answer)] for answer in answers]
+
+
+def describe(recipe: Recipe) -> tuple[str, str, str]:
+    """Return where a command is, over how many ranks it serves, and with which weights, drafter and options."""
+    sizes = {"TP": recipe.tensor_parallel, "DP": recipe.data_parallel, "PP": recipe.pipeline_parallel}
+    layout = " ".join(f"{name}{size or '$'}" for name, size in sizes.items() if size != "1")
+    kinds = (recipe.quantization and recipe.scheme, recipe.drafter, recipe.connectors, recipe.flags)
+    where = f"{recipe.page.removesuffix('.md')}:{recipe.line}"
+    return where, f"{layout} EP" if recipe.expert_parallel == "1" else layout, " ".join(filter(None, kinds))
+
+
 def main() -> None:
-    """Ask for each command, and write the page."""
+    """Ask for each command, and write the pages."""
     build()
     cann.load()  # for this process, where torch imports torch_npu
-    answers = []
-    for recipe in filter(lambda each: each.overlaps, read_recipes()):
-        answers.append(ask(recipe))
-        if recipe.config is not None:
-            sys.stderr.write(f"{recipe.page}:{recipe.line}: {'; '.join(answers[-1].reasons) or WOULD_BE_SPLIT}\n")
+    recipes = [recipe for recipe in read_recipes() if recipe.overlaps]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(_ask_aloud, recipes))
     table = make_table(["what prevents splitting", "commands", "of prefill nodes", "by itself"], count(answers))
     split = sum(not answer.reasons for answer in answers)
     prefill = sum(answer.recipe.kv_role == "kv_producer" for answer in answers)
     lines = [f"**{split} of {len(answers)}** commands would be split; {prefill} are prefill nodes.", "", *table]
-    tell_section(True, "recipes", "make count-recipes", lines, ROOT / "docs" / "ascend.md")
+    tell_section(True, "recipes", COMMAND, lines, ROOT / "docs" / "ascend.md")
+    header = ["command", "ranks", "serves", "what overlaps, and the tests behind it; or what prevents splitting"]
+    tell_section(True, "commands", COMMAND, make_table(header, list_commands(answers)), ROOT / "docs" / "recipes.md")
+
+
+def _ask_aloud(recipe: Recipe) -> Answer:
+    answer = ask(recipe)
+    sys.stderr.write(f"{recipe.page}:{recipe.line}: {'; '.join(answer.reasons) or WOULD_BE_SPLIT}\n")
+    return answer
+
+
+def _describe_outcome(answer: Answer) -> str:
+    if answer.reasons:
+        return "unsplit: " + "; ".join(map(_shorten, answer.reasons))
+    return f"{', '.join(answer.overlaps)}: {', '.join(f'`{proof}`' for proof in answer.proofs)}"
 
 
 def _shorten(reason: str) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count
+from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count, list_commands
+from tests.ascend.proofs import list_all, list_proofs
 from tests.ascend.recipes import MODELS, make_command, read_recipes
 
 RECIPES = read_recipes()
@@ -75,3 +76,26 @@ def test_commands_are_counted_by_reason() -> None:
     ]
     assert count(answers)[0] == ["a", 2, 2, 1]
     assert ["nothing: would be split", 1, 1, 1] in count(answers)
+
+
+def test_every_test_behind_a_command_exists() -> None:
+    for proof in list_all():
+        file, _, test = proof.partition("::")
+        assert f"def {test or 'test_'}" in (Path(__file__).parent / file).read_text(), proof
+
+
+def test_a_command_that_would_be_split_has_the_tests_of_all_that_it_serves_with() -> None:
+    recipe = next(each for each in RECIPES if each.page == "DeepSeek-V3.2.md" and each.data_parallel == "2")
+    sizes = {"tensor": 8, "pipeline": 1, "data": 2, "expert": 16}
+    proofs = list(list_proofs(recipe._replace(flags="fc1", connectors=""), "DeepseekV32ForCausalLM", sizes))
+    assert proofs[0] == "test_sparse_attention.py"
+    assert {"test_flashcomm.py", "test_sparse_attention.py::test_quantized_weights"} < set(proofs)
+    assert any("data_parallel" in proof for proof in proofs)
+    assert any("drafts" in proof for proof in proofs)
+
+
+def test_a_line_says_how_a_command_serves_and_what_becomes_of_it() -> None:
+    recipe = next(each for each in RECIPES if (each.page, each.line) == ("DeepSeek-R1.md", "130"))
+    split, unsplit = list_commands([Answer(recipe, (), ("all-reduces",), ("a.py",)), Answer(recipe, ("why (detail)",))])
+    assert split == ["DeepSeek-R1:130", "TP4 DP4 EP", "W8A8_DYNAMIC mtp", "all-reduces: `a.py`"]
+    assert unsplit[-1] == "unsplit: why"

@@ -1,0 +1,81 @@
+"""Which tests are behind a serve command that would be split: those of its model, weights, drafter, ranks and options.
+
+Each was compared inside vllm-ascend over the stand-in, one by one and not in every combination; docs/ascend.md says
+how equal, and for which models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from dbo_runtime.vllm_plugin.api.known import HYBRID_MODELS
+from tests.ascend.recipes import Recipe
+
+EQUIVALENCE, FAMILIES, MINIMAX = "test_equivalence.py", "test_families.py", "test_minimax.py"
+SPARSE, LINEAR = "test_sparse_attention.py", "test_linear_attention.py"
+MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        "DeepseekV3ForCausalLM": EQUIVALENCE,
+        "DeepseekV32ForCausalLM": SPARSE,
+        "GlmMoeDsaForCausalLM": SPARSE,
+        "MiniMaxM3SparseForConditionalGeneration": MINIMAX,
+        **dict.fromkeys(HYBRID_MODELS, LINEAR),
+    }
+)
+"""The file of tests of an architecture; of others it is `FAMILIES`."""
+
+WEIGHTS = {
+    SPARSE: f"{SPARSE}::test_quantized_weights",
+    LINEAR: f"{LINEAR}::test_quantized_weights_are_equal_to_the_bit",
+}
+DRAFTERS = {
+    SPARSE: f"{SPARSE}::test_drafts_of_an_mtp_layer_are_accepted_alike",
+    LINEAR: f"{LINEAR}::test_drafts_are_verified_as_unsplit",
+    MINIMAX: f"{MINIMAX}::test_drafts_are_verified_in_chunks_of_tokens",
+}
+DATA_PARALLEL = {
+    EQUIVALENCE: f"{EQUIVALENCE}::test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit",
+    SPARSE: f"{SPARSE}::test_data_parallel_ranks_of_different_sizes_are_equal",
+    LINEAR: f"{LINEAR}::test_data_parallel_ranks_are_equal_to_the_bit",
+}
+PIPELINES = {SPARSE: f"{SPARSE}::test_stages_of_a_pipeline_are_equal"}
+GRAPHS = {SPARSE: f"{SPARSE}::test_with_graphs_of_decodes_prefills_are_split"}
+OPTIONS = {  # flags of a recipe
+    "fc1": "test_flashcomm.py",
+    "dsacp": "test_context_parallel.py",
+    "shdp": "test_sequence_parallel.py::test_chunks_of_tokens_are_dispatched",
+}
+OTHERWISE = {  # where the file of a model has no test of its own
+    "weights": "test_quantized_weights.py::test_split_steps_are_equal_to_unsplit_ones",
+    "drafter": "test_speculative.py::test_split_steps_with_drafts_are_equal_to_unsplit_ones",
+    "data parallel": f"{FAMILIES}::test_tokens_are_dispatched_to_data_parallel_ranks",
+    "pipeline": f"{EQUIVALENCE}::test_a_prefill_cut_at_any_request_boundary_is_equal_to_the_bit",
+    "graphs": "test_settings.py::test_with_graphs_of_decodes_prefills_are_split",
+    "connectors": "test_kv_connectors.py",
+}
+
+
+def list_proofs(recipe: Recipe, architecture: str, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the tests behind a command that serves a model of this *architecture* with these parallel *sizes*."""
+    model = MODELS.get(architecture, FAMILIES)
+    yield model
+    if recipe.quantization:
+        yield WEIGHTS.get(model, OTHERWISE["weights"])
+    if recipe.drafter:
+        yield DRAFTERS.get(model, OTHERWISE["drafter"])
+    if sizes["data"] > 1 and sizes["expert"] > 1:
+        yield DATA_PARALLEL.get(model, OTHERWISE["data parallel"])
+    if sizes["pipeline"] > 1:
+        yield PIPELINES.get(model, OTHERWISE["pipeline"])
+    if recipe.cudagraph_mode:
+        yield GRAPHS.get(model, OTHERWISE["graphs"])
+    if recipe.connectors:
+        yield OTHERWISE["connectors"]
+    yield from (OPTIONS[flag] for flag in recipe.flags.split() if flag in OPTIONS)
+
+
+def list_all() -> set[str]:
+    """Return all tests that are named here."""
+    tables = MODELS, WEIGHTS, DRAFTERS, DATA_PARALLEL, PIPELINES, GRAPHS, OPTIONS, OTHERWISE
+    return {FAMILIES, *(test for table in tables for test in table.values())}
