@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 DYNAMIC, STATIC, INT4 = "W8A8_DYNAMIC", "W8A8", "W4A8_DYNAMIC"
+INT8_INDEXER = "INT8_DYNAMIC"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LARGEST, LARGEST_INT4 = 127, 7
@@ -42,6 +43,16 @@ def quantize_model(model: Path, folder: Path, attention: str = STATIC, experts: 
     save_file(written, folder / "quant_model_weight_w8a8.safetensors")
     (folder / "quant_model_description.json").write_text(json.dumps(description), encoding="utf-8")
     return folder
+
+
+def quantize_indexers(model: Path) -> Path:
+    """Say in the description of *model* that its indexers' keys are cached in int8, as ModelSlim does; return it."""
+    file = model / "quant_model_description.json"
+    description = json.loads(file.read_text(encoding="utf-8"))
+    owners = {name.partition(".indexer.")[0] for name in description if ".indexer." in name}
+    description |= {f"{owner}.indexer.quant_type": INT8_INDEXER for owner in owners}
+    file.write_text(json.dumps({**description, "indexer_quant_type": INT8_INDEXER}), encoding="utf-8")
+    return model
 
 
 def quantize_matrix(layer: str, weight: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:

@@ -38,6 +38,8 @@ class Engine:
         from vllm import LLM
         from vllm.v1.executor import multiproc_executor
 
+        if "attention_config" in options:
+            allow_types()
         defaults = {
             "tensor_parallel_size": ranks,
             "dtype": "float32",
@@ -187,3 +189,12 @@ def _read_answer(output: Any) -> Answer:
         list(completion.token_ids),
         [{token: entry.logprob for token, entry in position.items()} for position in completion.logprobs],
     )
+
+
+def allow_types() -> None:
+    """Let the platform extend what arguments may say, which `vllm serve` does before it reads them, and `LLM` after."""
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    current_platform.pre_register_and_update()

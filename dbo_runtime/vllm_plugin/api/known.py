@@ -47,8 +47,15 @@ KNOWN_ASCEND_MODELS = (
 KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "qwen3_5_mtp", "eagle3")
 """Methods of speculative decoding with which they have been; `suffix` drafts on the host, as `ngram` does."""
 
-KNOWN_ASCEND_QUANTIZATIONS = ("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC")
-"""Quantized weights, as ModelSlim names them, with which they have been."""
+KNOWN_ASCEND_QUANTIZATIONS = (
+    "INT8_DYNAMIC",
+    "W4A8_DYNAMIC",
+    "W8A8",
+    "W8A8_DYNAMIC",
+    "int8 cache of an indexer",
+    "int8 cache of sparse attention",
+)
+"""Quantized weights and indexers, as ModelSlim names them, and quantized caches, with which they have been."""
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""

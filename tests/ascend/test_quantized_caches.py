@@ -1,0 +1,127 @@
+"""Caches in int8 inside vllm-ascend, of sparse attention and of its indexer: split steps are equal to unsplit ones.
+
+A latent is quantized by itself, and so is an indexer's key: what is in a cache depends on its token only. Weights are
+quantized as tutorials combine them with such caches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ascend.conftest import start
+from tests.ascend.jobs import make_prompts
+from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_indexers, quantize_model
+from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
+from tests.ascend.test_sparse_attention import (
+    GLM,
+    QUANTIZED,
+    REUSING,
+    SHARING,
+    V32,
+    assert_data_parallel_steps_are_equal,
+    assert_steps_are_equal,
+    share_out,
+)
+from tests.ascend.test_speculative import answer_with_drafts
+from tests.vllm_plugin.engine import Engine, find_difference
+from tests.vllm_plugin.families import make_family
+
+INDEXERS: dict[str, Any] = {"attention_config": {"indexer_kv_dtype": "int8"}}
+LATENTS: dict[str, Any] = {"kv_cache_dtype": "int8"}
+BOTH = {**INDEXERS, **LATENTS}
+PRODUCER = {  # of a prefill node, where vllm-ascend stores an indexer's keys run by run
+    "kv_transfer_config": {
+        "kv_connector": "HookRecorder",
+        "kv_connector_module_path": "tests.ascend.hook_recorder",
+        "kv_role": "kv_producer",
+    },
+    "worker_extension_cls": "tests.vllm_plugin.layer_recorder.Extension",
+}
+
+
+def make_model(
+    folder: Path, name: str = GLM, attention: str = DYNAMIC, experts: str = DYNAMIC, drafts: bool = False, **sizes: Any
+) -> Path:
+    """Write a model whose weights are quantized so, and whose description says that its indexers are, too."""
+    source = make_family(name, folder / "source", **sizes)
+    if drafts:
+        add_mtp_layer(source)
+    return quantize_indexers(quantize_model(source, folder / "model", attention, experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "attention", "experts", "sizes", "options"),
+    [
+        (V32, STATIC, DYNAMIC, {}, BOTH),
+        (GLM, DYNAMIC, INT4, SHARING, INDEXERS),
+        (GLM, DYNAMIC, DYNAMIC, SHARING, BOTH),
+        (GLM, DYNAMIC, DYNAMIC, {}, {**BOTH, **REUSING}),
+    ],
+    ids=["V3.2", "GLM-5.2 with indexers", "GLM-5.2", "GLM-5 with an index cache"],
+)
+def test_caches_in_int8(
+    name: str, attention: str, experts: str, sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Static bytes are prepared by operators of their own, those by token by one."""
+    model = make_model(tmp_path, name, attention, experts, **sizes)
+    for npus in start(1, model, **share_out(2), **QUANTIZED, **options):
+        assert npus.run(find_types) == [[({"int8"}, {"int8"} if "kv_cache_dtype" in options else {"bfloat16"})] * 2]
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+def test_caches_of_data_parallel_ranks_in_int8(tmp_path: Path) -> None:
+    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 3), (0, 3)]
+    for npus in start(2, make_model(tmp_path, experts=INT4, **SHARING), **QUANTIZED, **BOTH):
+        assert_data_parallel_prefills_are_close(npus, 0.0)
+        assert_data_parallel_steps_are_equal(npus, prompts, arrive)
+
+
+@pytest.mark.slow
+def test_drafts_that_read_caches_in_int8(tmp_path: Path) -> None:
+    model = make_model(tmp_path, drafts=True, **SHARING)
+    for npus in start(1, model, **share_out(2), **QUANTIZED, **BOTH, **DRAFTS):
+        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
+        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
+        assert (none, steps >= 10) == (0, True)
+        assert drafts["drafted"] > 0
+        assert split_drafts == drafts
+        assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.slow
+def test_a_prefill_node_stores_keys_of_an_indexer_run_by_run(tmp_path: Path) -> None:
+    model, allowed = make_model(tmp_path, **SHARING), {"DBO_KV_CONNECTORS": "HookRecorder"}
+    for npus in start(1, model, allowed, **share_out(2), **QUANTIZED, **BOTH, **PRODUCER):
+        assert npus.run(find_storing) == [[True] * 2]
+        assert_steps_are_equal(npus)
+
+
+def find_types(engine: Engine, rank: int) -> list[tuple[set[str], set[str]]]:
+    """Return the types of the caches of indexers, and of those of attention, on each worker."""
+    found: list[tuple[set[str], set[str]]] = engine.llm.collective_rpc(_find_types)
+    return found
+
+
+def _find_types(worker: Any) -> tuple[set[str], set[str]]:
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    types: tuple[set[str], set[str]] = (set(), set())
+    for name, layer in layers.items():
+        if len(getattr(layer, "kv_cache", ())):
+            types["indexer" not in name].add(str(layer.kv_cache[0].dtype).removeprefix("torch."))
+    return types
+
+
+def find_storing(engine: Engine, rank: int) -> list[bool]:
+    """Return whether each worker stores runs of keys."""
+    found: list[bool] = engine.llm.collective_rpc(_find_storing)
+    return found
+
+
+def _find_storing(worker: Any) -> bool:
+    return bool(worker.model_runner.ascend_config.c8_reshape_optim_enabled)
