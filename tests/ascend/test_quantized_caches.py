@@ -15,6 +15,7 @@ from tests.ascend.conftest import start
 from tests.ascend.jobs import make_prompts
 from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_indexers, quantize_model
 from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.ascend.test_context_parallel import SHARED_OUT
 from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
 from tests.ascend.test_sparse_attention import (
     GLM,
@@ -80,6 +81,13 @@ def test_caches_of_data_parallel_ranks_in_int8(tmp_path: Path) -> None:
     for npus in start(2, make_model(tmp_path, experts=INT4, **SHARING), **QUANTIZED, **BOTH):
         assert_data_parallel_prefills_are_close(npus, 0.0)
         assert_data_parallel_steps_are_equal(npus, prompts, arrive)
+
+
+@pytest.mark.slow
+def test_caches_in_int8_with_context_parallel_attention(tmp_path: Path) -> None:
+    """As GLM-5.2 is served: ranks gather keys in int8 and their scales, and attend from chunks of the tokens."""
+    for npus in start(1, make_model(tmp_path, experts=INT4, **SHARING), **SHARED_OUT, **QUANTIZED, **BOTH):
+        assert_steps_are_equal(npus)
 
 
 @pytest.mark.slow
