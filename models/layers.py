@@ -223,10 +223,20 @@ def record_dispatch(
 
     *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
     of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks.
+
+    Kernels that dispatch leave one op, `moe`. The shared experts come before it, so that their results are reduced
+    meanwhile.
     """
+    if moe.is_fused:
+        assert tokens is not None, "each rank gives its kernels a chunk"
+        shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
+        shared = record_scatters(p, moe, collectives, shared)
+        routed = p.compute("moe", moe.run_fused, x, tokens)
+        merged: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
+        return merged
     declare = p.movable if moe.is_movable else p.compute
     routing = declare("gate", moe.gate, x, *(() if tokens is None else (tokens,)))
-    shared: list[Value] = []
+    shared = []
     if moe.exchanges_sizes:
         routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
         shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
@@ -235,12 +245,20 @@ def record_dispatch(
     )
     if not moe.exchanges_sizes:
         shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
-    if moe.reduces_shared_experts:
-        shared = [p.comm("shared_scatter", collectives.reduce_scatter, result, outputs=2)[0] for result in shared]
+    shared = record_scatters(p, moe, collectives, shared)
     routed = declare("experts", moe.experts, received)
     routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
-    merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
+    merged = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
     return merged
+
+
+def record_scatters(
+    p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, shared: list[Value]
+) -> list[Value]:
+    """Declare the reduce of shared experts' results to chunks, if they are parts of a sum."""
+    if not moe.reduces_shared_experts:
+        return shared
+    return [p.comm("shared_scatter", collectives.reduce_scatter, result, outputs=2)[0] for result in shared]
 
 
 def record_shared_experts(

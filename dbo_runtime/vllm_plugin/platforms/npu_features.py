@@ -76,6 +76,8 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
 
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
+    from vllm_ascend.ascend_config import is_mega_moe_supported
+
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     drafts = vllm_config.speculative_config is not None
     features = (
@@ -88,8 +90,7 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.mix_placement, "shared experts among the routed ones (mix_placement)"),
-        (config.enable_fused_mc2, "fused MC2 (enable_fused_mc2)"),
-        (config.enable_prefill_mc2, "MC2 in prefill (enable_prefill_mc2)"),
+        (config.enable_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
         (config.enable_dsa_cp, "context parallel sparse attention (enable_dsa_cp)"),
