@@ -232,8 +232,8 @@ def record_dispatch(
         shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
         shared = record_scatters(p, moe, collectives, shared)
         routed = p.compute("moe", moe.run_fused, x, tokens)
-        merged: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
-        return merged
+        completed: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
+        return completed
     declare = p.movable if moe.is_movable else p.compute
     routing = declare("gate", moe.gate, x, *(() if tokens is None else (tokens,)))
     shared = []
@@ -248,7 +248,7 @@ def record_dispatch(
     shared = record_scatters(p, moe, collectives, shared)
     routed = declare("experts", moe.experts, received)
     routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
-    merged = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
+    merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
     return merged
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from standin_ascend import attention, experts, linear_attention, mlapo, others, quantized, sparse, vision
+from standin_ascend import attention, experts, linear_attention, mc2, mlapo, others, quantized, sparse, vision
 
 SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6)"
@@ -29,6 +29,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     " -> (Tensor y, Tensor scale)",
     sparse.ATTENTION_SCHEMA,
     mlapo.SCHEMA,
+    mc2.FUSED_SCHEMA,
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
 )
@@ -58,6 +59,8 @@ OPERATORS = {
         "npu_lightning_indexer": sparse.choose_keys,
         "npu_scatter_nd_update_": sparse.scatter,
         "npu_mla_prolog_v3": sparse.prepare,
+        "npu_moe_distribute_dispatch_v2": mc2.dispatch,
+        "npu_moe_distribute_combine_v2": mc2.combine,
     },
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
@@ -68,6 +71,7 @@ OPERATORS = {
         "grouped_matmul_swiglu_quant_weight_nz": quantized.multiply_and_activate,
         "npu_sparse_flash_attention": sparse.attend_to_chosen,
         "mla_preprocess": mlapo.prepare,
+        "dispatch_ffn_combine": mc2.run_experts,
     },
     "aten": {
         "_foreach_add.List": others.add_lists,
