@@ -21,7 +21,7 @@ from tests.ascend.test_equivalence import (
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
 from tests.vllm_plugin.families import make_family
 
-A3 = {"STANDIN_ASCEND_CHIP": "A3", "NPU_STANDIN_HCCL_TIMEOUT": "30"}
+A3 = {"STANDIN_ASCEND_CHIP": "A3", "NPU_STANDIN_HCCL_TIMEOUT": "30", "DBO_CHECK": "1"}  # else they are unproven
 FUSED: dict[str, Any] = {"enable_fused_mc2": 1}
 PREFILL: dict[str, Any] = {"enable_prefill_mc2": True}
 DEEPSEEK, QWEN = "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"

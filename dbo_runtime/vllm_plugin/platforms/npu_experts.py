@@ -170,10 +170,13 @@ def choose_dispatch(vllm_config: VllmConfig) -> str:
     from vllm_ascend.ascend_forward_context import select_moe_comm_method
     from vllm_ascend.utils import should_skip_allreduce_across_dp_group
 
-    if _select_kind(vllm_config).name in FUSED and not should_skip_allreduce_across_dp_group(vllm_config):
+    config = get_ascend_config()
+    is_asked_for = config.enable_fused_mc2 or config.enable_prefill_mc2
+    is_fused = is_asked_for and _select_kind(vllm_config).name in FUSED
+    if is_fused and not should_skip_allreduce_across_dp_group(vllm_config):
         return "fused"
     exchanges = select_moe_comm_method(MANY_TOKENS, vllm_config).name == EXCHANGING
-    needs_chunks = get_ascend_config().enable_shared_expert_dp and not parallel.use_sequence_parallel_moe
+    needs_chunks = config.enable_shared_expert_dp and not parallel.use_sequence_parallel_moe
     return "all_to_all" if exchanges or needs_chunks else "all_gather"
 
 

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
+FUSING_OPTIONS = ("enable_fused_mc2", "enable_prefill_mc2")  # of `--additional-config`
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
 def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
-    """Yield the architecture, the quantized weights and the drafter with which no split step was compared."""
+    """Yield what no split step was compared with: architecture, quantized weights, drafter, MoE communication."""
     architecture = vllm_config.model_config.architecture
     if architecture not in KNOWN_ASCEND_MODELS:
         yield Decline("this model is not proven with vllm-ascend yet", architecture)
@@ -37,6 +38,10 @@ def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
     drafter = name_drafter(vllm_config)
     if drafter not in (None, *KNOWN_ASCEND_DRAFTERS):
         yield Decline("this drafter is not proven with vllm-ascend yet", drafter)
+    options = vllm_config.additional_config or {}
+    fused = [name for name in FUSING_OPTIONS if options.get(name)]
+    if fused:
+        yield Decline("MoE communication in kernels is not proven with vllm-ascend yet", ", ".join(fused))
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:
