@@ -45,10 +45,18 @@ class ContextSplitter:
         platform: that vLLM serves on.
         vllm_config: of the engine.
         runner: the model runner, whose block tables on the host save a copy from the device.
+        dispatch: how the model's program sends tokens to experts; see `RankContext`.
     """
 
-    def __init__(self, platform: Platform, vllm_config: VllmConfig, runner: GPUModelRunner | None = None) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        vllm_config: VllmConfig,
+        runner: GPUModelRunner | None = None,
+        dispatch: str = "all_gather",
+    ) -> None:
         self.platform = platform
+        self.dispatch = dispatch
         self._vllm_config = vllm_config
         self._runner = runner
         self._builders: dict[int, tuple[AttentionMetadataBuilder, list[AttentionMetadataBuilder]]] = {}
@@ -59,7 +67,8 @@ class ContextSplitter:
             if context.dp_metadata is None:
                 return Decline("no attention metadata (profiling or dummy run)")
             return Batch((tokens,), 0)  # a dummy batch, which keeps an idle rank in step with the others
-        decline = check_context(context, tokens, self.platform) or self._check_context_data(context, tokens)
+        decline = check_context(context, tokens, self.platform, self.dispatch)
+        decline = decline or self._check_context_data(context, tokens)
         if decline is not None:
             return decline
         sources = []

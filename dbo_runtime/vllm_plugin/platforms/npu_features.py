@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
 SCHEMES = (".weight", ".quant_type")  # how keys of the description end that have the scheme of a layer
+FUSING_OPTIONS = ("enable_fused_mc2", "enable_prefill_mc2")  # of `--additional-config`
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
 def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
-    """Yield the architecture, the quantized weights and the drafter with which no split step was compared."""
+    """Yield what no split step was compared with: architecture, quantized weights, drafter, MoE communication."""
     architecture = vllm_config.model_config.architecture
     if architecture not in KNOWN_ASCEND_MODELS:
         yield Decline("this model is not proven with vllm-ascend yet", architecture)
@@ -40,6 +41,10 @@ def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
     drafter = name_drafter(vllm_config)
     if drafter not in (None, *KNOWN_ASCEND_DRAFTERS):
         yield Decline("this drafter is not proven with vllm-ascend yet", drafter)
+    options = vllm_config.additional_config or {}
+    fused = [name for name in FUSING_OPTIONS if options.get(name)]
+    if fused:
+        yield Decline("MoE communication in kernels is not proven with vllm-ascend yet", ", ".join(fused))
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:
@@ -84,6 +89,8 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
 
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
+    from vllm_ascend.ascend_config import is_mega_moe_supported
+
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     drafts = vllm_config.speculative_config is not None
     features = (
@@ -101,8 +108,7 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.mix_placement, "shared experts among the routed ones (mix_placement)"),
-        (config.enable_fused_mc2 and vllm_config.model_config.is_moe, "fused MC2 (enable_fused_mc2)"),
-        (config.enable_prefill_mc2, "MC2 in prefill (enable_prefill_mc2)"),
+        (config.enable_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
         (config.enable_dsa_cp, "context parallel sparse attention (enable_dsa_cp)"),

@@ -122,6 +122,11 @@ def test_caches_are_proven_by_type_and_by_what_is_in_them(
     assert list(found.values()) == ([] if unproven is None else [unproven])
 
 
+def test_moe_communication_in_kernels_is_not_proven() -> None:
+    unproven = tell_unproven(make_served("DeepseekV3ForCausalLM", None, enable_fused_mc2=1, enable_prefill_mc2=False))
+    assert unproven == {"MoE communication in kernels is not proven with vllm-ascend yet": "enable_fused_mc2"}
+
+
 @pytest.mark.parametrize(("drafter", "is_proven"), [("ngram", True), ("eagle3", True), ("draft_model", False)])
 def test_drafters_are_proven_by_name(drafter: str, is_proven: bool) -> None:
     served = make_served("DeepseekV3ForCausalLM", None, drafter=drafter)
@@ -145,12 +150,14 @@ def make_served(
     drafter: str | None = None,
     cache: str = "auto",
     indexer: str = "auto",
+    **options: Any,
 ) -> Any:
     """Return what is read of vLLM's configuration."""
     transfer = None if role is None else SimpleNamespace(kv_role=role)
     model = SimpleNamespace(architecture=architecture)
     rest = {
         "quant_config": quantized,
+        "additional_config": options,
         "kv_transfer_config": transfer,
         "cache_config": SimpleNamespace(cache_dtype=cache),
         "attention_config": SimpleNamespace(indexer_kv_dtype=indexer),
