@@ -63,7 +63,7 @@ def record_dispatch(
 def record_fused_experts(
     p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, x: Value, tokens: Value, gathered: Value | None
 ) -> Value:
-    """Declare experts whose kernels dispatch and combine, which leaves one op, `moe` [chunk, hidden] -> [chunk, hidden].
+    """Declare experts whose kernels dispatch and combine in one op, `moe`: [chunk, hidden] -> [chunk, hidden].
 
     The shared experts come before it, so that their results are reduced meanwhile.
     """
