@@ -216,4 +216,4 @@ def repeat(x: torch.Tensor, repeats: int, dim: int | None = None, *, output_size
 
 def compute_repeats(x: torch.Tensor, out: torch.Tensor) -> None:
     """Copy each element to its places."""
-    out.view(x.numel(), -1).copy_(x.reshape(-1, 1))
+    out.copy_(x.reshape(-1).repeat_interleave(out.numel() // max(x.numel(), 1)))
