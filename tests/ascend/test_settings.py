@@ -69,7 +69,6 @@ FEATURES = {
     "mix_placement": (True, "shared experts among the routed ones (mix_placement)"),
     "xlite_graph_config.enabled": (True, "xlite graphs"),
     "sparse_kv_offload_config.enabled": (True, "sparse KV offload"),
-    "enable_dsa_cp": (True, "context parallel sparse attention (enable_dsa_cp)"),
     "kvpp_config.size": (2, "KV cache pipelines (kvpp_config)"),
     "finegrained_tp_config.oproj_tensor_parallel_size": (2, "a separate tensor parallel group for o_proj"),
     "finegrained_tp_config.mlp_tensor_parallel_size": (2, "a separate tensor parallel group for the MLP"),

@@ -105,6 +105,7 @@ ARITHMETIC = (
     Case("aclnnPowScalarTensor", lambda a: 2**a, (X,), FLOATS),
     Case("aclnnMaximum", torch.maximum, (X, X), NUMBERS),
     Case("aclnnMinimum", torch.minimum, (X, X), NUMBERS),
+    Case("aclnnClampMin", lambda a: a.clamp_min(1), (X,), NUMBERS),
     Case("aclnnClamp", lambda a: (a.clamp(-1, 2), a.clamp(min=0), a.clamp(max=0)), (X,), NUMBERS),
     Case("aclnnAbs", torch.abs, (X,), NUMBERS),
     Case("aclnnNeg", torch.neg, (X,), NUMBERS),

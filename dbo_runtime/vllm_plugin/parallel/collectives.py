@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -142,12 +142,17 @@ class ModelCollectives:
 
         During the call the group's `all_reduce` returns its argument. That is correct only if the module returns this
         very tensor (o_proj, down_proj and the late reduce of the MoE do), or is known to return a copy of it; each call
-        checks that. Norms that sum squares over the ranks do so on vLLM's communicator, as they always do.
+        checks that. Norms that sum squares over the ranks do so on vLLM's communicator, as they always do. Where a
+        module reduces in more than one way, the platform knows which layer decides about it.
         """
         if self._tensor_parallel.world_size == 1:
             return module
-        copies = _has_module(module, self._platform.copying_modules)
-        has_sums = _has_module(module, REDUCING_NORMS)
+        parts = _list_parts(module)
+        projection = self._platform.get_last_projection(parts)
+        if projection is not None:
+            return functools.partial(_run_unreduced, module, projection)
+        classes = {type(part).__name__ for part in parts}
+        copies, has_sums = (not classes.isdisjoint(names) for names in (self._platform.copying_modules, REDUCING_NORMS))
         return functools.partial(self._run_without_reduce, module, copies, has_sums)
 
     def get_reducing_module(self, fn: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -251,11 +256,19 @@ def _keep(partial: torch.Tensor) -> torch.Tensor:
     return partial
 
 
-def _has_module(module: Callable[..., Any], names: Sequence[str]) -> bool:
-    """Return whether a module, or one that a partial calls with it, contains one of a class of these names."""
+def _run_unreduced(module: Callable[..., Any], projection: Any, *args: Any) -> torch.Tensor:
+    projection.reduce_results = False  # for this call only: unsplit steps reduce
+    try:
+        result: torch.Tensor = module(*args)
+    finally:
+        projection.reduce_results = True
+    return result
+
+
+def _list_parts(module: Callable[..., Any]) -> list[torch.nn.Module]:
+    """Return the modules in a module, or in those that a partial calls with it."""
     called = [module, *getattr(module, "args", ())]
-    parts = (part for each in called if isinstance(each, torch.nn.Module) for part in each.modules())
-    return any(type(part).__name__ in names for part in parts)
+    return [part for each in called if isinstance(each, torch.nn.Module) for part in each.modules()]
 
 
 def _has_rows_of(copied: torch.Tensor, reduced: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -101,6 +101,12 @@ class NpuPlatform(Platform):
 
         slice_rotary_tables(model)
         return divide_indices(model)
+
+    def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
+        """Return the last projection of context parallel sparse attention, which gathers or reduces its results."""
+        from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import get_projection
+
+        return get_projection(parts)
 
     def open_device(
         self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger

@@ -111,7 +111,10 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (config.enable_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
-        (config.enable_dsa_cp, "context parallel sparse attention (enable_dsa_cp)"),
+        (
+            config.enable_dsa_cp and parallel.pipeline_parallel_size > 1,
+            "context parallel sparse attention (enable_dsa_cp) in a pipeline",
+        ),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
         (finegrained.mlp_tensor_parallel_size > 0, "a separate tensor parallel group for the MLP"),

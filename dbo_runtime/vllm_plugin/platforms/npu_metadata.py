@@ -14,6 +14,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from dbo_runtime.batch import BatchSlice
+from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -40,12 +41,18 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
 
 
 def complete_metadata(part: AscendCommonAttentionMetadata, derived: Sequence[str]) -> AscendCommonAttentionMetadata:
-    """Return the common metadata of a slice with *derived* fields where they are set, and its attention state."""
+    """Return the common metadata of a slice with *derived* fields where they are set, and its attention state.
+
+    By the state, context parallel attention only chooses how ranks project its results. There it stays that of the
+    batch, because sums differ in rounding.
+    """
     lengths = part.seq_lens_cpu_upper_bound
     queries = part.query_start_loc_cpu.diff()
     values = {"seq_lens_cpu": lengths, "num_computed_tokens_cpu": lengths - queries}
     changed = {name: values[name.removeprefix("_")] for name in derived if getattr(part, name) is not None}
-    state = get_attention_state(part.attn_state, values["num_computed_tokens_cpu"], queries)
+    state = part.attn_state
+    if not shares_out_tokens():
+        state = get_attention_state(state, values["num_computed_tokens_cpu"], queries)
     return replace(part, **changed, attn_state=state, num_input_tokens=part.num_actual_tokens)
 
 

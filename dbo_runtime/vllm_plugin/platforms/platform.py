@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -119,6 +119,13 @@ class Platform:
         """Divide among micro-batches what layers of a loaded model pass on outside of their arguments.
 
         Return why that cannot be done, or None. The model computes what it did; again has no effect.
+        """
+        return None
+
+    def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
+        """Return the linear layer whose `reduce_results` decides whether a module of these *parts* reduces its results.
+
+        None if the module ends in one all-reduce, which can be left out as such.
         """
         return None
 

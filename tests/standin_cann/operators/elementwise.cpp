@@ -55,6 +55,8 @@ STANDIN_OPERATOR(aclnnClamp, (AclTensor self, AclScalar least, AclScalar most, A
                      store(out, self.clamp(least, most));
                  })
 
+STANDIN_BINARY(aclnnClampMin, AclScalar, self.clamp_min(other))
+
 STANDIN_UNARY(aclnnAbs, self.abs())
 STANDIN_UNARY(aclnnNeg, self.neg())
 STANDIN_UNARY(aclnnReciprocal, self.reciprocal())

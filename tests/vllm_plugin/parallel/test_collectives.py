@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.vllm_plugin.engines import Engines
 
@@ -168,6 +170,40 @@ def test_a_module_that_does_not_end_in_one_all_reduce_raises_with_its_name(cls: 
     with pytest.raises(ProgramError, match=rf"^{cls.__name__} must end in one all-reduce .*{made}"):
         reduced(X)
     assert torch.equal(group.all_reduce(X), X * 2)
+
+
+class GathersOrReduces(torch.nn.Module):
+    """A module whose reduce is left out by its last projection only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o_proj = torch.nn.Identity()
+        self.o_proj.reduce_results = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return x + 1 if self.o_proj.reduce_results else x
+
+
+class PlatformOfProjections(Platform):
+    def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
+        return next((part.o_proj for part in parts if isinstance(part, GathersOrReduces)), None)
+
+
+def test_the_projection_of_a_module_leaves_its_reduce_out_for_one_call() -> None:
+    module = GathersOrReduces()
+    unreduced = ModelCollectives(PlatformOfProjections("cpu"), FakeGroup()).without_reduce(partial(call, module))
+    assert torch.equal(unreduced(X), X)
+    assert torch.equal(module(X), X + 1)
+    with pytest.raises(ValueError, match="not a number"):
+        unreduced(X * torch.nan)
+    assert torch.equal(module(X), X + 1)
+
+
+def call(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = module(x)
+    return result
 
 
 def attend(group: FakeGroup, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,161 @@
+"""Context parallel sparse attention (DSA-CP) inside vllm-ascend: split steps give what its own steps give, to the bit.
+
+Each tensor parallel rank attends from a chunk of the tokens. Ranks gather keys, and the weights of the last projection;
+in steps of decodes they exchange tokens for heads instead. Each test takes five to seven minutes on two busy cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.ascend.conftest import FOUR, OPTIONS, start
+from tests.ascend.jobs import answer, cut_at_boundaries, generate, make_prompts
+from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
+from tests.ascend.test_sparse_attention import (
+    GLM,
+    QUANTIZED,
+    SHARING,
+    V32,
+    assert_data_parallel_steps_are_equal,
+    assert_steps_are_equal,
+    share_rows,
+)
+from tests.ascend.test_speculative import answer_with_drafts
+from tests.ascend.test_traps import keep_rotary_tables
+from tests.vllm_plugin.engine import Engine, find_difference
+from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.ranks import Ranks
+
+pytestmark = pytest.mark.slow
+SHARED_OUT: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "additional_config": {**OPTIONS["additional_config"], "enable_dsa_cp": True},
+}
+DECODES = [make_prompts(40, 30, 20, 10, 5, 50)]
+ARRIVE = (0, 0, 0, 1, 2, 2)
+
+
+def find_attentions(engine: Engine, rank: int) -> set[str]:
+    """Return the classes that attend, on all workers."""
+    found: list[set[str]] = engine.llm.collective_rpc(_find_attentions)
+    return set().union(*found)
+
+
+def _find_attentions(worker: Any) -> set[str]:
+    modules = worker.model_runner.get_model().modules()
+    impls = (getattr(module, "impl", None) for module in modules)
+    return {type(impl).__name__ for impl in impls if hasattr(impl, "W_UK_T")}
+
+
+def list_unsupported(engine: Engine, rank: int, stages: int) -> list[str]:
+    """Return what would not be supported if the model were a pipeline of so many stages."""
+    from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+
+    config = engine.llm.llm_engine.vllm_config
+    with patch.object(config.parallel_config, "pipeline_parallel_size", stages):
+        return [str(decline) for decline in get_platform().list_unsupported(config)]
+
+
+def assert_decodes_are_equal(npus: Ranks) -> None:
+    """Compare steps of decodes, of which each micro-batch exchanges tokens for heads, with unsplit ones."""
+    ((unsplit, _),) = npus.run(answer, DECODES, 4)
+    npus.run(cut_at_boundaries)
+    ((split, counts),) = npus.run(generate, DECODES, 4)
+    assert all(count["split"] >= 4 for count in counts), counts
+    assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> None:
+    for npus in start(1, make_family(name, tmp_path, **(SHARING if name == GLM else {})), **SHARED_OUT):
+        assert npus.run(find_attentions) == [{"AscendSFADSACPImpl"}]
+        assert npus.run(list_unsupported, 1) == [[]]
+        (unsupported,) = npus.run(list_unsupported, 2)
+        assert "not supported yet: context parallel sparse attention (enable_dsa_cp) in a pipeline" in unsupported
+        assert_decodes_are_equal(npus)
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.parametrize(("name", "attention", "experts"), [(V32, STATIC, DYNAMIC), (GLM, DYNAMIC, INT4)])
+def test_quantized_weights(name: str, attention: str, experts: str, tmp_path: Path) -> None:
+    sizes = SHARING if name == GLM else {}
+    model = quantize_model(make_family(name, tmp_path / "source", **sizes), tmp_path / "model", attention, experts)
+    for npus in start(1, model, **SHARED_OUT, **QUANTIZED):
+        assert_decodes_are_equal(npus)
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_drafts_are_verified_by_chunks(name: str, tmp_path: Path) -> None:
+    model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
+    for npus in start(1, model, **SHARED_OUT, **DRAFTS):
+        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
+        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
+        assert (none, steps >= 10) == (0, True)
+        assert drafts["drafted"] > drafts["accepted"] > 0
+        assert split_drafts == drafts
+        assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_data_parallel_chunks_of_attention_are_equal(name: str, tmp_path: Path) -> None:
+    model = make_family(name, tmp_path, **(SHARING if name == GLM else {}))
+    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 3), (0, 3)]
+    for npus in start(2, model, FOUR, **SHARED_OUT):
+        assert_data_parallel_prefills_are_close(npus, 0.0)
+        assert_data_parallel_steps_are_equal(npus, prompts, arrive)
+
+
+def share_builders() -> AbstractContextManager[Any]:
+    """Let one builder, which keeps each rank's lengths in buffers of its own, build for all micro-batches."""
+    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+
+    get_builders = ContextSplitter._get_builders
+
+    def get_one(self: Any, source: Any, count: int) -> Any:
+        return get_builders(self, source, 1) * count
+
+    return patch.object(ContextSplitter, "_get_builders", get_one)
+
+
+def derive_states() -> AbstractContextManager[Any]:
+    """Let a micro-batch of decodes be in the state of decodes, whatever else is in its step."""
+    return patch("dbo_runtime.vllm_plugin.platforms.npu_metadata.shares_out_tokens", lambda: False)
+
+
+def test_without_a_remedy_answers_are_wrong(tmp_path: Path) -> None:
+    """Cut between requests, of which some decode while others are prefilled."""
+    for npus in start(1, make_family(GLM, tmp_path, **SHARING), **SHARED_OUT):
+        ((unsplit, _),) = npus.run(answer, DECODES, 4, None, ARRIVE)
+        for remove in (nullcontext, keep_rotary_tables, share_rows, share_builders, derive_states, nullcontext):
+            ((split, steps),) = npus.run(answer_without, remove, DECODES)
+            assert steps[0]["split"] >= 4, steps
+            assert (find_difference(unsplit, split) > 0.0) == (remove is not nullcontext), remove
+
+
+def answer_without(engine: Engine, rank: int, remove: Callable[[], AbstractContextManager[Any]], prompts: Any) -> Any:
+    """Answer in steps cut between requests, without a remedy on any worker."""
+    cut_at_boundaries(engine, rank)
+    engine.llm.collective_rpc(_remove, args=(remove,))
+    try:
+        return generate(engine, rank, prompts, 4, ARRIVE)
+    finally:
+        engine.llm.collective_rpc(_restore)
+
+
+def _remove(worker: Any, remove: Callable[[], AbstractContextManager[Any]]) -> None:
+    worker.removed = ExitStack()
+    worker.removed.enter_context(remove())
+
+
+def _restore(worker: Any) -> None:
+    worker.removed.close()
