@@ -1,20 +1,17 @@
 """What of vllm-ascend is not split: features that are not supported, and what was not run.
 
-Read against vllm-ascend 0.30.0rc2.
+Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
-from dbo_runtime.vllm_plugin.api.known import (
-    KNOWN_ASCEND_DRAFTERS,
-    KNOWN_ASCEND_MODELS,
-    KNOWN_ASCEND_QUANTIZATIONS,
-)
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND, Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 
 if TYPE_CHECKING:
@@ -28,15 +25,21 @@ UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
     """Yield the architecture, the quantized weights and the drafter with which no split step was compared."""
+    proven = get_proven(version("vllm-ascend"))
     architecture = vllm_config.model_config.architecture
-    if architecture not in KNOWN_ASCEND_MODELS:
+    if architecture not in proven.models:
         yield Decline("this model is not proven with vllm-ascend yet", architecture)
-    unproven = sorted(find_quantizations(vllm_config) - {*KNOWN_ASCEND_QUANTIZATIONS, UNQUANTIZED})
+    unproven = sorted(find_quantizations(vllm_config) - {*proven.quantizations, UNQUANTIZED})
     if unproven:
         yield Decline("these quantized weights are not proven with vllm-ascend yet", ", ".join(unproven))
     drafter = name_drafter(vllm_config)
-    if drafter not in (None, *KNOWN_ASCEND_DRAFTERS):
+    if drafter not in (None, *proven.drafters):
         yield Decline("this drafter is not proven with vllm-ascend yet", drafter)
+
+
+def get_proven(release: str) -> Proven:
+    """Return what is proven with a release of vllm-ascend; an unknown one is taken for the latest, for DBO_CHECK."""
+    return PROVEN_ON_ASCEND.get(release, PROVEN_ON_ASCEND[LATEST_ASCEND])
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:
@@ -69,8 +72,10 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     """Yield each feature in use that splitting does not support."""
     from vllm_ascend.ascend_config import get_ascend_config
 
+    config = get_ascend_config()
     try:
-        yield from _list_unsupported(vllm_config, get_ascend_config())
+        yield from _list_unsupported(vllm_config, config)
+        yield from _list_later(config) if not hasattr(config, "enable_flashcomm1") else _list_earlier(config)
     except AttributeError as error:  # an unknown release, with DBO_CHECK=1
         yield Decline("vllm-ascend's configuration has changed", str(error))
 
@@ -86,14 +91,10 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (uses_second_runner(vllm_config), "vLLM's second model runner with vllm-ascend"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
-        (config.enable_force_eplb, "forced expert load balancing"),
         (config.mix_placement, "shared experts among the routed ones (mix_placement)"),
         (config.enable_fused_mc2, "fused MC2 (enable_fused_mc2)"),
         (config.enable_prefill_mc2, "MC2 in prefill (enable_prefill_mc2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
-        (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
-        (config.enable_dsa_cp, "context parallel sparse attention (enable_dsa_cp)"),
-        (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
         (finegrained.mlp_tensor_parallel_size > 0, "a separate tensor parallel group for the MLP"),
         (
@@ -102,4 +103,32 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         ),
         (vllm_config.cache_config.mamba_cache_mode != "none", "a prefix cache of states of linear attention"),
     )
+    return _decline_used(features)
+
+
+def _list_later(config: AscendConfig) -> Iterator[Decline]:
+    """Yield features in use that 0.30 has, and 0.23.0 has not."""
+    features = (
+        (config.enable_force_eplb, "forced expert load balancing"),
+        (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
+        (config.enable_dsa_cp, "context parallel sparse attention (enable_dsa_cp)"),
+        (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
+    )
+    return _decline_used(features)
+
+
+def _list_earlier(config: AscendConfig) -> Iterator[Decline]:
+    """Yield features in use that 0.23.0 has, and 0.30 has not, or in another form."""
+    features = (
+        (config.enable_flashcomm1, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
+        (config.enable_shared_expert_dp, "data parallel shared experts as in vllm-ascend 0.23"),
+        (config.flashcomm2_oproj_tensor_parallel_size > 0, "FlashComm 2"),
+        (config.enable_matmul_allreduce, "products fused with their all-reduce (enable_matmul_allreduce)"),
+        (config.multistream_overlap_gate, "a separate stream for the gate (multistream_overlap_gate)"),
+        (bool(config.layer_sharding), "weights shared out by layer (layer_sharding)"),
+    )
+    return _decline_used(features)
+
+
+def _decline_used(features: Iterable[tuple[bool, str]]) -> Iterator[Decline]:
     return (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
