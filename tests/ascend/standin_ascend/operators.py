@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from standin_ascend import attention, experts, linear_attention, mlapo, others, quantized, sparse, vision
+from standin_ascend import attention, earlier, experts, linear_attention, mlapo, others, quantized, sparse, vision
 
 SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, float epsilon=1e-6)"
@@ -27,6 +27,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     " Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=True,"
     " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
     " -> (Tensor y, Tensor scale)",
+    earlier.ROUTING_SCHEMA,
     sparse.ATTENTION_SCHEMA,
     mlapo.SCHEMA,
     "device_print(Tensor x, str s) -> ()",
@@ -62,12 +63,18 @@ OPERATORS = {
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
         "npu_gemma_rms_norm": others.norm_by_offset,
+        "npu_moe_init_routing_custom": earlier.route,
         "moe_gating_top_k": experts.choose_experts,
         "npu_dequant_swiglu_quant": quantized.activate_product,
         "grouped_matmul_swiglu_quant_v2": quantized.multiply_int4_and_activate,
         "grouped_matmul_swiglu_quant_weight_nz": quantized.multiply_and_activate,
         "npu_sparse_flash_attention": sparse.attend_to_chosen,
         "mla_preprocess": mlapo.prepare,
+    },
+    "atb": {
+        "npu_paged_cache_load": earlier.load_cache,
+        "_npu_reshape_and_cache": earlier.reshape_and_cache,
+        "_npu_rotary_embedding": earlier.rotate_in_place,
     },
     "aten": {
         "_foreach_add.List": others.add_lists,
@@ -81,10 +88,12 @@ OPERATORS = {
 @functools.cache
 def register() -> tuple[Any, ...]:
     """Register all for tensors on the NPU; what is registered lasts as long as what this returns."""
-    libraries = {"npu": "IMPL", "aten": "IMPL", "_C_ascend": "FRAGMENT", "vllm": "FRAGMENT"}
+    libraries = {"npu": "IMPL", "aten": "IMPL", "_C_ascend": "FRAGMENT", "atb": "FRAGMENT", "vllm": "FRAGMENT"}
     opened = {name: torch.library.Library(name, kind) for name, kind in libraries.items()}
     for schema in SCHEMAS:
         opened["_C_ascend"].define(schema)
+    for schema in earlier.ATB_SCHEMAS:
+        opened["atb"].define(schema)
     opened["vllm"].define(vision.SPLIT_SCHEMA)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
