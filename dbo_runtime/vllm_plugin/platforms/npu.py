@@ -11,7 +11,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.program import SIDE
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
-from dbo_runtime.vllm_plugin.api.known import PROVEN_ON_ASCEND
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
@@ -63,9 +63,8 @@ class NpuPlatform(Platform):
 
     def check_version(self) -> Decline | None:
         """Return why steps of this vllm-ascend have not been compared with unsplit ones, or None if they have."""
-        try:
-            actual = version("vllm-ascend")
-        except PackageNotFoundError:
+        actual = find_release()
+        if actual is None:
             return Decline("vllm-ascend is not installed")
         if actual in PROVEN_ON_ASCEND:
             return None
@@ -76,7 +75,8 @@ class NpuPlatform(Platform):
         """Yield the architecture, the quantized weights and the drafter that were not run with vllm-ascend."""
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
 
-        return list_unproven(vllm_config)
+        # What another release was not compared with is declined with the release itself.
+        return list_unproven(vllm_config, PROVEN_ON_ASCEND.get(find_release() or "", PROVEN_ON_ASCEND[LATEST_ASCEND]))
 
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield each feature of vllm-ascend in use that splitting does not support."""
@@ -150,3 +150,11 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import new_rotary_tables
 
         return new_rotary_tables()
+
+
+def find_release() -> str | None:
+    """Return the installed release of vllm-ascend, or None if there is none."""
+    try:
+        return version("vllm-ascend")
+    except PackageNotFoundError:
+        return None

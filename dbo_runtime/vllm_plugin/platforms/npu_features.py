@@ -6,12 +6,11 @@ Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
-from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND, Proven
+from dbo_runtime.vllm_plugin.api.known import Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 
 if TYPE_CHECKING:
@@ -23,9 +22,8 @@ MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
-def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
-    """Yield the architecture, the quantized weights and the drafter with which no split step was compared."""
-    proven = get_proven(version("vllm-ascend"))
+def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[Decline]:
+    """Yield the architecture, the quantized weights and the drafter that are not among the *proven* ones."""
     architecture = vllm_config.model_config.architecture
     if architecture not in proven.models:
         yield Decline("this model is not proven with vllm-ascend yet", architecture)
@@ -35,11 +33,6 @@ def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
     drafter = name_drafter(vllm_config)
     if drafter not in (None, *proven.drafters):
         yield Decline("this drafter is not proven with vllm-ascend yet", drafter)
-
-
-def get_proven(release: str) -> Proven:
-    """Return what is proven with a release of vllm-ascend; an unknown one is taken for the latest, for DBO_CHECK."""
-    return PROVEN_ON_ASCEND.get(release, PROVEN_ON_ASCEND[LATEST_ASCEND])
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:
