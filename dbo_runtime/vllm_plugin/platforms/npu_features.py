@@ -31,7 +31,7 @@ def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[Decline]:
     if unproven:
         yield Decline("these quantized weights are not proven with vllm-ascend yet", ", ".join(unproven))
     drafter = name_drafter(vllm_config)
-    if drafter not in (None, *proven.drafters):
+    if drafter is not None and drafter not in proven.drafters:
         yield Decline("this drafter is not proven with vllm-ascend yet", drafter)
 
 

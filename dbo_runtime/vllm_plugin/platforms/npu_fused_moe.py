@@ -89,7 +89,8 @@ class AscendFusedMoeLayer(MoeLayer):
         """Run the shared experts on *x* [tokens, hidden]; the schedule decides what runs concurrently."""
         from vllm_ascend.ops.fused_moe.fused_moe import FusedMoEEvents
 
-        started = torch.npu.current_stream().record_event()  # waited for on the same stream
+        stream = torch.get_device_module(x.device).current_stream()
+        started = stream.record_event()  # waited for on the same stream
         result: torch.Tensor = self._shared_layer._forward_shared_experts(x, FusedMoEEvents(started))
         return result
 
