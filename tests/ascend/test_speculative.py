@@ -7,17 +7,24 @@ from an n-gram lookup.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.tiny_tasks import held_out
-from tests.ascend.conftest import TINY, start
+from tests.ascend.conftest import PIPELINE, TINY, start
 from tests.ascend.jobs import answer_as_they_come, cut_at_boundaries, generate, make_prompts
+from tests.ascend.mtp_layers import MTP, add_mtp_layer
 from tests.ascend.reference import count_equal, tokenize
+from tests.ascend.test_families import OPTIONS_OF
 from tests.vllm_plugin.drafters import NGRAM, draft_by_eagle3, draft_by_mtp
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
+from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.speculation import count_drafts
+
+GLM = "Glm4MoeForCausalLM"
 
 TASKS = tokenize(TINY, [task.prompt for task in held_out(1)])
 PROMPTS = [*make_prompts(96, 64, 160, 128, 80), *TASKS]
@@ -57,6 +64,32 @@ def test_split_steps_with_drafts_are_equal_to_unsplit_ones(name: str, workers: i
         assert drafts["drafted"] > 0
         assert split_drafts == drafts
         assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.slow
+def test_drafts_of_an_mtp_layer_of_glm_are_accepted_alike(tmp_path: Path) -> None:
+    model = add_mtp_layer(make_family(GLM, tmp_path))
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, **OPTIONS_OF[GLM], **MTP}
+    for npus in start(1, model, **options):
+        assert_drafts_are_accepted_alike(npus)
+
+
+def assert_drafts_are_accepted_alike(npus: Ranks) -> None:
+    ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
+    ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
+    assert (none, steps >= 10) == (0, True)
+    assert drafts["drafted"] > drafts["accepted"] > 0
+    assert split_drafts == drafts
+    assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_last_stage_of_a_pipeline_drafts_and_all_verify_alike(name: str, asynchronous: bool) -> None:
+    options = {**leave_backend(DRAFTERS[name]), **PIPELINE, "async_scheduling": asynchronous}
+    for npus in start(1, **options):
+        assert_drafts_are_accepted_alike(npus)
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ KNOWN_ASCEND_MODELS = (
 )
 """Models of which split steps have been compared with unsplit ones on vllm-ascend."""
 
-KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "qwen3_5_mtp", "eagle3")
+KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle3")
 """Methods of speculative decoding with which they have been; `suffix` drafts on the host, as `ngram` does."""
 
 KNOWN_ASCEND_QUANTIZATIONS = ("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC")

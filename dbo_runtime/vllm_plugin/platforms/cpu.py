@@ -33,6 +33,7 @@ class CpuPlatform(Platform):
     needs_cpu_patches = True
     cuts_decodes = True
     splits_lora = True
+    pipeline_drafters = ("ngram", "suffix", "deepseek_mtp")
 
     def open_device(
         self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger

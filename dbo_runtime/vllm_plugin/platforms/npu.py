@@ -57,6 +57,7 @@ class NpuPlatform(Platform):
     sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask")
     pads_batches = True  # all data parallel ranks to the longest batch
     drafts_from_states = True
+    pipeline_drafters = ("ngram", "suffix", "deepseek_mtp", "eagle3")
     cuts_decodes = True  # a piece has fewer queries than the decode
 
     def check_version(self) -> Decline | None:

@@ -77,7 +77,6 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
-    drafts = vllm_config.speculative_config is not None
     features = (
         (
             parallel.use_sequence_parallel_moe and parallel.pipeline_parallel_size > 1,
@@ -97,9 +96,8 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
         (finegrained.mlp_tensor_parallel_size > 0, "a separate tensor parallel group for the MLP"),
         (
-            vllm_config.model_config.is_hybrid and drafts and vllm_config.scheduler_config.async_scheduling,
-            "speculative decoding with linear attention and asynchronous scheduling",
+            vllm_config.cache_config.mamba_cache_mode == "all",
+            "a cache of states after each block (mamba_cache_mode=all)",
         ),
-        (vllm_config.cache_config.mamba_cache_mode != "none", "a prefix cache of states of linear attention"),
     )
     return (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)

@@ -56,6 +56,8 @@ class Platform:
         cuts_decodes: whether its attention backends were shown to take pieces of a decode with drafts.
         drafts_from_states: whether models with linear attention verify drafts there, and split steps that do were
             compared with unsplit ones. vLLM 0.30's own fail on CPU.
+        pipeline_drafters: methods of speculative decoding, by `name_drafter`, with which stages of a pipeline were
+            compared with unsplit ones.
         splits_lora: whether its LoRA mapping is known, and split steps with it were compared with unsplit ones.
     """
 
@@ -73,6 +75,7 @@ class Platform:
     pads_batches = False
     cuts_decodes = False
     drafts_from_states = False
+    pipeline_drafters: tuple[str, ...] = ()
     splits_lora = False
 
     def __init__(self, name: str) -> None:

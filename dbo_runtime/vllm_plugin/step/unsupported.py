@@ -14,7 +14,7 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-KNOWN_DRAFTERS = ("ngram", "suffix", "draft_model", "deepseek_mtp", "qwen3_5_mtp", "eagle", "eagle3")
+KNOWN_DRAFTERS = ("ngram", "suffix", "draft_model", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle", "eagle3")
 """Methods of speculative decoding, by `name_drafter`, with which steps are split.
 
 Split steps were compared with unsplit ones with all but `suffix`, which drafts on the host as `ngram` does.
@@ -42,7 +42,10 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
         (returns_routed_experts(vllm_config), "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
         (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
-        (drafter is not None and parallel.pipeline_parallel_size > 1, "speculative decoding in a pipeline"),
+        (
+            parallel.pipeline_parallel_size > 1 and drafter not in (None, *platform.pipeline_drafters),
+            f"speculative decoding by {drafter} in a pipeline",
+        ),
         (model.is_hybrid and model.architecture not in HYBRID_MODELS, "this model's linear attention"),
         (
             model.is_hybrid and drafter is not None and not platform.drafts_from_states,
