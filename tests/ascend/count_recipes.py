@@ -104,7 +104,7 @@ def main() -> None:
     lines = [f"**{split} of {len(answers)}** commands would be split; {prefill} are prefill nodes.", "", *table]
     tell_section(True, "recipes", COMMAND, lines, ROOT / "docs" / "ascend.md")
     header = ["command", "ranks", "serves", "what overlaps, and the tests behind it; or what prevents splitting"]
-    tell_section(True, "commands", COMMAND, make_table(header, list_commands(answers)), ROOT / "docs" / "recipes.md")
+    tell_section(True, "tutorials", COMMAND, make_table(header, list_commands(answers)), ROOT / "docs" / "recipes.md")
 
 
 def _ask_aloud(recipe: Recipe) -> Answer:

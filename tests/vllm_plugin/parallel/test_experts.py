@@ -270,7 +270,12 @@ class SharedInParts(MoeLayer):
     has_replicated_shared_experts = False
 
 
-PARTS: Any = SimpleNamespace(get_moe_layer=SharedInParts, exchanges_sizes_separately=False, copying_modules=())
+PARTS: Any = SimpleNamespace(
+    get_moe_layer=SharedInParts,
+    exchanges_sizes_separately=False,
+    copying_modules=(),
+    get_last_projection=lambda parts: None,
+)
 
 
 @pytest.mark.parametrize("platform", [CPU, PARTS])
