@@ -134,7 +134,8 @@ def record_mlp(
         scattered: Value = p.comm("mlp_scatter", collectives.reduce_scatter, x, outputs=2)[0]
         return scattered
     if moe is None:  # two names, because ops of one name are assumed to cost the same
-        x = p.compute("moe" if is_moe else "mlp", collectives.without_reduce(mlp), x)
+        name = "moe" if is_moe else "mlp"
+        x = p.compute(name, collectives.without_reduce(mlp), x)
     elif tokens is None:
         x = record_experts(p, moe, collectives, x)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -129,6 +130,14 @@ def _run_job(pipe: Connection, job: Callable[..., Any], rank: int, *arguments: A
         pipe.send((True, job(rank, *arguments)))
     except BaseException:  # noqa: BLE001 - the test has to see it, whatever it is
         pipe.send((False, traceback.format_exc()))
+
+
+def find_transport() -> str:
+    """Return how tensor parallel ranks on this host communicate: of vLLM's kernels for x86, those of AVX2 have no SHM."""
+    is_x86 = platform.machine() == "x86_64"
+    return (
+        "network" if is_x86 and " avx512f" not in Path("/proc/cpuinfo").read_text(encoding="utf-8") else "shared memory"
+    )
 
 
 def share_cores() -> str:

@@ -18,6 +18,7 @@ from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES,
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.ranks import Ranks
+from tests.vllm_plugin.step.test_planned_steps import set_transport
 
 SIDE = {"DBO_SIDE": "on"}
 SETTINGS = [{"DBO_MODE": "auto", "DBO_SIDE": "on"}, {"DBO_SIDE": "on"}, {"DBO_SIDE": "off"}]  # the first does not cut
@@ -30,8 +31,12 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="session", params=[1, 2], ids=["one rank", "two ranks"])
 def side_engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
     """Return an engine with a side lane, whose latent attention is decomposed."""
-    cores = "nobind" if request.param == 1 else share_cores()
-    return engines.get(request.param, cores, settings=SIDE, max_model_len=2048)
+    if request.param == 1:
+        return engines.get(1, "nobind", settings=SIDE, max_model_len=2048)
+    engine = engines.get(2, share_cores(), settings=SIDE, max_model_len=2048)
+    # Where vLLM's kernels reduce otherwise, `auto` would cut: these tests are of steps that it does not.
+    engine.llm.collective_rpc(set_transport, args=("shared memory",))
+    return engine
 
 
 @pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
