@@ -133,11 +133,11 @@ def _run_job(pipe: Connection, job: Callable[..., Any], rank: int, *arguments: A
 
 
 def find_transport() -> str:
-    """Return how tensor parallel ranks on this host communicate: of vLLM's kernels for x86, those of AVX2 have no SHM."""
-    is_x86 = platform.machine() == "x86_64"
-    return (
-        "network" if is_x86 and " avx512f" not in Path("/proc/cpuinfo").read_text(encoding="utf-8") else "shared memory"
-    )
+    """Return how tensor parallel ranks on this host communicate: vLLM's kernels for AVX2 reduce over no shared memory."""
+    if platform.machine() != "x86_64":
+        return "shared memory"
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return "shared memory" if " avx512f" in flags else "network"
 
 
 def share_cores() -> str:
