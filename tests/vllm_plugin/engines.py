@@ -133,7 +133,7 @@ def _run_job(pipe: Connection, job: Callable[..., Any], rank: int, *arguments: A
 
 
 def find_transport() -> str:
-    """Return how tensor parallel ranks on this host communicate: vLLM's kernels for AVX2 reduce over no shared memory."""
+    """Return how tensor parallel ranks on this host communicate: vLLM's kernels for AVX2 share no memory."""
     if platform.machine() != "x86_64":
         return "shared memory"
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
