@@ -9,19 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.ascend.conftest import OPTIONS, start
+from tests.ascend.conftest import start
 from tests.ascend.jobs import find_planner, make_prompts
 from tests.standin_cann.cann import Kernel, load
 from tests.vllm_plugin.engine import Engine
 
 LAYERS = 3
-COLLECTIVES = ("HcclAllReduce", "HcclAllGather", "HcclAlltoAllV")
-FLASHCOMM = {"additional_config": {**OPTIONS["additional_config"], "enable_flashcomm1": True}}
-SLOW = {
-    **dict.fromkeys(COLLECTIVES, 0.02),
-    "FusedInferAttentionScore": 0.02,
-    "GroupedMatmul": 0.01,
-}  # seconds: what else they take is noise
+REDUCE = "HcclAllReduce"
+SLOW = {REDUCE: 0.02, "FusedInferAttentionScore": 0.02, "GroupedMatmul": 0.01}  # seconds: what else they take is noise
 ON_HOST = -1  # the stream of copies that the host waits for
 
 
@@ -37,16 +32,16 @@ class Instruction(NamedTuple):
     kernels: list[Kernel]
 
     def list_collectives(self) -> list[Kernel]:
-        """Return what ran of the comm lane; vLLM's own collectives, such as the embedding's, are on other streams."""
-        collectives = [kernel for kernel in self.kernels if kernel.name in COLLECTIVES]
-        streams = Counter(kernel.stream for kernel in collectives)
-        return [kernel for kernel in collectives if kernel.stream == streams.most_common(1)[0][0]]
+        """Return what ran of the comm lane; vLLM's own all-reduces, such as the embedding's, are on other streams."""
+        reduces = [kernel for kernel in self.kernels if kernel.name == REDUCE]
+        streams = Counter(kernel.stream for kernel in reduces)
+        return [kernel for kernel in reduces if kernel.stream == streams.most_common(1)[0][0]]
 
 
-@pytest.fixture(scope="module", params=[{}, pytest.param(FLASHCOMM, marks=pytest.mark.slow)], ids=["", "FlashComm"])
-def steps(request: pytest.FixtureRequest) -> Iterator[list[Instruction]]:
+@pytest.fixture(scope="module")
+def steps() -> Iterator[list[Instruction]]:
     """Return what both ranks of a tensor parallel pair that shares out its experts did in one prefill."""
-    for npus in start(1, tensor_parallel_size=2, enable_expert_parallel=True, **request.param):
+    for npus in start(1, tensor_parallel_size=2, enable_expert_parallel=True):
         (found,) = npus.run(trace_prefill)
         yield found
 
@@ -85,8 +80,7 @@ def _end_trace(worker: Any) -> Instruction:
     (executor,) = find_planner(worker)._runtime._executors._executors.values()
     lanes: dict[str, list[Op]] = {"compute": [], "comm": []}
     for step in executor.schedule.instructions:
-        collectives = 2 if step.op.name == "dispatch" else 1  # tokens, and where they go
-        lanes[step.op.lane] += [(step.op.layer, step.issue.micro_batch, step.op.name)] * collectives
+        lanes[step.op.lane].append((step.op.layer, step.issue.micro_batch, step.op.name))
     return Instruction(lanes["compute"], lanes["comm"], list(worker.kernels))
 
 
@@ -120,7 +114,7 @@ def find_pairs(step: Instruction) -> set[tuple[Op, Op]]:
     attention = [kernel for kernel in step.kernels if kernel.name == "FusedInferAttentionScore"]
     products = [kernel for kernel in step.kernels if kernel.name == "GroupedMatmul"]
     work = list(zip([op for op in step.compute if op[2] == "attention"], attention, strict=True))
-    experts = [op for op in step.compute if op[2] in ("moe", "experts")]
+    experts = [op for op in step.compute if op[2] == "moe"]
     work += zip([op for op in experts for _ in range(2)], products, strict=True)  # two products each
     return {
         (collective, op)
