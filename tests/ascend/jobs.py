@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
@@ -131,3 +132,24 @@ def end_choosing(worker: Any) -> int:
     """Let vllm-ascend choose by itself again; return how often it did not."""
     worker.choosing.close()
     return int(worker.chosen)
+
+
+def order_corrections(engine: Engine, rank: int) -> None:
+    """Let the host correct what it assumed of drafts only when the device has copied it: vllm-ascend does not wait."""
+    engine.llm.collective_rpc(_order_corrections)
+
+
+def _order_corrections(worker: Any) -> None:
+    runner = worker.model_runner
+    update = runner._update_states
+
+    def update_states(scheduled: Any) -> Any:
+        correct = update(scheduled)
+        return correct and partial(_correct_after_copies, runner.prepare_inputs_event, correct)
+
+    runner._update_states = update_states
+
+
+def _correct_after_copies(copied: Any, correct: Callable[[], None]) -> None:
+    copied.synchronize()
+    correct()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+MTP: dict[str, Any] = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 DRAFTS: dict[str, Any] = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
 
 

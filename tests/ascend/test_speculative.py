@@ -7,6 +7,7 @@ from an n-gram lookup.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,15 @@ import pytest
 from examples.tiny_tasks import held_out
 from tests.ascend.conftest import TINY, start
 from tests.ascend.jobs import answer_as_they_come, cut_at_boundaries, generate, make_prompts
+from tests.ascend.mtp_layers import MTP, add_mtp_layer
 from tests.ascend.reference import count_equal, tokenize
+from tests.ascend.test_families import OPTIONS_OF
 from tests.vllm_plugin.drafters import NGRAM, draft_by_eagle3, draft_by_mtp
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
+from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.speculation import count_drafts
+
+GLM = "Glm4MoeForCausalLM"
 
 TASKS = tokenize(TINY, [task.prompt for task in held_out(1)])
 PROMPTS = [*make_prompts(96, 64, 160, 128, 80), *TASKS]
@@ -55,6 +61,19 @@ def test_split_steps_with_drafts_are_equal_to_unsplit_ones(name: str, workers: i
         ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
         assert (none, steps >= 10) == (0, True)
         assert drafts["drafted"] > 0
+        assert split_drafts == drafts
+        assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.slow
+def test_drafts_of_an_mtp_layer_of_glm_are_accepted_alike(tmp_path: Path) -> None:
+    model = add_mtp_layer(make_family(GLM, tmp_path))
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, **OPTIONS_OF[GLM], **MTP}
+    for npus in start(1, model, **options):
+        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
+        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
+        assert (none, steps >= 10) == (0, True)
+        assert drafts["drafted"] > drafts["accepted"] > 0
         assert split_drafts == drafts
         assert find_difference(unsplit, split) == 0.0
 

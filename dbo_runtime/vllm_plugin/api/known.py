@@ -28,8 +28,10 @@ KNOWN_ASCEND_MODELS = (
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
     "HYV3ForCausalLM",
+    "InternVLChatModel",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
     "MiniMaxM3SparseForConditionalGeneration",
     "MistralForCausalLM",
     "MixtralForCausalLM",
@@ -37,6 +39,7 @@ KNOWN_ASCEND_MODELS = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     *HYBRID_MODELS,
@@ -44,7 +47,7 @@ KNOWN_ASCEND_MODELS = (
 )
 """Models of which split steps have been compared with unsplit ones on vllm-ascend."""
 
-KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "qwen3_5_mtp", "eagle3")
+KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle3")
 """Methods of speculative decoding with which they have been; `suffix` drafts on the host, as `ngram` does."""
 
 KNOWN_ASCEND_QUANTIZATIONS = (

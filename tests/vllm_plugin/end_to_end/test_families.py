@@ -21,12 +21,11 @@ from tests.vllm_plugin.families import (
     find_backend,
     make_family,
 )
-from tests.vllm_plugin.multimodal_families import INTERNVL, make_internvl
+from tests.vllm_plugin.multimodal_families import INTERNVL, OMNI, make_internvl
 from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 
 # The tutorial's adapter, or none; test_linear_attention.py; and tests/ascend/test_sparse_attention.py.
-UNPROVEN = {"MiniMaxM2ForCausalLM"}  # not registered
-ELSEWHERE = {"GraniteForCausalLM", *UNPROVEN, *LINEAR_ATTENTION, *SPARSE_ATTENTION}
+ELSEWHERE = {"GraniteForCausalLM", *LINEAR_ATTENTION, *SPARSE_ATTENTION}
 OURS = tuple(name for name in FAMILIES if name not in ELSEWHERE)
 LENGTHS = (96, 64, 160, 128, 80)
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -63,7 +62,9 @@ def test_split_steps_answer_as_unsplit_ones(family: Engine) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "MixtralForCausalLM", "MiniMaxM2ForCausalLM"]
+)
 def test_tokens_of_each_moe_are_dispatched_to_experts_on_other_ranks(
     name: str, tmp_path: Path, engines: Engines
 ) -> None:
@@ -117,7 +118,7 @@ def test_the_language_model_of_internvl_answers_split_as_unsplit(
 def test_every_architecture_that_we_register_is_among_them() -> None:
     ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
     others = {*LINEAR_ATTENTION, QWEN35, QWEN35_MOE, *SPARSE_ATTENTION, MINIMAX_M3}  # each in a file of its own
-    multimodal = {INTERNVL, KIMI, QWEN25, QWEN3, QWEN3_MOE}  # three of them in test_qwen_vl.py
+    multimodal = {INTERNVL, KIMI, OMNI, QWEN25, QWEN3, QWEN3_MOE}  # four of them in test_qwen_vl.py
     assert ours == {*OURS, *multimodal, *others}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.vllm_plugin.end_to_end.test_equivalence import assert_close
 from tests.vllm_plugin.engine import Answer, Engine
 from tests.vllm_plugin.engines import Engines, share_cores
+from tests.vllm_plugin.multimodal_families import make_omni
 from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -67,3 +69,18 @@ def test_split_steps_and_encoders_answer_as_unsplit_ones(multimodal: Engine) -> 
     multimodal.llm.collective_rpc("dbo_cut_images_at", args=(None,))
     multimodal.cut_by_settings()
     assert_close(unsplit, ask(multimodal, requests, DBO_MODE="always", DBO_CHECK="1"))
+
+
+def test_features_of_images_are_cut_with_the_tokens_of_qwen_omni(tmp_path: Path, engines: Engines) -> None:
+    """Its first layers add them, as Qwen3-VL's do; the encoder is not split."""
+    limits = {**OPTIONS["limit_mm_per_prompt"], "audio": 0}
+    model = make_omni(tmp_path / "omni")
+    with engines.start(2, share_cores(), model, **{**OPTIONS, "limit_mm_per_prompt": limits}) as engine:
+        requests = make_requests(KINDS)
+        unsplit = ask(engine, requests, DBO_MODE="off")
+        before = engine.count_split()
+        assert_close(unsplit, ask(engine, requests, DBO_MODE="always"))
+        for cut in (20, 40, 60):
+            engine.cut_at(cut)
+            assert_close(unsplit, ask(engine, requests, DBO_MODE="always"))
+        assert engine.count_split() > before

@@ -12,6 +12,7 @@ from vllm.forward_context import get_forward_context
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from examples.tiny_tasks import held_out
+from tests.ascend.mtp_layers import MTP, add_mtp_layer
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
 from tests.vllm_plugin.drafters import (
     NGRAM,
@@ -177,6 +178,17 @@ def test_drafts_are_verified_alike_while_prompts_are_prefilled_in_chunks(
         assert steps > len(PROMPTS), "each prompt is longer than a chunk, or shares one"
         if drafter == "itself":
             assert counts["accepted"] == counts["drafted"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_mtp_layer_of_glm_drafts_and_is_verified_alike(ranks: int, engines: Engines, tmp_path: Path) -> None:
+    model = add_mtp_layer(make_family("Glm4MoeForCausalLM", tmp_path))
+    drafts = {"speculative_config": {**MTP["speculative_config"], "attention_backend": "CPU_ATTN"}}
+    with start(engines, ranks, model, **LLAMA, **drafts) as engine:
+        for cuts in (None, (96,), (17,), (4,)):
+            assert_split_drafts_alike(engine, cuts)
+        assert_steps_check(engine)
 
 
 @pytest.mark.slow

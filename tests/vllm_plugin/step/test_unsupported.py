@@ -107,8 +107,8 @@ def test_a_drafter_that_splitting_does_not_support_is_named(changes: dict[str, A
 @pytest.mark.parametrize(
     "changes",
     [draft_by(method) for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3")]
-    + [draft_by_layer_of("deepseek_mtp")],
-    ids=["ngram", "suffix", "draft_model", "eagle", "eagle3", "deepseek_mtp"],
+    + [draft_by_layer_of(model_type) for model_type in ("deepseek_mtp", "glm4_moe_mtp")],
+    ids=["ngram", "suffix", "draft_model", "eagle", "eagle3", "deepseek_mtp", "glm4_moe_mtp"],
 )
 def test_other_drafters_leave_the_target_to_be_split(changes: dict[str, Any]) -> None:
     assert check_config(make_config(**changes)) is None
