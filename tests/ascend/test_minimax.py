@@ -5,16 +5,24 @@ Of up to four blocks of keys, its indexer chooses two.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import start
+from tests.ascend.conftest import FOUR, start
+from tests.ascend.jobs import answer, make_prompts
 from tests.ascend.minimax import TEXT_ONLY, draft_by_eagle3, make_minimax
-from tests.ascend.test_flashcomm import FLASHCOMM, TWO
-from tests.ascend.test_sparse_attention import assert_steps_are_equal, share_out
+from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
+from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
+from tests.ascend.test_flashcomm import FLASHCOMM, REPLICATED, TWO
+from tests.ascend.test_sparse_attention import QUANTIZED, assert_steps_are_equal, share_out
 from tests.ascend.test_speculative import answer_with_drafts
 from tests.vllm_plugin.engine import find_difference
+
+VISION_PROJECTIONS = (*(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")), "fc1", "fc2")
+PROJECTORS = ("vision_tower.multi_modal_projector", "vision_tower.patch_merge_mlp")
 
 
 @pytest.mark.slow
@@ -34,3 +42,53 @@ def test_drafts_are_verified_in_chunks_of_tokens(tmp_path: Path) -> None:
         assert drafts["drafted"] > 0
         assert split_drafts == drafts
         assert find_difference(unsplit, split) == 0.0
+
+
+def describe_vision_tower(model: Path) -> None:
+    """Say of projections of the vision tower, of which the tiny model has no weights, that they are not quantized."""
+    file = model / "quant_model_description.json"
+    names = [f"encoder.layers.0.{name}" for name in VISION_PROJECTIONS]
+    description = {f"model.vision_tower.vision_model.{name}.weight": "FLOAT" for name in names}
+    description |= {f"model.{name}.linear_{i}.weight": "FLOAT" for name in PROJECTORS for i in (1, 2)}
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **description}), encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [STATIC, DYNAMIC])
+def test_quantized_weights(attention: str, tmp_path: Path) -> None:
+    model = quantize_model(make_minimax(tmp_path / "source"), tmp_path / "model", attention, DYNAMIC)
+    describe_vision_tower(model)
+    for npus in start(1, model, **TWO, **QUANTIZED, **TEXT_ONLY):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [FLASHCOMM, REPLICATED])
+def test_layers_that_pass_on_chunks_of_tokens(options: dict[str, Any], tmp_path: Path) -> None:
+    """FlashComm v1: the dense MLP, too, gathers a chunk and reduces its results to one."""
+    for npus in start(1, make_minimax(tmp_path), **TWO, **options, **TEXT_ONLY):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_of_different_sizes_are_equal(tmp_path: Path) -> None:
+    for npus in start(2, make_minimax(tmp_path), **TEXT_ONLY):
+        assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [FLASHCOMM, REPLICATED])
+def test_data_parallel_ranks_of_chunks_are_equal(options: dict[str, Any], tmp_path: Path) -> None:
+    for npus in start(2, make_minimax(tmp_path), FOUR, tensor_parallel_size=2, **options, **TEXT_ONLY):
+        assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+def test_what_is_answered_depends_on_the_chosen_blocks(tmp_path: Path) -> None:
+    """Of four, another indexer chooses others."""
+    found = []
+    for seed in (None, 1):
+        for npus in start(1, make_minimax(tmp_path / str(seed), indexer_seed=seed), **TEXT_ONLY):
+            ((answers, _),) = npus.run(answer, [make_prompts(500)])
+            found.append(answers)
+    assert find_difference(*found) > 0.0
