@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -46,23 +46,25 @@ def steps() -> Iterator[list[Instruction]]:
         yield found
 
 
-def trace_prefill(engine: Engine, rank: int) -> list[Instruction]:
-    """Prefill two prompts in one step, cut between them."""
+def trace_prefill(
+    engine: Engine, rank: int, delays: Mapping[str, float] = SLOW, lengths: tuple[int, int] = (64, 60)
+) -> list[Instruction]:
+    """Prefill two prompts in one step, cut between them; *delays* are seconds that kernels take."""
     engine.configure(DBO_MODE="always")
-    engine.cut_at(64)
-    engine.generate(make_prompts(64, 60))  # plans
-    engine.llm.collective_rpc(_start_trace)
-    engine.generate(make_prompts(64, 60))
+    engine.cut_at(lengths[0])
+    engine.generate(make_prompts(*lengths))  # plans
+    engine.llm.collective_rpc(_start_trace, args=(dict(delays),))
+    engine.generate(make_prompts(*lengths))
     found: list[Instruction] = engine.llm.collective_rpc(_end_trace)
     return found
 
 
-def _start_trace(worker: Any) -> None:
+def _start_trace(worker: Any, delays: Mapping[str, float]) -> None:
     import torch
 
     standin = load()
     assert standin is not None
-    for kernel, seconds in SLOW.items():
+    for kernel, seconds in delays.items():
         standin.delay(kernel, seconds)
     torch.npu.synchronize()
     worker.traced = standin.trace()
