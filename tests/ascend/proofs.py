@@ -14,11 +14,13 @@ from tests.ascend.recipes import Recipe
 
 EQUIVALENCE, FAMILIES, MINIMAX = "test_equivalence.py", "test_families.py", "test_minimax.py"
 SPARSE, LINEAR = "test_sparse_attention.py", "test_linear_attention.py"
+MINIMAX_M2, SPECULATIVE = "test_minimax_m2.py", "test_speculative.py"
 MODELS: Mapping[str, str] = MappingProxyType(
     {
         "DeepseekV3ForCausalLM": EQUIVALENCE,
         "DeepseekV32ForCausalLM": SPARSE,
         "GlmMoeDsaForCausalLM": SPARSE,
+        "MiniMaxM2ForCausalLM": MINIMAX_M2,
         "MiniMaxM3SparseForConditionalGeneration": MINIMAX,
         **dict.fromkeys(HYBRID_MODELS, LINEAR),
     }
@@ -26,6 +28,8 @@ MODELS: Mapping[str, str] = MappingProxyType(
 """The file of tests of an architecture; of others it is `FAMILIES`."""
 
 WEIGHTS = {
+    MINIMAX: f"{MINIMAX}::test_quantized_weights",
+    MINIMAX_M2: f"{MINIMAX_M2}::test_minimax_m2_in_int8_with_drafts_is_equal_to_the_bit",
     SPARSE: f"{SPARSE}::test_quantized_weights",
     LINEAR: f"{LINEAR}::test_quantized_weights_are_equal_to_the_bit",
 }
@@ -33,22 +37,25 @@ DRAFTERS = {
     SPARSE: f"{SPARSE}::test_drafts_of_an_mtp_layer_are_accepted_alike",
     LINEAR: f"{LINEAR}::test_drafts_are_verified_as_unsplit",
     MINIMAX: f"{MINIMAX}::test_drafts_are_verified_in_chunks_of_tokens",
+    MINIMAX_M2: f"{MINIMAX_M2}::test_minimax_m2_in_int8_with_drafts_is_equal_to_the_bit",
 }
 DATA_PARALLEL = {
     EQUIVALENCE: f"{EQUIVALENCE}::test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit",
     SPARSE: f"{SPARSE}::test_data_parallel_ranks_of_different_sizes_are_equal",
     LINEAR: f"{LINEAR}::test_data_parallel_ranks_are_equal_to_the_bit",
+    MINIMAX: f"{MINIMAX}::test_data_parallel_ranks_of_chunks_are_equal",
 }
 PIPELINES = {SPARSE: f"{SPARSE}::test_stages_of_a_pipeline_are_equal"}
 GRAPHS = {SPARSE: f"{SPARSE}::test_with_graphs_of_decodes_prefills_are_split"}
 OPTIONS = {  # flags of a recipe
     "fc1": "test_flashcomm.py",
     "dsacp": "test_context_parallel.py",
+    "fmc2": "test_mc2.py",
     "shdp": "test_sequence_parallel.py::test_chunks_of_tokens_are_dispatched",
 }
 OTHERWISE = {  # where the file of a model has no test of its own
     "weights": "test_quantized_weights.py::test_split_steps_are_equal_to_unsplit_ones",
-    "drafter": "test_speculative.py::test_split_steps_with_drafts_are_equal_to_unsplit_ones",
+    "drafter": f"{SPECULATIVE}::test_split_steps_with_drafts_are_equal_to_unsplit_ones",
     "data parallel": f"{FAMILIES}::test_tokens_are_dispatched_to_data_parallel_ranks",
     "pipeline": f"{EQUIVALENCE}::test_a_prefill_cut_at_any_request_boundary_is_equal_to_the_bit",
     "graphs": "test_settings.py::test_with_graphs_of_decodes_prefills_are_split",

@@ -54,12 +54,19 @@ def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> Non
         each for each in RECIPES if (each.page, each.line) == ("pd_disaggregation_mooncake_multi_node.md", "547")
     )
     assert ask(recipe).reasons == ()
-    fused = recipe._replace(model="a-w4a4", flags="fmc2")
-    assert ask(fused).reasons == (
+    balanced = recipe._replace(model="a-w4a4", flags="eplb")
+    assert ask(balanced).reasons == (
         "these quantized weights are not proven with vllm-ascend yet (W4A4_DYNAMIC; with DBO_CHECK=1 steps are split,"
         " and each is compared with the unsplit one)",
-        "not supported yet: fused MC2 (enable_fused_mc2)",
+        "not supported yet: dynamic expert load balancing (eplb_config)",
     )
+
+
+@pytest.mark.slow
+def test_fused_mc2_is_nothing_to_a_model_without_experts() -> None:
+    (recipe,) = (each for each in RECIPES if (each.page, each.line) == ("InternVL3.5.md", "93"))
+    assert recipe.flags == "fmc2"
+    assert ask(recipe).reasons == ()
 
 
 def test_commands_are_counted_by_reason() -> None:
