@@ -66,6 +66,16 @@ class ExpertParallel(Protocol):
     def reduces_shared_experts(self) -> bool:
         """Whether shared experts take all tokens, not a chunk, and return parts of a sum, for `reduce_scatter`."""
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether kernels dispatch and combine: `run_fused` is one op from gate to combine, with their communicator.
+
+        Then `gate`, `exchange_sizes`, `dispatch`, `experts` and `combine` are not called.
+        """
+
+    def run_fused(self, x: Any, tokens: Any) -> Any:
+        """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run its experts -> [chunk, hidden]."""
+
     def gate(self, x: Any, tokens: Any = None) -> Any:
         """Choose the experts of each token of *x* [tokens, hidden] -> routing; *tokens* of all chunks if it is one."""
 

@@ -149,7 +149,8 @@ class RuntimeConfig:
         "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
         "default does; `all_to_all` sends each token only to the ranks of its experts, after exchanging sizes, and "
         "with tensor parallel each rank sends a chunk of them. `auto` is `all_to_all` with vllm-ascend on chips "
-        "where its own prefills take that, or with `enable_shared_expert_dp`; else `all_gather`.",
+        "where its own prefills take that, or with `enable_shared_expert_dp`; left to MC2's kernels where those "
+        "dispatch its steps of any size; else `all_gather`.",
     )
     kv_connectors: tuple[str, ...] = _setting(
         "DBO_KV_CONNECTORS",

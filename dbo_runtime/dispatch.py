@@ -197,9 +197,12 @@ def count_chunk(tokens: int, ranks: int) -> int:
 
 
 def pad_chunks(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return *x* [tokens, hidden] with zeros after it, so that all chunks are equal [ranks * chunk, hidden]."""
+    """Return *x* [tokens, ...] with zeros after it, so that all chunks are equal [ranks * chunk, ...]."""
     padding = count_chunk(x.shape[0], ranks) * ranks - x.shape[0]
-    return torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
+    if not padding:
+        return x
+    kept = (0, 0) * (x.dim() - 1)  # of the other dimensions, the last of which comes first
+    return torch.nn.functional.pad(x, (*kept, 0, padding))
 
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

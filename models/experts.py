@@ -38,6 +38,10 @@ def record_dispatch(
     *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
     of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks.
     """
+    if moe.is_fused:
+        assert tokens is not None, "each rank gives its kernels a chunk"
+        fused: Value = record_fused_experts(p, moe, collectives, x, tokens, gathered)
+        return fused
     declare = p.movable if moe.is_movable else p.compute
     routing = declare("gate", moe.gate, x, *(() if tokens is None else (tokens,)))
     shared: list[Value] = []
@@ -49,12 +53,34 @@ def record_dispatch(
     )
     if not moe.exchanges_sizes:
         shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
-    if moe.reduces_shared_experts:
-        shared = [p.comm("shared_scatter", collectives.reduce_scatter, result, outputs=2)[0] for result in shared]
+    shared = record_scatters(p, moe, collectives, shared)
     routed = declare("experts", moe.experts, received)
     routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
     merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
     return merged
+
+
+def record_fused_experts(
+    p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, x: Value, tokens: Value, gathered: Value | None
+) -> Value:
+    """Declare experts whose kernels dispatch and combine in one op, `moe`: [chunk, hidden] -> [chunk, hidden].
+
+    The shared experts come before it, so that their results are reduced meanwhile.
+    """
+    shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
+    shared = record_scatters(p, moe, collectives, shared)
+    routed = p.compute("moe", moe.run_fused, x, tokens)
+    merged: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
+    return merged
+
+
+def record_scatters(
+    p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, shared: list[Value]
+) -> list[Value]:
+    """Declare the reduce of shared experts' results to chunks, if they are parts of a sum."""
+    if not moe.reduces_shared_experts:
+        return shared
+    return [p.comm("shared_scatter", collectives.reduce_scatter, result, outputs=2)[0] for result in shared]
 
 
 def record_shared_experts(

@@ -95,7 +95,7 @@ class ReferenceExperts:
     """One rank's part of a mixture of experts; see `dbo_runtime.adapter.ExpertParallel`."""
 
     has_shared_experts = True
-    is_sequence_parallel = reduces_shared_experts = False
+    is_fused = is_sequence_parallel = reduces_shared_experts = False
     is_movable = False  # the gate reads the sizes of the micro-batch that was entered last
 
     def __init__(self, moe: ReferenceMoe, collectives: ReferenceCollectives) -> None:

@@ -37,6 +37,7 @@ from dbo_runtime.dispatch import (
     Routing,
     exchange_rows,
     gather_rows,
+    pad_chunks,
     reduce_rows,
 )
 from dbo_runtime.errors import ScheduleError, SplitError
@@ -351,6 +352,18 @@ def test_a_batch_cut_in_another_place_than_agreed_is_refused(ranks: Ranks, make:
 def draw_rows(count: int, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Return rows of any rank: all ranks draw the same. They are not round, so the order of adding them shows."""
     return torch.randn((count, *shape), generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize(("tokens", "ranks", "rows"), [(4, 2, 4), (5, 2, 6), (1, 4, 4), (7, 4, 8)])
+def test_chunks_are_equal_with_zeros_after_the_last_token(
+    tokens: int, ranks: int, rows: int, shape: tuple[int, ...]
+) -> None:
+    x = draw_rows(tokens, 0, shape)
+    padded = pad_chunks(x, ranks)
+    assert padded.shape == (rows, *shape)
+    assert torch.equal(padded[:tokens], x)
+    assert not padded[tokens:].any()
 
 
 def move_rows(sizes: tuple[int, ...], shape: tuple[int, ...], contiguous: bool) -> None:

@@ -67,8 +67,6 @@ FEATURES = {
     "eplb_config.expert_map_path": ("map.json", "an expert map (eplb_config)"),
     "enable_force_eplb": (True, "forced expert load balancing"),
     "mix_placement": (True, "shared experts among the routed ones (mix_placement)"),
-    "enable_fused_mc2": (1, "fused MC2 (enable_fused_mc2)"),
-    "enable_prefill_mc2": (True, "MC2 in prefill (enable_prefill_mc2)"),
     "xlite_graph_config.enabled": (True, "xlite graphs"),
     "sparse_kv_offload_config.enabled": (True, "sparse KV offload"),
     "kvpp_config.size": (2, "KV cache pipelines (kvpp_config)"),
@@ -103,7 +101,7 @@ def list_unsupported(engine: Engine, rank: int) -> dict[str | None, str | None]:
     return {name: None if decline is None else str(decline) for name, decline in found.items()}
 
 
-def test_steps_whose_experts_communicate_inside_of_kernels_run_unsplit(one_npu: Ranks) -> None:
+def test_steps_whose_experts_communicate_otherwise_than_the_program_run_unsplit(one_npu: Ranks) -> None:
     (found,) = one_npu.run(list_step_declines)
     assert found == {
         "ALLGATHER": None,
@@ -111,16 +109,18 @@ def test_steps_whose_experts_communicate_inside_of_kernels_run_unsplit(one_npu: 
         "MC2": "MoE communication is fused into its kernels (MC2)",
         "FUSED_MC2": "MoE communication is fused into its kernels (FUSED_MC2)",
     }
+    (found,) = one_npu.run(list_step_declines, "fused")
+    assert [name for name, declined in found.items() if declined is None] == ["MC2", "FUSED_MC2"]
 
 
-def list_step_declines(engine: Engine, rank: int) -> dict[str, str | None]:
+def list_step_declines(engine: Engine, rank: int, dispatch: str = "all_gather") -> dict[str, str | None]:
     """Return why a step would run unsplit with each communication of vllm-ascend's experts."""
     from vllm_ascend.ascend_forward_context import MoECommType
 
     from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
     context = SimpleNamespace
-    declines = {kind.name: get_platform().check_step(context(moe_comm_type=kind)) for kind in MoECommType}
+    declines = {kind.name: get_platform().check_step(context(moe_comm_type=kind), dispatch) for kind in MoECommType}
     return {name: None if decline is None else str(decline) for name, decline in declines.items()}
 
 

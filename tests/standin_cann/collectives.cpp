@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -28,6 +30,34 @@ using standin::collectives::size_of;
 namespace {
 
 using Handle = std::shared_ptr<Communicator>;
+
+// Communicators that kernels which communicate by themselves find by their names.
+class Directory {
+public:
+    void add(const Handle& handle) {
+        const std::lock_guard<std::mutex> alone(busy_);
+        named_[handle->name] = handle;
+    }
+
+    Handle find(const std::string& name) {
+        const std::lock_guard<std::mutex> alone(busy_);
+        const auto found = named_.find(name);
+        const Handle handle = found == named_.end() ? nullptr : found->second.lock();
+        if (!handle) {
+            throw std::invalid_argument("no communicator is called " + name);
+        }
+        return handle;
+    }
+
+private:
+    std::mutex busy_;
+    std::map<std::string, std::weak_ptr<Communicator>> named_;
+};
+
+Directory& directory() {
+    static Directory all;
+    return all;
+}
 
 const Handle& open_handle(HcclComm comm) { return *static_cast<const Handle*>(comm); }
 
@@ -89,7 +119,9 @@ HcclResult join(uint32_t ranks, const HcclRootInfo* info, uint32_t rank, const c
         if (*name) {
             strncpy(invitation.name, name, sizeof(invitation.name) - 1);
         }
-        *comm = new Handle(std::make_shared<Communicator>(invitation, ranks, rank));
+        Handle* handle = new Handle(std::make_shared<Communicator>(invitation, ranks, rank));
+        directory().add(*handle);
+        *comm = handle;
         return HCCL_SUCCESS;
     });
 }
@@ -266,6 +298,32 @@ HcclResult HcclSend(void* buffer, uint64_t count, HcclDataType type, uint32_t, H
 
 HcclResult HcclRecv(void* buffer, uint64_t count, HcclDataType type, uint32_t, HcclComm comm, aclrtStream stream) {
     return pass_message(false, buffer, count, type, comm, stream);
+}
+
+// For kernels that communicate by themselves, on the thread of their stream: lay `bytes` of `mine` before the ranks of
+// the communicator called `group`, as part of a kernel `name`, and copy those of all, in rank order, to `all`.
+int standin_exchange(const char* group, const char* name, const void* mine, uint64_t bytes, void* all) {
+    return answer([=] {
+        const Handle communicator = directory().find(group);
+        Call call = describe(name, bytes, HCCL_DATA_TYPE_INT8);
+        call.bytes = bytes;
+        communicator->exchange(call, mine, [=](const Piece& piece) {
+            for (uint32_t rank = 0; rank < communicator->ranks; ++rank) {
+                piece.copy(rank, {0, bytes}, advance(all, rank * bytes));
+            }
+        });
+        return HCCL_SUCCESS;
+    });
+}
+
+// This process's rank in the communicator called `group`; -1 without one.
+int standin_find_rank(const char* group) {
+    int rank = -1;
+    answer([&] {
+        rank = static_cast<int>(directory().find(group)->me);
+        return HCCL_SUCCESS;
+    });
+    return rank;
 }
 
 }  // extern "C"

@@ -142,7 +142,7 @@ class ExpertParts:
 
     exchanges_sizes = False
     has_shared_experts = True
-    is_movable = is_sequence_parallel = reduces_shared_experts = False
+    is_movable = is_fused = is_sequence_parallel = reduces_shared_experts = False
 
     def __init__(self) -> None:
         self._gate, self._shared = make_weight(HIDDEN, EXPERTS), make_weight(HIDDEN, HIDDEN)

@@ -36,13 +36,13 @@ def get_groups(vllm_config: VllmConfig) -> Groups:
 def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
     """Return whether each tensor parallel rank dispatches a chunk of the tokens that all of them have.
 
-    They do by all-to-all (*dispatch*), else each token would be sent by each of them; and where vLLM's MoE is sequence
-    parallel.
+    They do by all-to-all (*dispatch*) and in fused kernels, else each token would be sent by each of them; and where
+    vLLM's MoE is sequence parallel.
     """
     parallel = vllm_config.parallel_config
     if not (vllm_config.model_config.is_moe and parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1):
         return False
-    return bool(dispatch == "all_to_all" or parallel.use_sequence_parallel_moe)
+    return bool(dispatch in ("all_to_all", "fused") or parallel.use_sequence_parallel_moe)
 
 
 def get_pipeline_group() -> GroupCoordinator:

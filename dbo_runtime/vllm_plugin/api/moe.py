@@ -145,6 +145,15 @@ class MoeLayer:
         )
         return result
 
+    def run_fused(
+        self, x: torch.Tensor, tokens: int, rows: int, take_chunk: Callable[[torch.Tensor], tuple[torch.Tensor, int]]
+    ) -> torch.Tensor:
+        """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run kernels that dispatch it -> [chunk, hidden].
+
+        They take *rows* rows on each rank; *take_chunk* takes the same chunk of other data of the tokens.
+        """
+        raise NotImplementedError("vLLM's own kernels that dispatch are not supported")
+
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
         """Scale results of the experts and add those of the shared experts, as the runner does at its end."""
         _, routed = self._runner._maybe_apply_routed_scale_to_output(*(shared or (None,)), routed)

@@ -27,31 +27,33 @@ def check_mode(context: ForwardContext) -> Decline | None:
     return None
 
 
-def check_capture(context: ForwardContext, platform: Platform) -> Decline | None:
+def check_capture(context: ForwardContext, platform: Platform, dispatch: str = "all_gather") -> Decline | None:
     """Return why a step that vLLM runs to capture it, or right before, is left to vLLM, or None."""
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
-    return platform.check_step(context)
+    return platform.check_step(context, dispatch)
 
 
-def check_context(context: ForwardContext, tokens: int, platform: Platform) -> Decline | None:
-    """Return why a step with this forward context is not split, or None."""
+def check_context(
+    context: ForwardContext, tokens: int, platform: Platform, dispatch: str = "all_gather"
+) -> Decline | None:
+    """Return why a step with this forward context is not split, or None; *dispatch* is how its program does that."""
     decline = check_mode(context)
     if decline is not None:
         return decline
     padding = get_padding(context)
     if padding is not None and padding.shape[0] != tokens:
         return Decline("padded batch")
-    return platform.check_step(context)
+    return platform.check_step(context, dispatch)
 
 
-def check_agreed_context(context: ForwardContext, platform: Platform) -> Decline | None:
+def check_agreed_context(context: ForwardContext, platform: Platform, dispatch: str = "all_gather") -> Decline | None:
     """Return why a step is not split on all data parallel ranks, from what vLLM has made equal on them, or None."""
     if context.dp_metadata is None:
         return Decline("no data parallel metadata")
     if context.cudagraph_runtime_mode.name != "NONE":
         return Decline("padded to the size of a graph on all data parallel ranks")
-    return platform.check_step(context)
+    return platform.check_step(context, dispatch)
 
 
 def check_prefix_cache(

@@ -45,10 +45,18 @@ class ContextSplitter:
         platform: that vLLM serves on.
         vllm_config: of the engine.
         runner: the model runner, whose block tables on the host save a copy from the device.
+        dispatch: how the model's program sends tokens to experts; see `RankContext`.
     """
 
-    def __init__(self, platform: Platform, vllm_config: VllmConfig, runner: GPUModelRunner | None = None) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        vllm_config: VllmConfig,
+        runner: GPUModelRunner | None = None,
+        dispatch: str = "all_gather",
+    ) -> None:
         self.platform = platform
+        self.dispatch = dispatch
         self._vllm_config = vllm_config
         self._runner = runner
         self._builders: dict[int, tuple[AttentionMetadataBuilder, list[AttentionMetadataBuilder]]] = {}
@@ -59,7 +67,8 @@ class ContextSplitter:
             if context.dp_metadata is None:
                 return Decline("no attention metadata (profiling or dummy run)")
             return Batch((tokens,), 0)  # a dummy batch, which keeps an idle rank in step with the others
-        decline = check_context(context, tokens, self.platform) or self._check_context_data(context, tokens)
+        decline = check_context(context, tokens, self.platform, self.dispatch)
+        decline = decline or self._check_context_data(context, tokens)
         if decline is not None:
             return decline
         sources = []
@@ -223,6 +232,14 @@ class ContextSplitter:
         except (AttributeError, TypeError) as error:
             return Decline("the attention backend's builder cannot be made again", f"{type(builder).__name__}: {error}")
         return own[:count]
+
+
+def count_tokens(context: ForwardContext, tokens: int) -> int:
+    """Return how many of a step's *tokens* tokens are not padding: none of a dummy batch, which an idle rank runs."""
+    if not context.attn_metadata:
+        return tokens if context.dp_metadata is None else 0
+    sources = filter(None, map(get_source, context.attn_metadata.values()))
+    return min((source.common.num_actual_tokens for source in sources), default=tokens)
 
 
 def _get_known_source(metadata: AttentionMetadata) -> MetadataSource | Decline:

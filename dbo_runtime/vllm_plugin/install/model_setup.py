@@ -189,7 +189,7 @@ def _make_forward(
     trace_builders()  # now, because vLLM makes builders after the model
     model, data_parallel = runner.get_model(), rank.groups.data_parallel
     agreement = Agreement(rank.groups.all_ranks, rank.can_disagree)
-    splitter = ContextSplitter(rank.platform, rank.vllm_config, runner)
+    splitter = ContextSplitter(rank.platform, rank.vllm_config, runner, rank.dispatch)
     number = None if data_parallel is None else data_parallel.rank_in_group
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number, hooked)

@@ -17,7 +17,7 @@ from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
 from dbo_runtime.vllm_plugin.api.known import REDUCING_NORMS
 from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
-from dbo_runtime.vllm_plugin.parallel.experts import SequenceParallelExperts, SplitExperts
+from dbo_runtime.vllm_plugin.parallel.experts import FusedExperts, SequenceParallelExperts, SplitExperts
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ModelCollectives:
         platform: that vLLM serves on.
         tensor_parallel: vLLM's coordinator of the group that all-reduces.
         data_parallel: of the group in which tokens are dispatched to experts; None without data parallel.
-        dispatch: how they are, `all_gather` or `all_to_all`.
+        dispatch: how they are, `all_gather`, `all_to_all`, or `fused` into kernels with communicators of their own.
         expert_parallel: of all ranks that have experts, if each of them dispatches a chunk of the tokens; None if a
             tensor parallel rank dispatches all that it has.
 
@@ -82,7 +82,7 @@ class ModelCollectives:
             self._process_group = self._tensor_parallel.make_sibling_device_group("dbo")
             self._own_groups.append(self._process_group)
         dispatching = self._expert_parallel or self._data_parallel
-        if dispatching is not None:
+        if dispatching is not None and self._dispatch != "fused":
             group = dispatching.make_sibling_device_group("dbo_experts")
             self._own_groups.append(group)
             self._dispatcher = (
@@ -108,13 +108,15 @@ class ModelCollectives:
         if layer.has_replicated_shared_experts and self._expert_parallel is None:
             raise DeclineError("data parallel shared experts need DBO_DISPATCH=all_to_all")
         has_chunks = self._expert_parallel is not None and (
-            self._dispatch == "all_to_all" or layer.is_sequence_parallel
+            self._dispatch in ("all_to_all", "fused") or layer.is_sequence_parallel
         )
         if not layer.needs_dispatch and not has_chunks:
             return None
         decline = layer.check()
         if decline is not None:
             raise DeclineError(decline.reason, decline.detail)
+        if self._dispatch == "fused":
+            return self._fuse(layer, takes_chunks)
         exchanges_sizes = False
         if self._dispatch == "all_to_all":
             self._note_placement(layer)
@@ -192,6 +194,13 @@ class ModelCollectives:
         """Return the tokens of all chunks [tokens, hidden]."""
         chunks = [chunk.shape[0]] * self._tensor_parallel.world_size
         return gather_rows(chunk, chunks, self._get_process_group())[:tokens]
+
+    def _fuse(self, layer: MoeLayer, takes_chunks: bool) -> FusedExperts:
+        """Return an MoE layer whose dispatch no op can hide, and with it what tensor parallel ranks communicate."""
+        if self._expert_parallel is None or not takes_chunks:
+            why = "without tensor parallel there is nothing else" if takes_chunks else "the adapter takes no chunks"
+            raise DeclineError("MoE communication is fused into its kernels", why)
+        return FusedExperts(layer, self._tensor_parallel.world_size, self.take_chunk)
 
     def _get_dispatcher(self) -> Dispatcher:
         assert self._dispatcher is not None, "connect() comes before the first step"

@@ -10,6 +10,9 @@ from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Ro
 from dbo_runtime.vllm_plugin.api.forward_context import get_rank_sizes
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 
+TakeChunk = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
+"""See `Collectives.take_chunk`."""
+
 
 class SplitExperts:
     """One MoE layer in parts; see `dbo_runtime.adapter.ExpertParallel`.
@@ -23,6 +26,7 @@ class SplitExperts:
     is_movable = False  # the gate reads the forward context, and vLLM's kernels share one workspace with attention
     is_sequence_parallel = False
     reduces_shared_experts = False
+    is_fused = False
 
     def __init__(self, layer: MoeLayer, get_dispatcher: Callable[[], Dispatcher], exchanges_sizes: bool) -> None:
         self.exchanges_sizes = exchanges_sizes
@@ -58,6 +62,10 @@ class SplitExperts:
         """Add results of the experts and of the shared experts, both [tokens, hidden]."""
         return self._layer.merge(routed, *shared)
 
+    def run_fused(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Run the experts of a chunk *x* in one op; only `FusedExperts` do."""
+        raise NotImplementedError("its dispatch and combine are ops")
+
     def _route(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
         """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""
         weights, ids = self._layer.choose_experts(x)
@@ -86,3 +94,30 @@ class SequenceParallelExperts(SplitExperts):
         assert tokens is not None, "it has a chunk"
         sizes = [count_chunk(each, self._ranks) for each in get_rank_sizes(tokens) for _ in range(self._ranks)]
         return self._route(x, tuple(sizes))
+
+
+class FusedExperts(SequenceParallelExperts):
+    """An MoE layer whose kernels dispatch and combine, by a communicator of their own: see `ExpertParallel.run_fused`.
+
+    Args:
+        layer, ranks: as above.
+        take_chunk: takes a tensor parallel rank's chunk of what has a row for each token.
+    """
+
+    is_fused = True
+
+    def __init__(self, layer: MoeLayer, ranks: int, take_chunk: TakeChunk) -> None:
+        super().__init__(layer, _get_none, exchanges_sizes=False, ranks=ranks)
+        self._take_chunk = take_chunk
+
+    def run_fused(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run its experts -> [chunk, hidden].
+
+        The kernels take as many rows on each rank: those of the largest chunk of any data parallel rank.
+        """
+        rows = -(-max(get_rank_sizes(tokens)) // self._ranks)
+        return self._layer.run_fused(x, tokens, rows, self._take_chunk)
+
+
+def _get_none() -> Dispatcher:
+    raise AssertionError("kernels dispatch")

@@ -34,7 +34,7 @@ class RankContext:
         stage: of a pipeline; the whole model without one.
         hosts: on how many hosts the ranks are.
         transport: how they communicate; see `Platform.get_transport`.
-        dispatch: how tokens reach experts on other ranks, `all_gather` or `all_to_all`.
+        dispatch: how tokens reach experts on other ranks, `all_gather`, `all_to_all`, or `fused` into kernels.
         log: bound to the stage, and silent but on the first rank of each.
     """
 

@@ -121,12 +121,14 @@ def take_inputs(program: Program, given: IntermediateTensors) -> dict[str, torch
     return {own: given.tensors[name] for name, own in _name_inputs(program).items()}
 
 
-def name_results(result: Results) -> dict[str, torch.Tensor]:
-    """Return the result of a forward, by name."""
+def name_results(result: Results, tokens: int | None = None) -> dict[str, torch.Tensor]:
+    """Return the result of a forward, by name, for the first *tokens* tokens: kernels need not compute padding."""
     if isinstance(result, IntermediateTensors):
-        return {**result.tensors}
-    hidden, auxiliary = result if isinstance(result, tuple) else (result, [])
-    return {"hidden states": hidden, **{f"auxiliary hidden states {i}": one for i, one in enumerate(auxiliary)}}
+        named = {**result.tensors}
+    else:
+        hidden, auxiliary = result if isinstance(result, tuple) else (result, [])
+        named = {"hidden states": hidden, **{f"auxiliary hidden states {i}": one for i, one in enumerate(auxiliary)}}
+    return {name: tensor[:tokens] for name, tensor in named.items()}
 
 
 def copy_tensors(given: IntermediateTensors | None) -> IntermediateTensors | None:

@@ -83,16 +83,16 @@ class NpuPlatform(Platform):
         return list_unsupported(vllm_config)
 
     def choose_dispatch(self, vllm_config: VllmConfig) -> str:
-        """Return `all_to_all` where vllm-ascend's own steps of many tokens take that, or its shared experts need it."""
+        """Return how vllm-ascend's own steps do; where its shared experts need it, `all_to_all`."""
         from dbo_runtime.vllm_plugin.platforms.npu_experts import choose_dispatch
 
         return choose_dispatch(vllm_config)
 
-    def check_step(self, context: ForwardContext) -> Decline | None:
+    def check_step(self, context: ForwardContext, dispatch: str = "all_gather") -> Decline | None:
         """Return why a step is not split, from what is equal on all ranks: how it dispatches tokens to experts."""
         from dbo_runtime.vllm_plugin.platforms.npu_experts import check_communication
 
-        return check_communication(context)
+        return check_communication(context, dispatch)
 
     def prepare_model(self, model: torch.nn.Module) -> Decline | None:
         """Divide what layers share among micro-batches: rotary tables, chosen keys; return why it cannot be."""

@@ -8,12 +8,15 @@ sum over each token's experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 from vllm import forward_context
+from vllm.config import get_current_vllm_config
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.dispatch import DispatchedTokens, QuantizedTokens
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm_ascend.ascend_forward_context import MoECommType
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
     from vllm_ascend.ops.fused_moe.shared_experts import AscendSharedExperts
 
@@ -37,6 +41,7 @@ MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", *INT8_METHODS)
 """What applies a layer's weights by calling the communication method's experts, and does nothing else."""
 
 EXCHANGING = "ALLTOALL"  # MoE communication that split steps replace, as they do `GATHERING`
+FUSED = ("MC2", "FUSED_MC2")  # that is in kernels, and stays
 MANY_TOKENS = 1 << 30  # more than MC2 takes
 
 
@@ -102,13 +107,36 @@ class AscendMoeLayer(MoeLayer):
         layer = self._runner.routed_experts
         if not arrived.x.shape[0]:  # vllm-ascend's own steps have no such call
             return arrived.x.new_empty(arrived.x.shape, dtype=self._runner.moe_config.in_dtype)
-        forward_context.get_forward_context().moe_comm_method = _get_gathering_method(self._runner.moe_config)
+        forward_context.get_forward_context().moe_comm_method = _get_method(GATHERING, self._runner.moe_config)
         layer.ascend_pertoken_scale = arrived.scales  # where vllm-ascend's own `forward_impl` hands it on
         try:
             applied = layer.quant_method.apply(layer, arrived.x, arrived.weights, arrived.ids, None, None)
         finally:
             layer.ascend_pertoken_scale = None
         result: torch.Tensor = applied.routed_out
+        return result
+
+    def run_fused(
+        self, x: torch.Tensor, tokens: int, rows: int, take_chunk: Callable[[torch.Tensor], tuple[torch.Tensor, int]]
+    ) -> torch.Tensor:
+        """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run MC2's kernels -> [chunk, hidden].
+
+        vllm-ascend's prepare and finalize chunk and gather tokens, too, and keep sizes between the two: here both are
+        left out. A mask keeps padding, up to *rows* rows on each rank, from being sent.
+        """
+        layer, context = self._runner.routed_experts, forward_context.get_forward_context()
+        padding = rows - x.shape[0]
+        active, _ = take_chunk(context.mc2_mask[:tokens])
+        padded = pad(x, (0, 0, 0, padding))
+        weights, ids = self.choose_experts(padded)
+        context.moe_comm_type = _select_kind(get_current_vllm_config())
+        context.moe_comm_method = _get_method(context.moe_comm_type.name, self._runner.moe_config)
+        layer.ascend_mc2_mask = pad(active, (0, padding))  # where vllm-ascend's own `forward_impl` hands it on
+        try:
+            applied = layer.quant_method.apply(layer, padded, weights, ids, None, None)
+        finally:
+            layer.ascend_mc2_mask = None
+        result: torch.Tensor = applied.routed_out[: x.shape[0]]
         return result
 
     @property
@@ -132,33 +160,47 @@ def choose_dispatch(vllm_config: VllmConfig) -> str:
     """Return how tokens reach experts on other ranks: as in vllm-ascend's own steps of many tokens.
 
     Where it gathers them but each rank has all of the shared experts, only chunks leave nothing to reduce twice: with
-    FlashComm tokens are in chunks, otherwise they are by all-to-all.
+    FlashComm tokens are in chunks, otherwise they are by all-to-all. Kernels do it if they do in steps of any size, and
+    data parallel ranks then know each other's tokens, which those that decode for others may not.
     """
     parallel = vllm_config.parallel_config
     if not (vllm_config.model_config.is_moe and parallel.enable_expert_parallel):
         return "all_gather"
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.ascend_forward_context import select_moe_comm_method
+    from vllm_ascend.utils import should_skip_allreduce_across_dp_group
 
+    config = get_ascend_config()
+    is_asked_for = config.enable_fused_mc2 or config.enable_prefill_mc2
+    is_fused = is_asked_for and _select_kind(vllm_config).name in FUSED
+    if is_fused and not should_skip_allreduce_across_dp_group(vllm_config):
+        return "fused"
     exchanges = select_moe_comm_method(MANY_TOKENS, vllm_config).name == EXCHANGING
-    needs_chunks = get_ascend_config().enable_shared_expert_dp and not parallel.use_sequence_parallel_moe
+    needs_chunks = config.enable_shared_expert_dp and not parallel.use_sequence_parallel_moe
     return "all_to_all" if exchanges or needs_chunks else "all_gather"
 
 
-def check_communication(context: ForwardContext) -> Decline | None:
+def check_communication(context: ForwardContext, dispatch: str) -> Decline | None:
     """Return why a step is not split, from what is equal on all ranks: how it dispatches tokens to experts.
 
-    vllm-ascend chooses that by the number of tokens of the unsplit step.
+    vllm-ascend chooses that by the number of tokens of the unsplit step; *dispatch* is what the program does.
     """
     kind = getattr(getattr(context, "moe_comm_type", None), "name", None)
-    if kind in (None, GATHERING, EXCHANGING):
+    if kind is None or kind in (FUSED if dispatch == "fused" else (GATHERING, EXCHANGING)):
         return None
     return Decline("MoE communication is fused into its kernels", kind)
 
 
-def _get_gathering_method(moe_config: FusedMoEConfig) -> MoECommMethod:
-    """Return vllm-ascend's method that runs the experts of one rank on tokens of all ranks."""
+def _select_kind(vllm_config: VllmConfig) -> MoECommType:
+    """Return how vllm-ascend's largest steps communicate with experts: all steps do so, where that is fused."""
+    from vllm_ascend.ascend_forward_context import select_moe_comm_method
+
+    return select_moe_comm_method(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config)
+
+
+def _get_method(kind: str, moe_config: FusedMoEConfig) -> MoECommMethod:
+    """Return vllm-ascend's method of that kind, which runs experts: by `GATHERING`, those of one rank on all tokens."""
     from vllm_ascend.ascend_forward_context import MoECommType
     from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
 
-    return get_moe_comm_method(MoECommType[GATHERING], moe_config)
+    return get_moe_comm_method(MoECommType[kind], moe_config)

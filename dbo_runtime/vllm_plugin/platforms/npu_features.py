@@ -84,8 +84,9 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
 
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
+    from vllm_ascend.ascend_config import is_mega_moe_supported
+
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
-    drafts = vllm_config.speculative_config is not None
     features = (
         (
             parallel.use_sequence_parallel_moe and parallel.pipeline_parallel_size > 1,
@@ -101,8 +102,7 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.mix_placement, "shared experts among the routed ones (mix_placement)"),
-        (config.enable_fused_mc2 and vllm_config.model_config.is_moe, "fused MC2 (enable_fused_mc2)"),
-        (config.enable_prefill_mc2, "MC2 in prefill (enable_prefill_mc2)"),
+        (config.enable_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
         (
@@ -113,9 +113,8 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
         (finegrained.mlp_tensor_parallel_size > 0, "a separate tensor parallel group for the MLP"),
         (
-            vllm_config.model_config.is_hybrid and drafts and vllm_config.scheduler_config.async_scheduling,
-            "speculative decoding with linear attention and asynchronous scheduling",
+            vllm_config.cache_config.mamba_cache_mode == "all",
+            "a cache of states after each block (mamba_cache_mode=all)",
         ),
-        (vllm_config.cache_config.mamba_cache_mode != "none", "a prefix cache of states of linear attention"),
     )
     return (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)

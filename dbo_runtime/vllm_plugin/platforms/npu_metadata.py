@@ -34,8 +34,9 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
     part.first_token, part.num_tokens = piece.first_token, piece.size
     part.max_tokens_across_dp = max(sizes) if sizes else piece.size
     part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
-    part.mc2_mask = None  # of MC2, which is not split
-    if part.moe_comm_type is not None:  # layers that run as one op sum over tensor parallel ranks, on the comm lane
+    mask = getattr(part, "mc2_mask", None)  # a view of one buffer, of all tokens and their padding
+    part.mc2_mask = None if mask is None else mask[piece.tokens]
+    if part.moe_comm_type is not None:  # layers that run as one op sum on the comm lane; fused ones set their own
         part.moe_comm_type = type(part.moe_comm_type)[GATHERING]
 
 

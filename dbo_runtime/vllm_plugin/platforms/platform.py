@@ -108,8 +108,11 @@ class Platform:
         """Return how tokens reach experts on other ranks with DBO_DISPATCH=auto: as in vLLM's own steps."""
         return "all_gather"
 
-    def check_step(self, context: ForwardContext) -> Decline | None:
-        """Return why a step with this forward context is not split, from what is equal on all ranks, or None."""
+    def check_step(self, context: ForwardContext, dispatch: str = "all_gather") -> Decline | None:
+        """Return why a step with this forward context is not split, from what is equal on all ranks, or None.
+
+        *dispatch* is how the model's program sends tokens to experts.
+        """
         return None
 
     def prepare_model(self, model: torch.nn.Module) -> Decline | None:

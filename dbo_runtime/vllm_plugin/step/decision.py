@@ -167,7 +167,7 @@ class StepDecider:
 
     def _decide_data_parallel(self, context: ForwardContext) -> DataParallelSplit | Decline:
         """Decide how all data parallel ranks split a step, from what vLLM has made equal on them."""
-        unequal = check_agreed_context(context, self._splitter.platform)
+        unequal = check_agreed_context(context, self._splitter.platform, self._splitter.dispatch)
         if unequal is not None:
             return unequal
         tokens = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
@@ -224,7 +224,7 @@ class StepDecider:
             return starting
         is_compared = runtime.config.check or self.first_steps is not None
         cannot_capture = is_compared or any(op.host_sync for op in runtime.program.ops)
-        if cannot_capture or check_capture(context, self._splitter.platform):
+        if cannot_capture or check_capture(context, self._splitter.platform, self._splitter.dispatch):
             return starting
         concurrent = self._make_unsplit(context, tokens, "for a graph")
         return starting if isinstance(concurrent.plan, Decline) else concurrent
@@ -235,9 +235,9 @@ class StepDecider:
         All ranks get here together: the reason not to split is the same on all of them, or was agreed on.
         """
         if self.rank is not None:
-            unfit = check_agreed_context(context, self._splitter.platform)
+            unfit = check_agreed_context(context, self._splitter.platform, self._splitter.dispatch)
         else:
-            unfit = check_mode(context) or self._splitter.platform.check_step(context)
+            unfit = check_mode(context) or self._splitter.platform.check_step(context, self._splitter.dispatch)
             unfit = unfit if context.attn_metadata else decline
         concurrent = None if unfit else self._make_unsplit(context, tokens, f"not cut: {decline.reason}")
         if concurrent is None or isinstance(concurrent.plan, Decline):

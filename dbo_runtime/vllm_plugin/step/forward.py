@@ -26,6 +26,7 @@ from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
+from dbo_runtime.vllm_plugin.context.splitter import count_tokens
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import (
     WHOLE_MODEL,
@@ -155,10 +156,12 @@ class SplitForward:
         if is_compared and isinstance(plan, ExecutionPlan):
             with replace_agent(None):  # KV was transferred by the split run
                 unsplit = run_unsplit()
+            known = count_tokens(forward_context.get_forward_context(), tokens)
+            compared = name_results(results, known), name_results(unsplit, known)
             if first_steps is None:
-                compare_split(name_results(results), name_results(unsplit), plan)
+                compare_split(*compared, plan)
             else:
-                first_steps.compare(kind, name_results(results), name_results(unsplit), plan)
+                first_steps.compare(kind, *compared, plan)
                 results = unsplit
         return results
 

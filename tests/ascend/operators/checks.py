@@ -28,6 +28,7 @@ Tensors = list[torch.Tensor]
 
 CALLED: set[str] = set()
 COVERED: set[str] = set()
+BETWEEN_RANKS: set[str] = set()  # that communicate: tests call them in processes of their own
 
 
 def covers(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

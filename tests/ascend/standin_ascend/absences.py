@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -82,13 +83,18 @@ def fill() -> None:
     import vllm_ascend
     from torch_npu.op_plugin.atb import _atb_ops
     from vllm_ascend import utils
-    from vllm_ascend.device import device_config
+    from vllm_ascend.device import device_config, hardware_profile
     from vllm_ascend.ops.triton import compute_slot_mapping
 
     name = "vllm_ascend.vllm_ascend_C"
     sys.modules[name] = vllm_ascend.vllm_ascend_C = ModuleType(name)
     # The stand-in is called by another chip's name: under a 910B's an operator that is missing would fail too late.
     utils.check_ascend_device_type = device_config.check_ascend_device_type = lambda: None
+    chip = os.environ.get("STANDIN_ASCEND_CHIP")
+    if chip:  # else what the package was installed for
+        kind = device_config.AscendDeviceType[chip]
+        device_config.get_device_config = lambda: device_config.DeviceConfig(_device_type=kind)
+        hardware_profile._CURRENT_HARDWARE_PROFILE = hardware_profile.get_hardware_profile(kind)
     _atb_ops._register_atb_extensions = lambda: None
     torch_npu._npu_matmul_add_fp32 = lambda *arguments: None
     compute_slot_mapping._compute_slot_mapping_kernel = SlotMapping()

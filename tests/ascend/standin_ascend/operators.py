@@ -14,6 +14,7 @@ from standin_ascend import (
     byte_caches,
     experts,
     linear_attention,
+    mc2,
     mlapo,
     others,
     prolog,
@@ -43,6 +44,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     *byte_caches.SCHEMAS,
     mlapo.SCHEMA,
     *block_sparse.SCHEMAS,
+    mc2.FUSED_SCHEMA,
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
 )
@@ -74,6 +76,8 @@ OPERATORS = {
         "npu_scatter_nd_update_": sparse.scatter,
         "npu_mla_prolog_v3": prolog.prepare,
         "npu_clipped_swiglu": others.activate_clipped,
+        "npu_moe_distribute_dispatch_v2": mc2.dispatch,
+        "npu_moe_distribute_combine_v2": mc2.combine,
     },
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
@@ -91,6 +95,7 @@ OPERATORS = {
         "npu_msa_index_score": block_sparse.rate_blocks,
         "npu_sparse_attention_score": block_sparse.attend_to_blocks,
         "npu_scatter_nd_update_sk": block_sparse.scatter_rows,
+        "dispatch_ffn_combine": mc2.run_experts,
     },
     "aten": {
         "_foreach_add.List": others.add_lists,

@@ -40,7 +40,7 @@ def make_experts(is_movable: bool, run: Callable[..., Any] = lambda fn: fn) -> S
         "merge": lambda routed, *shared: routed - sum(shared),
     }
     wrapped = {name: run(fn) for name, fn in parts.items()}
-    absent = dict.fromkeys(("exchanges_sizes", "is_sequence_parallel", "reduces_shared_experts"), False)
+    absent = dict.fromkeys(("exchanges_sizes", "is_fused", "is_sequence_parallel", "reduces_shared_experts"), False)
     return SimpleNamespace(**absent, has_shared_experts=True, is_movable=is_movable, **wrapped)
 
 

@@ -21,7 +21,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, trace_builders
-from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter, count_tokens
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 BLOCK = 16
@@ -589,6 +589,20 @@ def test_a_builder_that_cannot_be_made_again_declines() -> None:
     assert found.reason == "the attention backend's builder cannot be made again"
     assert found.detail.startswith("NeedsWidth: ")
     assert "block_table_width" in found.detail
+
+
+@pytest.mark.usefixtures("_traced")
+def test_padding_is_not_counted() -> None:
+    """Data parallel ranks run as many tokens as the longest batch has; kernels need not compute the others."""
+    context = make_context(build(make_group()))
+    assert [count_tokens(context, tokens) for tokens in (TOKENS, TOKENS + 4)] == [TOKENS, TOKENS]
+    profiling, dummy = (make_dummy_context(ranks) for ranks in (1, 2))
+    assert [count_tokens(each, 9) for each in (profiling, dummy)] == [9, 0]
+
+
+def make_dummy_context(ranks: int) -> Any:
+    """Return what is read of a forward context without attention metadata."""
+    return SimpleNamespace(attn_metadata=None, dp_metadata=None if ranks == 1 else object())
 
 
 @pytest.mark.usefixtures("_traced")

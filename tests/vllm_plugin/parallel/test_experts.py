@@ -317,6 +317,28 @@ def test_a_layer_that_takes_all_tokens_is_left_so_where_tokens_stay_on_their_ran
         assert parts is None or parts.is_sequence_parallel
 
 
+@pytest.mark.parametrize("data_parallel", [None, TWO])
+def test_kernels_that_dispatch_are_one_op_between_reduces_and_gathers(data_parallel: Any) -> None:
+    """The shared experts come first, so that their results are reduced while the kernels run."""
+    collectives = ModelCollectives(NPU, TWO, data_parallel, "fused", FOUR)
+    program = record(collectives, dp_size=2 if data_parallel else 1)
+    layer = [op for op in program.ops if op.layer == 1]
+    assert [op.name for op in layer] == [
+        *("attn_norm", "attention", "attn_reduce", "mlp_norm", "chunk"),
+        *("shared_experts", "shared_scatter", "moe", "merge", "gather"),
+    ]
+    assert [op.name for op in layer if op.lane == "comm"] == ["attn_reduce", "shared_scatter", "gather"]
+    (reducing,) = {op.communicator for op in program.ops if op.lane == "comm"}
+    schedule = lower([program] * 2, alternate([program] * 2))
+    validate_ranks([RankPlan(schedule)] * 4, {reducing: ((0, 1), (2, 3))})
+    validate(schedule, capture=True)
+
+
+def test_without_tensor_parallel_kernels_that_dispatch_leave_nothing_to_hide() -> None:
+    with pytest.raises(DeclineError, match="fused into its kernels \\(without tensor parallel"):
+        ModelCollectives(NPU, ONE, TWO, "fused").decompose(make_runner(), takes_chunks=True)
+
+
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 def test_all_ranks_schedules_fit_together_and_experts_run_concurrently_with_the_others_dispatch(dispatch: str) -> None:
     programs = [record(ModelCollectives(CPU, ONE, TWO, dispatch))] * 2

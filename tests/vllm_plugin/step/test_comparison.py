@@ -22,6 +22,7 @@ def test_rounding_passes(dtype: torch.dtype, share: float) -> None:
     wanted = make(10, dtype)
     compare(wanted * (1 + share), wanted)
     compare(torch.zeros(3, 4), torch.zeros(3, 4))
+    compare(torch.zeros(0, 4), torch.zeros(0, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -82,6 +82,7 @@ class Splitter:
     """Gives each micro-batch a separate context."""
 
     platform = get_platform("npu")  # which has steps that graphs cannot hold
+    dispatch = "all_gather"
 
     def __init__(self, batch: Batch | Decline = BATCH, contexts: Decline | None = None) -> None:
         self.batch = batch
