@@ -4,10 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NPU ?= auto
 ASCEND ?= auto
+ASCEND_VERSION ?=
 VLLM ?= 0.32.0
 COMPAT_OPTIONS ?= --write
 NPU_BIN := $(VENV)-npu/bin
-ASCEND_BIN := $(VENV)-ascend/bin
+ASCEND_VENV := $(VENV)-ascend$(if $(ASCEND_VERSION),-$(ASCEND_VERSION))
+ASCEND_BIN := $(ASCEND_VENV)/bin
 COMPAT := $(VENV)-compat/$(VLLM)
 NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
 # Each process of pytest-xdist imports torch and vLLM by itself: more than eight gain nothing, however many cores there are.
@@ -28,8 +30,8 @@ setup: ## make .venv: vLLM for CPU, tests and tools; minutes the first time, not
 setup-npu: ## make .venv-npu: torch_npu and tests, without vLLM
 	@$(PYTHON) tools/set_up.py --npu $(VENV)-npu
 
-setup-ascend: ## make .venv-ascend: torch_npu, vLLM and vllm-ascend without its C++
-	@$(PYTHON) tools/set_up.py --ascend $(VENV)-ascend
+setup-ascend: ## make .venv-ascend: torch_npu, vLLM and vllm-ascend without its C++; see ASCEND_VERSION=0.23.0.post1
+	@$(PYTHON) tools/set_up.py $(ASCEND_VENV) --ascend $(ASCEND_VERSION)
 
 demo: setup ## generate with and without dual-batch overlap, compare and time them
 	$(BIN)/python examples/offline_dualbatch_overlap_npu.py
@@ -118,5 +120,5 @@ format: setup ## rewrite the code in the common format
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and all caches
-	rm -rf $(VENV) $(VENV)-npu $(VENV)-ascend $(VENV)-compat build dist *.egg-info .*_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-npu $(VENV)-ascend* $(VENV)-compat build dist *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

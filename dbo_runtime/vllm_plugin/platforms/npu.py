@@ -1,4 +1,4 @@
-"""The platform of NPUs, served by vllm-ascend. Read against vllm-ascend 0.30.0rc2."""
+"""The platform of NPUs, served by vllm-ascend. Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.program import SIDE
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
-from dbo_runtime.vllm_plugin.api.known import KNOWN_ASCEND_VERSIONS
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
@@ -36,6 +36,8 @@ ASCEND_FIELDS = FIELDS._replace(
     unsupported=(
         *FIELDS.unsupported,
         "context_parallel_metadata",
+        "prefill_context_parallel_metadata",  # its name in 0.23.0
+        "kvcomp_metadata",  # in 0.23.0: caches that are compressed
         "dcp_local_seq_lens_cpu",
         "req_ids_tensor",
         "token_to_req",
@@ -54,27 +56,27 @@ class NpuPlatform(Platform):
     notice = "no NPU has run this yet, only a stand-in for CANN"
     copying_modules = ("AscendMultiHeadLatentAttention",)  # without attention metadata: zeros, and no all-reduce
     fields: Fields = ASCEND_FIELDS
-    sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask")
+    sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask", "input_ids")  # the last one in 0.23.0
     pads_batches = True  # all data parallel ranks to the longest batch
     drafts_from_states = True
     cuts_decodes = True  # a piece has fewer queries than the decode
 
     def check_version(self) -> Decline | None:
         """Return why steps of this vllm-ascend have not been compared with unsplit ones, or None if they have."""
-        try:
-            actual = version("vllm-ascend")
-        except PackageNotFoundError:
+        actual = find_release()
+        if actual is None:
             return Decline("vllm-ascend is not installed")
-        if actual in KNOWN_ASCEND_VERSIONS:
+        if actual in PROVEN_ON_ASCEND:
             return None
-        known = ", ".join(KNOWN_ASCEND_VERSIONS)
+        known = ", ".join(PROVEN_ON_ASCEND)
         return Decline("this version of vllm-ascend is not known to dbo_runtime", f"{actual}; known: {known}")
 
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield the architecture, the quantized weights and the drafter that were not run with vllm-ascend."""
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
 
-        return list_unproven(vllm_config)
+        # What another release was not compared with is declined with the release itself.
+        return list_unproven(vllm_config, PROVEN_ON_ASCEND.get(find_release() or "", PROVEN_ON_ASCEND[LATEST_ASCEND]))
 
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield each feature of vllm-ascend in use that splitting does not support."""
@@ -127,8 +129,12 @@ class NpuPlatform(Platform):
     def get_moe_layer(self, runner: MoERunner) -> MoeLayer:
         """Return the operations of an MoE layer of vllm-ascend, or of vLLM where that is left."""
         from dbo_runtime.vllm_plugin.platforms.npu_experts import MOE_RUNNERS, AscendMoeLayer
+        from dbo_runtime.vllm_plugin.platforms.npu_fused_moe import MOE_CLASSES, AscendFusedMoeLayer
 
-        return AscendMoeLayer(runner) if type(runner).__name__ in MOE_RUNNERS else super().get_moe_layer(runner)
+        name = type(runner).__name__
+        if name in MOE_CLASSES:
+            return AscendFusedMoeLayer(runner)
+        return AscendMoeLayer(runner) if name in MOE_RUNNERS else super().get_moe_layer(runner)
 
     def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
         """Set the numbers of tokens that vllm-ascend keeps in the forward context of a slice."""
@@ -152,3 +158,11 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import new_rotary_tables
 
         return new_rotary_tables()
+
+
+def find_release() -> str | None:
+    """Return the installed release of vllm-ascend, or None if there is none."""
+    try:
+        return version("vllm-ascend")
+    except PackageNotFoundError:
+        return None

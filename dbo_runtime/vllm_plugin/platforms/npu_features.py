@@ -1,21 +1,16 @@
 """What of vllm-ascend is not split: features that are not supported, and what was not run.
 
-Read against vllm-ascend 0.30.0rc2.
+Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
-from dbo_runtime.vllm_plugin.api.known import (
-    KNOWN_ASCEND_DRAFTERS,
-    KNOWN_ASCEND_MODELS,
-    KNOWN_ASCEND_QUANTIZATIONS,
-    SPARSE_MODELS,
-)
+from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS, Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 
 if TYPE_CHECKING:
@@ -29,16 +24,16 @@ SCHEMES = (".weight", ".quant_type")  # how keys of the description end that hav
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
-def list_unproven(vllm_config: VllmConfig) -> Iterator[Decline]:
-    """Yield the architecture, the quantized weights and the drafter with which no split step was compared."""
+def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[Decline]:
+    """Yield the architecture, the quantized weights and the drafter that are not among the *proven* ones."""
     architecture = vllm_config.model_config.architecture
-    if architecture not in KNOWN_ASCEND_MODELS:
+    if architecture not in proven.models:
         yield Decline("this model is not proven with vllm-ascend yet", architecture)
-    unproven = sorted(find_quantizations(vllm_config) - {*KNOWN_ASCEND_QUANTIZATIONS, UNQUANTIZED})
+    unproven = sorted(find_quantizations(vllm_config) - {*proven.quantizations, UNQUANTIZED})
     if unproven:
         yield Decline("these quantized weights are not proven with vllm-ascend yet", ", ".join(unproven))
     drafter = name_drafter(vllm_config)
-    if drafter not in (None, *KNOWN_ASCEND_DRAFTERS):
+    if drafter is not None and drafter not in proven.drafters:
         yield Decline("this drafter is not proven with vllm-ascend yet", drafter)
 
 
@@ -77,15 +72,15 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     """Yield each feature in use that splitting does not support."""
     from vllm_ascend.ascend_config import get_ascend_config
 
+    config = get_ascend_config()
     try:
-        yield from _list_unsupported(vllm_config, get_ascend_config())
+        yield from _list_unsupported(vllm_config, config)
+        yield from _list_later(vllm_config, config) if not hasattr(config, "enable_flashcomm1") else _list_earlier(config)
     except AttributeError as error:  # an unknown release, with DBO_CHECK=1
         yield Decline("vllm-ascend's configuration has changed", str(error))
 
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
-    from vllm_ascend.ascend_config import is_mega_moe_supported
-
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     features = (
         (
@@ -100,16 +95,8 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (uses_second_runner(vllm_config), "vLLM's second model runner with vllm-ascend"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
-        (config.enable_force_eplb, "forced expert load balancing"),
         (config.mix_placement, "shared experts among the routed ones (mix_placement)"),
-        (config.enable_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
-        (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
-        (
-            config.enable_dsa_cp and parallel.pipeline_parallel_size > 1,
-            "context parallel sparse attention (enable_dsa_cp) in a pipeline",
-        ),
-        (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
         (finegrained.mlp_tensor_parallel_size > 0, "a separate tensor parallel group for the MLP"),
         (
@@ -117,4 +104,37 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
             "a cache of states after each block (mamba_cache_mode=all)",
         ),
     )
+    return _decline_used(features)
+
+
+def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
+    """Yield features in use that 0.30 has, and 0.23.0 has not."""
+    from vllm_ascend.ascend_config import is_mega_moe_supported
+
+    in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
+    features = (
+        (config.enable_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
+        (config.enable_force_eplb, "forced expert load balancing"),
+        (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
+        (config.enable_dsa_cp and in_pipeline, "context parallel sparse attention (enable_dsa_cp) in a pipeline"),
+        (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
+    )
+    return _decline_used(features)
+
+
+def _list_earlier(config: AscendConfig) -> Iterator[Decline]:
+    """Yield features in use that 0.23.0 has, and 0.30 has not, or in another form."""
+    features = (
+        (config.enable_flashcomm1, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
+        (config.enable_shared_expert_dp, "data parallel shared experts as in vllm-ascend 0.23"),
+        (config.enable_fused_mc2, "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),
+        (config.flashcomm2_oproj_tensor_parallel_size > 0, "FlashComm 2"),
+        (config.enable_matmul_allreduce, "products fused with their all-reduce (enable_matmul_allreduce)"),
+        (config.multistream_overlap_gate, "a separate stream for the gate (multistream_overlap_gate)"),
+        (bool(config.layer_sharding), "weights shared out by layer (layer_sharding)"),
+    )
+    return _decline_used(features)
+
+
+def _decline_used(features: Iterable[tuple[bool, str]]) -> Iterator[Decline]:
     return (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)

@@ -1,6 +1,6 @@
 """What vllm-ascend adds to the forward contexts and the attention metadata of micro-batches.
 
-Read against vllm-ascend 0.30.0rc2.
+Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1.
 """
 
 from __future__ import annotations
@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +41,27 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
     part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
     mask = getattr(part, "mc2_mask", None)  # a view of one buffer, of all tokens and their padding
     part.mc2_mask = None if mask is None else mask[piece.tokens]
+    if getattr(part, "input_ids", None) is not None:  # 0.23.0 has them there
+        part.input_ids = part.input_ids[piece.tokens]
     if part.moe_comm_type is not None:  # layers that run as one op sum on the comm lane; fused ones set their own
         part.moe_comm_type = type(part.moe_comm_type)[GATHERING]
+        _choose_method(part)
+
+
+def _choose_method(part: ForwardContext) -> None:
+    """Set the method for the type of communication, where layers take it from the context (0.23.0)."""
+    from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
+
+    if _have_layers_one_method():
+        part.moe_comm_method = get_moe_comm_method(part.moe_comm_type)
+
+
+@cache
+def _have_layers_one_method() -> bool:
+    """Return whether all layers share the methods of communication (0.23.0), or each configuration has its own."""
+    from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
+
+    return "moe_config" not in signature(get_moe_comm_method).parameters
 
 
 def complete_metadata(part: AscendCommonAttentionMetadata, derived: Sequence[str]) -> AscendCommonAttentionMetadata:
@@ -79,14 +103,21 @@ def new_rotary_tables() -> Iterator[None]:
     Builders of indexers, too, keep tables under the address of the slots, of which slices have as many as there are
     tokens: here all builds of a builder share one.
     """
-    from vllm_ascend.attention import indexer, mla_v1, sfa_v1
-
     with ExitStack() as patches:
-        for module in (indexer, mla_v1, sfa_v1):
+        for module in _import_builders():
             patches.enter_context(_replaced(module, "get_cos_and_sin_mla", _make_tables(module.get_cos_and_sin_mla)))
-        key = staticmethod(lambda common: None)
-        patches.enter_context(_replaced(indexer.AscendSFAIndexerMetadataBuilder, "_metadata_buffer_key", key))
+            if hasattr(module, "AscendSFAIndexerMetadataBuilder"):
+                key = staticmethod(lambda common: None)
+                builder = module.AscendSFAIndexerMetadataBuilder
+                patches.enter_context(_replaced(builder, "_metadata_buffer_key", key))
         yield
+
+
+@cache
+def _import_builders() -> list[ModuleType]:
+    """Return the modules whose builders look up rotary tables; 0.23.0 has no indexer's."""
+    names = [f"vllm_ascend.attention.{name}" for name in ("indexer", "mla_v1", "sfa_v1")]
+    return [import_module(name) for name in names if find_spec(name) is not None]
 
 
 def _make_tables(original: Callable[..., Tables]) -> Callable[..., Tables]:

@@ -57,6 +57,24 @@ def gather(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensors[-2:]
 
 
+def load(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    *caches, key, value = tensors
+    torch.ops.atb.npu_paged_cache_load(*caches, key=key, value=value)
+    return key, value
+
+
+def reshape_and_cache(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    torch.ops.atb._npu_reshape_and_cache(*tensors)
+    return tensors[2:4]
+
+
+def rotate_in_place(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    positions, query, key, cache = tensors
+    rotated = query.clone(), key.clone()
+    torch.ops.atb._npu_rotary_embedding(positions, *rotated, 8, cache)
+    return rotated
+
+
 def scatter(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     npu().npu_scatter_pa_kv_cache(*tensors, cache_mode="Norm")
     return tensors[2:4]
@@ -101,6 +119,52 @@ CASES = [
             torch.full((12, 1, 4), ABSENT, dtype=HALF),
         ],
         gather,
+        is_described=False,
+    ),
+    Case(
+        "atb::npu_paged_cache_load",
+        lambda g: [
+            draw(g, 6, 4, 1, 8),
+            draw(g, 6, 4, 1, 4),
+            make_numbers(g, 6, 2, 3),
+            torch.tensor([[3, 9], [9, 3]][int(make_numbers(g, 2, 1))], dtype=torch.int32),
+            torch.full((12, 1, 8), ABSENT, dtype=HALF),
+            torch.full((12, 1, 4), ABSENT, dtype=HALF),
+        ],
+        load,
+        is_described=False,
+    ),
+    Case(
+        "atb::_npu_reshape_and_cache",
+        lambda g: [
+            draw(g, 3, 2, 8),
+            draw(g, 3, 2, 8),
+            torch.full((2, 4, 2, 8), ABSENT, dtype=HALF),
+            torch.full((2, 4, 2, 8), ABSENT, dtype=HALF),
+            make_distinct(g, 8, 3).int(),
+        ],
+        reshape_and_cache,
+        is_described=False,
+    ),
+    Case(
+        "atb::_npu_rotary_embedding",
+        lambda g: [make_distinct(g, 9, 3), draw(g, 3, 4 * 8), draw(g, 3, 2 * 8), draw(g, 9, 8)],
+        rotate_in_place,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_moe_init_routing_custom",
+        lambda g: [draw(g, 5, 8), make_numbers(g, 6, 5, 2)],
+        lambda x, ids: torch.ops._C_ascend.npu_moe_init_routing_custom(
+            x,
+            ids,
+            expert_num=6,
+            active_num=10,
+            expert_tokens_num_type=COUNTS,
+            expert_tokens_num_flag=True,
+            quant_mode=-1,
+            active_expert_range=[2, 5],
+        )[:3],
         is_described=False,
     ),
     Case(

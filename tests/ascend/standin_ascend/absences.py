@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,15 @@ OPERATORS = {
     }
 }
 ABSENT = "chunk_gated_delta_rule_fwd"  # without it, vllm-ascend takes the operator of torch_npu
+SLOTS = {  # those of Triton that find cache slots: vllm-ascend's own, or in 0.23.0 the one of vLLM that it imports
+    "vllm_ascend.ops.triton.compute_slot_mapping": {
+        "_compute_slot_mapping_kernel": SlotMapping(),
+        "_compute_slot_mapping_fused_groups_kernel": SlotMappings(),
+        "_compute_slot_mapping_fused_groups_adaptive_kernel": SlotMappings(),
+    },
+    "vllm.v1.worker.block_table": {"_compute_slot_mapping_kernel": SlotMapping()},
+}
+DEVICE_CHECKS = ("vllm_ascend.utils", "vllm_ascend.device.device_config")  # 0.23.0 has the first only
 KERNELS = {
     "vllm_ascend.ops.triton.mamba.state_index": {
         "_gather_ssm_states_kernel": triton_kernels.gather_states,
@@ -82,25 +93,41 @@ def fill() -> None:
     import torch_npu
     import vllm_ascend
     from torch_npu.op_plugin.atb import _atb_ops
-    from vllm_ascend import utils
-    from vllm_ascend.device import device_config, hardware_profile
-    from vllm_ascend.ops.triton import compute_slot_mapping
 
     name = "vllm_ascend.vllm_ascend_C"
     sys.modules[name] = vllm_ascend.vllm_ascend_C = ModuleType(name)
     # The stand-in is called by another chip's name: under a 910B's an operator that is missing would fail too late.
-    utils.check_ascend_device_type = device_config.check_ascend_device_type = lambda: None
-    chip = os.environ.get("STANDIN_ASCEND_CHIP")
-    if chip:  # else what the package was installed for
-        kind = device_config.AscendDeviceType[chip]
-        device_config.get_device_config = lambda: device_config.DeviceConfig(_device_type=kind)
-        hardware_profile._CURRENT_HARDWARE_PROFILE = hardware_profile.get_hardware_profile(kind)
+    if chip := os.environ.get("STANDIN_ASCEND_CHIP"):  # else what the package was installed for
+        set_chip(chip)
+    for module in find_modules(DEVICE_CHECKS):
+        module.check_ascend_device_type = lambda: None
     _atb_ops._register_atb_extensions = lambda: None
     torch_npu._npu_matmul_add_fp32 = lambda *arguments: None
-    compute_slot_mapping._compute_slot_mapping_kernel = SlotMapping()
-    compute_slot_mapping._compute_slot_mapping_fused_groups_kernel = SlotMappings()
-    compute_slot_mapping._compute_slot_mapping_fused_groups_adaptive_kernel = SlotMappings()
+    for module in find_modules(SLOTS):
+        vars(module).update(SLOTS[module.__name__])
     replace_kernels()
+
+
+def set_chip(name: str) -> None:
+    """Let vllm-ascend take the chip for this one."""
+    from vllm_ascend.device import device_config, hardware_profile
+
+    kind = device_config.AscendDeviceType[name]
+    device_config.get_device_config = lambda: device_config.DeviceConfig(_device_type=kind)
+    hardware_profile._CURRENT_HARDWARE_PROFILE = hardware_profile.get_hardware_profile(kind)
+
+
+def find_modules(names: Iterable[str]) -> list[ModuleType]:
+    """Import those modules that this release of vllm-ascend, or its vLLM, has."""
+    return [import_module(name) for name in names if is_there(name)]
+
+
+def is_there(name: str) -> bool:
+    """Return whether a module can be imported; its package may be missing, too."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def replace_kernels() -> None:
@@ -112,9 +139,9 @@ def replace_kernels() -> None:
     triton.next_power_of_2 = next_power_of_2
     triton.jit = compile_late
     triton_utils._NUM_VECTORCORE = 1
-    for module, kernels in KERNELS.items():
-        for name, compute in kernels.items():
-            setattr(import_module(module), name, triton_kernels.TritonKernel(name, compute))
+    for module in find_modules(KERNELS):
+        for name, compute in KERNELS[module.__name__].items():
+            setattr(module, name, triton_kernels.TritonKernel(name, compute))
 
 
 def compile_late(function: Any = None, **options: Any) -> Any:

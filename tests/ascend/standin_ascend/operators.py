@@ -12,6 +12,7 @@ from standin_ascend import (
     attention,
     block_sparse,
     byte_caches,
+    earlier,
     experts,
     linear_attention,
     mc2,
@@ -40,6 +41,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     " Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=True,"
     " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
     " -> (Tensor y, Tensor scale)",
+    earlier.ROUTING_SCHEMA,
     sparse.ATTENTION_SCHEMA,
     *byte_caches.SCHEMAS,
     mlapo.SCHEMA,
@@ -82,6 +84,7 @@ OPERATORS = {
     "_C_ascend": {
         "npu_add_rms_norm_bias": others.add_norm,
         "npu_gemma_rms_norm": others.norm_by_offset,
+        "npu_moe_init_routing_custom": earlier.route,
         "moe_gating_top_k": experts.choose_experts,
         "npu_dequant_swiglu_quant": quantized.activate_product,
         "grouped_matmul_swiglu_quant_v2": quantized.multiply_int4_and_activate,
@@ -96,6 +99,11 @@ OPERATORS = {
         "npu_sparse_attention_score": block_sparse.attend_to_blocks,
         "npu_scatter_nd_update_sk": block_sparse.scatter_rows,
         "dispatch_ffn_combine": mc2.run_experts,
+    },
+    "atb": {
+        "npu_paged_cache_load": earlier.load_cache,
+        "_npu_reshape_and_cache": earlier.reshape_and_cache,
+        "_npu_rotary_embedding": earlier.rotate_in_place,
     },
     "aten": {
         "_foreach_add.List": others.add_lists,
@@ -112,13 +120,16 @@ OPERATORS = {
 @functools.cache
 def register() -> tuple[Any, ...]:
     """Register all for tensors on the NPU; what is registered lasts as long as what this returns."""
-    libraries = {"npu": "IMPL", "aten": "IMPL", "_C_ascend": "FRAGMENT", "vllm": "FRAGMENT"}
+    libraries = {"npu": "IMPL", "aten": "IMPL", "_C_ascend": "FRAGMENT", "atb": "FRAGMENT", "vllm": "FRAGMENT"}
     opened = {name: torch.library.Library(name, kind) for name, kind in libraries.items()}
     for schema in SCHEMAS:
         opened["_C_ascend"].define(schema)
     for schema in (vision.SPLIT_SCHEMA, others.QKV_SCHEMA):
         opened["vllm"].define(schema)
     opened["_C_ascend"].define(block_sparse.AVAILABILITY_SCHEMA)
+    for schema in earlier.ATB_SCHEMAS:
+        opened["atb"].define(schema)
+    opened["vllm"].define(vision.SPLIT_SCHEMA)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, operators in OPERATORS.items():

@@ -27,7 +27,7 @@ class SlotMapping:
             slots: torch.Tensor,
             **rest: Any,
         ) -> None:
-            if rest["IS_CIRCULAR"] or rest["TOTAL_CP_WORLD_SIZE"] != 1:
+            if rest.get("IS_CIRCULAR") or rest["TOTAL_CP_WORLD_SIZE"] != 1:
                 raise NotImplementedError("slots of blocks that are used in a circle, or that several ranks share")
             settings = requests, tokens, padded, block, rest["PAD_ID"]
             launch("SlotMapping", compute_slots, starts, positions, table, slots, *settings)

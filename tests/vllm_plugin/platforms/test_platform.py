@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,3 +164,62 @@ def test_where_devices_have_links_there_is_communication_to_hide_on_one_host(pla
     one, two = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
     assert get_platform(platform).get_transport(Groups(two, two, two), hosts=1) == "device"
     assert get_platform(platform).get_transport(Groups(one, None, one), hosts=1) == "none"
+
+
+SETTINGS_OF_0_23 = {
+    "enable_flashcomm1": False,
+    "enable_shared_expert_dp": False,
+    "flashcomm2_oproj_tensor_parallel_size": 0,
+    "enable_matmul_allreduce": False,
+    "multistream_overlap_gate": False,
+    "layer_sharding": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "feature"),
+    [
+        ("enable_flashcomm1", True, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
+        ("enable_shared_expert_dp", True, "data parallel shared experts as in vllm-ascend 0.23"),
+        ("flashcomm2_oproj_tensor_parallel_size", 2, "FlashComm 2"),
+        ("enable_matmul_allreduce", True, "products fused with their all-reduce (enable_matmul_allreduce)"),
+        ("multistream_overlap_gate", True, "a separate stream for the gate (multistream_overlap_gate)"),
+        ("layer_sharding", ["o_proj"], "weights shared out by layer (layer_sharding)"),
+        ("layer_sharding", None, None),
+    ],
+)
+def test_features_of_vllm_ascend_0_23_are_declined_by_name(
+    setting: str, value: Any, feature: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration has none of the settings that 0.30 has added."""
+    module = ModuleType("vllm_ascend.ascend_config")
+    module.get_ascend_config = lambda: make_ascend_config(**{**SETTINGS_OF_0_23, setting: value})
+    monkeypatch.setitem(sys.modules, "vllm_ascend", ModuleType("vllm_ascend"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured())]
+    assert found == ([] if feature is None else [f"not supported yet: {feature}"])
+
+
+def make_ascend_config(**settings: Any) -> Any:
+    """Return a configuration of vllm-ascend with what both releases have, and these settings."""
+    return SimpleNamespace(
+        finegrained_tp_config=SimpleNamespace(oproj_tensor_parallel_size=0, mlp_tensor_parallel_size=0),
+        eplb_config=SimpleNamespace(dynamic_eplb=False, expert_map_path=None),
+        xlite_graph_config=SimpleNamespace(enabled=False),
+        mix_placement=False,
+        enable_fused_mc2=0,
+        enable_prefill_mc2=False,
+        **settings,
+    )
+
+
+def make_configured() -> Any:
+    """Return what is read of vLLM's configuration to find features."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(use_sequence_parallel_moe=False, pipeline_parallel_size=1),
+        model_config=SimpleNamespace(is_hybrid=False),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        speculative_config=None,
+        use_v2_model_runner=False,
+    )
