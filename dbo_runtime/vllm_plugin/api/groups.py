@@ -6,6 +6,7 @@ import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from vllm.config import VllmConfig
     from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -43,6 +44,13 @@ def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
     if not (vllm_config.model_config.is_moe and parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1):
         return False
     return bool(dispatch in ("all_to_all", "fused") or parallel.use_sequence_parallel_moe)
+
+
+def make_sibling(group: GroupCoordinator, name: str) -> dist.ProcessGroup:
+    """Make another communicator of a group's ranks. Collective over all ranks."""
+    if not hasattr(group, "torch_distributed_backend"):  # vllm-ascend 0.23's coordinators keep it by another name
+        group.torch_distributed_backend = group.backend
+    return group.make_sibling_device_group(name)
 
 
 def get_pipeline_group() -> GroupCoordinator:

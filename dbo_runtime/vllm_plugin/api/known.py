@@ -64,6 +64,7 @@ class Proven(NamedTuple):
 LATEST_ASCEND = "0.30.0rc2"
 
 PROVEN_ON_ASCEND = {
+    "0.23.0.post1": Proven(("DeepseekV3ForCausalLM",)),
     LATEST_ASCEND: Proven(
         ASCEND_MODELS,
         quantizations=(

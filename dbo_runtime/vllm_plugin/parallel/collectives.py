@@ -14,6 +14,7 @@ from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher, count_chunk, gather_rows, pad_chunks, reduce_rows
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
+from dbo_runtime.vllm_plugin.api.groups import make_sibling
 from dbo_runtime.vllm_plugin.api.known import REDUCING_NORMS
 from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
@@ -79,11 +80,11 @@ class ModelCollectives:
         They are separate from those of vLLM's groups, which ops on the compute lane use.
         """
         if self._tensor_parallel.world_size > 1:
-            self._process_group = self._tensor_parallel.make_sibling_device_group("dbo")
+            self._process_group = make_sibling(self._tensor_parallel, "dbo")
             self._own_groups.append(self._process_group)
         dispatching = self._expert_parallel or self._data_parallel
         if dispatching is not None and self._dispatch != "fused":
-            group = dispatching.make_sibling_device_group("dbo_experts")
+            group = make_sibling(dispatching, "dbo_experts")
             self._own_groups.append(group)
             self._dispatcher = (
                 AllGather(group) if self._expert_map is None else self._make_all_to_all(self._expert_map, group)

@@ -25,6 +25,15 @@ ROUTING_SCHEMA = (
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
+META_SCHEMAS = (  # of operators of which it registers the shapes, and that its models here do not call
+    "get_masked_input_and_mask(Tensor input, int org_vocab_start_index, int org_vocab_end_index,"
+    " int num_org_vocab_padding, int added_vocab_start_index, int added_vocab_end_index)"
+    " -> (Tensor masked_input, Tensor mask)",
+    "bgmv_expand(Tensor! x, Tensor! weight, Tensor! indices, Tensor! y, int slice_offset, int slice_size) -> Tensor",
+    "sgmv_expand(Tensor! x, Tensor! weight, Tensor! lora_indices, Tensor! seq_len, Tensor! y, int slice_offset,"
+    " int slice_size) -> Tensor",
+)
+
 
 def load_cache(
     key_cache: torch.Tensor,

@@ -42,6 +42,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
     " -> (Tensor y, Tensor scale)",
     earlier.ROUTING_SCHEMA,
+    *earlier.META_SCHEMAS,
     sparse.ATTENTION_SCHEMA,
     *byte_caches.SCHEMAS,
     mlapo.SCHEMA,
@@ -129,7 +130,6 @@ def register() -> tuple[Any, ...]:
     opened["_C_ascend"].define(block_sparse.AVAILABILITY_SCHEMA)
     for schema in earlier.ATB_SCHEMAS:
         opened["atb"].define(schema)
-    opened["vllm"].define(vision.SPLIT_SCHEMA)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, operators in OPERATORS.items():
