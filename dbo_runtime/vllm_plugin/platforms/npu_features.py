@@ -75,17 +75,17 @@ def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     """Yield each feature in use that splitting does not support."""
-    from vllm_ascend.ascend_config import get_ascend_config
+    from vllm_ascend.ascend_config import get_ascend_config, is_mega_moe_supported
 
     try:
-        yield from _list_unsupported(vllm_config, get_ascend_config())
+        config = get_ascend_config()  # which has replaced 2 by 1 and noted that
+        has_mega_moe = bool(config.enable_fused_mc2) and vllm_config.model_config.is_moe and is_mega_moe_supported()
+        yield from _list_unsupported(vllm_config, config, has_mega_moe)
     except AttributeError as error:  # an unknown release, with DBO_CHECK=1
         yield Decline("vllm-ascend's configuration has changed", str(error))
 
 
-def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
-    from vllm_ascend.ascend_config import is_mega_moe_supported
-
+def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig, has_mega_moe: bool = False) -> Iterator[Decline]:
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     features = (
         (
@@ -102,7 +102,7 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
         (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.mix_placement, "shared experts among the routed ones (mix_placement)"),
-        (config.enable_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
+        (has_mega_moe, "MegaMoe (enable_fused_mc2: 2)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
         (
