@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 import socket
 from contextlib import ExitStack
 
@@ -12,10 +12,11 @@ PORTS = range(10_000, 32_000)  # below those that Linux gives to clients, which 
 def find_free_ports(count: int = 10) -> int:
     """Return the first of *count* consecutive ports that are not in use.
 
-    Another server may take one of them before it is bound; a client cannot.
+    Another server may take one of them before it is bound; a client cannot. Not drawn by `random`, which vLLM seeds
+    alike in each process that tests run in.
     """
     while True:
-        first = random.choice(PORTS[:-count])
+        first = secrets.choice(PORTS[:-count])
         with ExitStack() as stack:
             try:
                 for port in range(first, first + count):

@@ -75,7 +75,8 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     config = get_ascend_config()
     try:
         yield from _list_unsupported(vllm_config, config)
-        yield from _list_later(vllm_config, config) if not hasattr(config, "enable_flashcomm1") else _list_earlier(config)
+        is_earlier = hasattr(config, "enable_flashcomm1")
+        yield from _list_earlier(config) if is_earlier else _list_later(vllm_config, config)
     except AttributeError as error:  # an unknown release, with DBO_CHECK=1
         yield Decline("vllm-ascend's configuration has changed", str(error))
 
@@ -112,8 +113,9 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
     from vllm_ascend.ascend_config import is_mega_moe_supported
 
     in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
+    has_fused_mc2 = vllm_config.model_config.is_moe and config.enable_fused_mc2  # which is 1 where 2 was asked for
     features = (
-        (config.enable_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
+        (has_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
         (config.enable_dsa_cp and in_pipeline, "context parallel sparse attention (enable_dsa_cp) in a pipeline"),
@@ -127,7 +129,7 @@ def _list_earlier(config: AscendConfig) -> Iterator[Decline]:
     features = (
         (config.enable_flashcomm1, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
         (config.enable_shared_expert_dp, "data parallel shared experts as in vllm-ascend 0.23"),
-        (config.enable_fused_mc2, "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),
+        (bool(config.enable_fused_mc2), "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),
         (config.flashcomm2_oproj_tensor_parallel_size > 0, "FlashComm 2"),
         (config.enable_matmul_allreduce, "products fused with their all-reduce (enable_matmul_allreduce)"),
         (config.multistream_overlap_gate, "a separate stream for the gate (multistream_overlap_gate)"),
