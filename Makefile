@@ -4,7 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NPU ?= auto
 ASCEND ?= auto
-ASCEND_VERSION ?=
+# ASCEND is `auto`, `required`, or a release of vllm-ascend other than the one in tools/set_up.py.
+ASCEND_VERSION := $(filter-out auto required,$(ASCEND))
+ASCEND_NEED := $(if $(ASCEND_VERSION),required,$(ASCEND))
+ASCEND_TESTS := $(if $(ASCEND_VERSION),$(shell cat tests/ascend/releases/$(ASCEND_VERSION).tests),tests/ascend)
 VLLM ?= 0.32.0
 COMPAT_OPTIONS ?= --write
 NPU_BIN := $(VENV)-npu/bin
@@ -30,7 +33,7 @@ setup: ## make .venv: vLLM for CPU, tests and tools; minutes the first time, not
 setup-npu: ## make .venv-npu: torch_npu and tests, without vLLM
 	@$(PYTHON) tools/set_up.py --npu $(VENV)-npu
 
-setup-ascend: ## make .venv-ascend: torch_npu, vLLM and vllm-ascend without its C++; see ASCEND_VERSION=0.23.0.post1
+setup-ascend: ## make .venv-ascend: torch_npu, vLLM and vllm-ascend without its C++; or of ASCEND=0.23.0.post1
 	@$(PYTHON) tools/set_up.py $(ASCEND_VENV) --ascend $(ASCEND_VERSION)
 
 demo: setup ## generate with and without dual-batch overlap, compare and time them
@@ -63,10 +66,11 @@ test: setup ## run the tests but for the slow ones, and those of the NPU where t
 test-npu: setup-npu ## run the tests of devices on the real torch_npu, over a stand-in for CANN (g++); see NPU=required
 	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES) $(PARALLEL_FILES)
 
-test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN (g++); see ASCEND=required
+test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for CANN (g++); see ASCEND=required, and ASCEND=0.23.0.post1
 	@if $(MAKE) setup-ascend; then \
-		NPU_TESTS=$(ASCEND) $(ASCEND_BIN)/python -m pytest tests/ascend -m "not slow" $(PARALLEL_FILES) $(ASCEND_OPTIONS); \
-	elif [ $(ASCEND) = required ]; then exit 1; \
+		NPU_TESTS=$(ASCEND_NEED) $(ASCEND_BIN)/python -m pytest $(ASCEND_TESTS) -m "not slow" $(PARALLEL_FILES) \
+			$(ASCEND_OPTIONS); \
+	elif [ $(ASCEND_NEED) = required ]; then exit 1; \
 	else echo "test-ascend: left out: its environment cannot be made, see above"; fi
 
 test-ascend-slow: setup-ascend ## run the slow ones of them: every model, quantized weights, drafters, all-to-all

@@ -50,7 +50,8 @@ def make_sibling(group: GroupCoordinator, name: str) -> dist.ProcessGroup:
     """Make another communicator of a group's ranks. Collective over all ranks."""
     if not hasattr(group, "torch_distributed_backend"):  # vllm-ascend 0.23's coordinators keep it by another name
         group.torch_distributed_backend = group.backend
-    return group.make_sibling_device_group(name)
+    sibling: dist.ProcessGroup = group.make_sibling_device_group(name)
+    return sibling
 
 
 def get_pipeline_group() -> GroupCoordinator:

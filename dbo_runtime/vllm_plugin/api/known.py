@@ -64,7 +64,6 @@ class Proven(NamedTuple):
 LATEST_ASCEND = "0.30.0rc2"
 
 PROVEN_ON_ASCEND = {
-    "0.23.0.post1": Proven(("DeepseekV3ForCausalLM",)),
     LATEST_ASCEND: Proven(
         ASCEND_MODELS,
         quantizations=(
@@ -77,6 +76,7 @@ PROVEN_ON_ASCEND = {
         ),
         drafters=("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle3"),
     ),
+    "0.23.0.post1": Proven(("DeepseekV3ForCausalLM",)),
 }
 """By release of vllm-ascend; others are not split."""
 

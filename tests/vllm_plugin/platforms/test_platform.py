@@ -58,12 +58,14 @@ def test_steps_are_split_where_that_is_proven_or_checked(platform: str, check: b
     assert found is None if reason is None else str(found).startswith(reason)
 
 
-@pytest.mark.parametrize(("release", "known"), [("0.30.0rc2", True), ("0.30.0", False), ("0.31.0", False)])
+@pytest.mark.parametrize(
+    ("release", "known"), [("0.30.0rc2", True), ("0.23.0.post1", True), ("0.30.0", False), ("0.31.0", False)]
+)
 def test_the_version_of_vllm_ascend_decides(release: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu, "version", lambda name: release)
     found = get_platform("npu").check_support(RuntimeConfig(enabled=True))
     expected = "this version of vllm-ascend is not known to dbo_runtime"
-    detail = f"{release}; known: 0.30.0rc2; with DBO_CHECK=1 steps are"
+    detail = f"{release}; known: 0.30.0rc2, 0.23.0.post1; with DBO_CHECK=1 steps are"
     assert found is None if known else (found.reason == expected and found.detail.startswith(detail))
 
 
@@ -185,6 +187,7 @@ SETTINGS_OF_0_23 = {
         ("enable_matmul_allreduce", True, "products fused with their all-reduce (enable_matmul_allreduce)"),
         ("multistream_overlap_gate", True, "a separate stream for the gate (multistream_overlap_gate)"),
         ("layer_sharding", ["o_proj"], "weights shared out by layer (layer_sharding)"),
+        ("enable_fused_mc2", 1, "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),
         ("layer_sharding", None, None),
     ],
 )
@@ -198,6 +201,8 @@ def test_features_of_vllm_ascend_0_23_are_declined_by_name(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured())]
     assert found == ([] if feature is None else [f"not supported yet: {feature}"])
+    found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured(ranks=2))]
+    assert "not supported yet: data parallel experts as in vllm-ascend 0.23" in found
 
 
 def make_ascend_config(**settings: Any) -> Any:
@@ -207,17 +212,17 @@ def make_ascend_config(**settings: Any) -> Any:
         eplb_config=SimpleNamespace(dynamic_eplb=False, expert_map_path=None),
         xlite_graph_config=SimpleNamespace(enabled=False),
         mix_placement=False,
-        enable_fused_mc2=0,
-        enable_prefill_mc2=False,
-        **settings,
+        **{"enable_fused_mc2": 0, **settings},
     )
 
 
-def make_configured() -> Any:
-    """Return what is read of vLLM's configuration to find features."""
+def make_configured(ranks: int = 1) -> Any:
+    """Return what is read of vLLM's configuration, with data parallel *ranks*, to find features."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(use_sequence_parallel_moe=False, pipeline_parallel_size=1),
-        model_config=SimpleNamespace(is_hybrid=False),
+        parallel_config=SimpleNamespace(
+            use_sequence_parallel_moe=False, pipeline_parallel_size=1, data_parallel_size=ranks
+        ),
+        model_config=SimpleNamespace(architecture="DeepseekV3ForCausalLM", is_hybrid=False, is_moe=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
         speculative_config=None,
