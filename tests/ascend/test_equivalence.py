@@ -54,6 +54,16 @@ def assert_chunks_are_equal(npus: Ranks, length: int, size: int) -> None:
     assert find_difference(chunked, split) == 0.0
 
 
+def test_data_parallel_ranks_cut_between_their_own_requests_are_equal_to_the_bit(expert_npus: Ranks) -> None:
+    """Each where it has a boundary; the second rank has fewer tokens, padded (0.30) or not (0.23)."""
+    prompts = [make_prompts(40, 30, 25, 5), make_prompts(30, 20)]
+    unsplit_by_rank = expert_npus.run(answer, prompts)
+    splits = expert_npus.run(answer, prompts, 1, [[70], [30]])
+    for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
+        assert [count["split"] for count in counts] == [1] * len(counts), counts
+        assert find_difference(unsplit, split) == 0.0
+
+
 def assert_data_parallel_prefills_are_close(npus: Ranks, tolerance: float, cuts: Sequence[int] = (40, 70, 95)) -> None:
     """Compare prefills of two ranks, each cut there, with unsplit ones; the second rank has fewer tokens.
 

@@ -76,7 +76,7 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     try:
         yield from _list_unsupported(vllm_config, config)
         is_earlier = hasattr(config, "enable_flashcomm1")
-        yield from _list_earlier(vllm_config, config) if is_earlier else _list_later(vllm_config, config)
+        yield from _list_earlier(config) if is_earlier else _list_later(vllm_config, config)
     except AttributeError as error:  # an unknown release, with DBO_CHECK=1
         yield Decline("vllm-ascend's configuration has changed", str(error))
 
@@ -124,11 +124,9 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
     return _decline_used(features)
 
 
-def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
+def _list_earlier(config: AscendConfig) -> Iterator[Decline]:
     """Yield features in use that 0.23.0 has, and 0.30 has not, or in another form."""
-    has_ranks = vllm_config.parallel_config.data_parallel_size > 1
     features = (
-        (vllm_config.model_config.is_moe and has_ranks, "data parallel experts as in vllm-ascend 0.23"),
         (config.enable_flashcomm1, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
         (config.enable_shared_expert_dp, "data parallel shared experts as in vllm-ascend 0.23"),
         (bool(config.enable_fused_mc2), "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),

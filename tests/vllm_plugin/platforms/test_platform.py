@@ -201,8 +201,6 @@ def test_features_of_vllm_ascend_0_23_are_declined_by_name(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured())]
     assert found == ([] if feature is None else [f"not supported yet: {feature}"])
-    found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured(ranks=2))]
-    assert "not supported yet: data parallel experts as in vllm-ascend 0.23" in found
 
 
 def make_ascend_config(**settings: Any) -> Any:
@@ -216,12 +214,10 @@ def make_ascend_config(**settings: Any) -> Any:
     )
 
 
-def make_configured(ranks: int = 1) -> Any:
-    """Return what is read of vLLM's configuration, with data parallel *ranks*, to find features."""
+def make_configured() -> Any:
+    """Return what is read of vLLM's configuration to find features."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            use_sequence_parallel_moe=False, pipeline_parallel_size=1, data_parallel_size=ranks
-        ),
+        parallel_config=SimpleNamespace(use_sequence_parallel_moe=False, pipeline_parallel_size=1),
         model_config=SimpleNamespace(architecture="DeepseekV3ForCausalLM", is_hybrid=False, is_moe=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
