@@ -37,6 +37,7 @@ ASCEND_BUILD = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
 # vLLM without compiled code, and without its frontend in Rust.
 VLLM_BUILD = {"VLLM_TARGET_DEVICE": "empty", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CARGO": "false"}
 VLLM_BUILD_TOOLS = ("setuptools-rust", "semantic-version", "wheel", "torchvision", "triton")
+IMPORTED = ("numba",)  # by vllm-ascend, and by the compiled vLLM among its own requirements
 OLDEST, NEWEST = (3, 10), (3, 14)  # the Pythons that vLLM 0.30 is built for
 INSTALLER = "dbo-runtime-set-up"
 SCHEMAS = "torchvision_schemas"
@@ -191,7 +192,7 @@ def install_project(venv: Path, extras: str, constraints: Sequence[str]) -> None
 def install_vllm(venv: Path, constraints: Sequence[str]) -> None:
     """Install vLLM from its source package, without compiled code, and what it needs."""
     vllm, file = pin("vllm", constraints), ("--constraint", str(venv / "constraints.txt"))
-    pip(venv, "install", *file, *VLLM_BUILD_TOOLS)
+    pip(venv, "install", *file, *VLLM_BUILD_TOOLS, *IMPORTED)
     # By itself the package would call itself 0.23.0+empty, which pip refuses as another one than 0.23.0.
     build = {**VLLM_BUILD, "VLLM_VERSION_OVERRIDE": vllm.partition("==")[2]}
     pip(venv, "install", *file, "--no-build-isolation", "--no-binary", "vllm", vllm, environment=build)
