@@ -48,8 +48,9 @@ def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
 
 def make_sibling(group: GroupCoordinator, name: str) -> dist.ProcessGroup:
     """Make another communicator of a group's ranks. Collective over all ranks."""
-    if not hasattr(group, "torch_distributed_backend"):  # vllm-ascend 0.23's coordinators keep it by another name
-        group.torch_distributed_backend = group.backend
+    backend = getattr(group, "backend", None)  # where vllm-ascend 0.23's coordinators keep it
+    if backend is not None and not hasattr(group, "torch_distributed_backend"):
+        group.torch_distributed_backend = backend
     sibling: dist.ProcessGroup = group.make_sibling_device_group(name)
     return sibling
 
