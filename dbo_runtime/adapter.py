@@ -68,10 +68,7 @@ class ExpertParallel(Protocol):
 
     @property
     def is_fused(self) -> bool:
-        """Whether kernels dispatch and combine: `run_fused` is one op from gate to combine, with their communicator.
-
-        Then `gate`, `exchange_sizes`, `dispatch`, `experts` and `combine` are not called.
-        """
+        """Whether kernels dispatch and combine: then `run_fused` takes the place of all from `gate` to `combine`."""
 
     def run_fused(self, x: Any, tokens: Any) -> Any:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run its experts -> [chunk, hidden]."""

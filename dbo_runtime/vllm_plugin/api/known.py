@@ -62,6 +62,7 @@ class Proven(NamedTuple):
 
 
 LATEST_ASCEND = "0.30.0rc2"
+"""The release of vllm-ascend that most was compared with, and by which others are judged under DBO_CHECK=1."""
 
 PROVEN_ON_ASCEND = {
     LATEST_ASCEND: Proven(
@@ -78,7 +79,7 @@ PROVEN_ON_ASCEND = {
     ),
     "0.23.0.post1": Proven(("DeepseekV3ForCausalLM",)),
 }
-"""By release of vllm-ascend; others are not split."""
+"""By release of vllm-ascend; with others, steps are split under DBO_CHECK=1 only."""
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""

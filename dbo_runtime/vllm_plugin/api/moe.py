@@ -30,6 +30,10 @@ ROUTERS_WITH_OUTPUT = ("ZeroExpertRouter",)
 """Routers that add to the layer's result themselves."""
 
 
+TakeChunk = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
+"""See `Collectives.take_chunk`."""
+
+
 class MoeLayer:
     """The operations of one MoE layer of vLLM.
 
@@ -145,14 +149,12 @@ class MoeLayer:
         )
         return result
 
-    def run_fused(
-        self, x: torch.Tensor, tokens: int, rows: int, take_chunk: Callable[[torch.Tensor], tuple[torch.Tensor, int]]
-    ) -> torch.Tensor:
+    def run_fused(self, x: torch.Tensor, tokens: int, rows: int, take_chunk: TakeChunk) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run kernels that dispatch it -> [chunk, hidden].
 
         They take *rows* rows on each rank; *take_chunk* takes the same chunk of other data of the tokens.
         """
-        raise NotImplementedError("vLLM's own kernels that dispatch are not supported")
+        raise AssertionError("only a platform that chooses the dispatch `fused` has such kernels")
 
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
         """Scale results of the experts and add those of the shared experts, as the runner does at its end."""

@@ -8,10 +8,7 @@ import torch
 
 from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Routing, count_chunk
 from dbo_runtime.vllm_plugin.api.forward_context import get_rank_sizes
-from dbo_runtime.vllm_plugin.api.moe import MoeLayer
-
-TakeChunk = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
-"""See `Collectives.take_chunk`."""
+from dbo_runtime.vllm_plugin.api.moe import MoeLayer, TakeChunk
 
 
 class SplitExperts:
@@ -64,7 +61,7 @@ class SplitExperts:
 
     def run_fused(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """Run the experts of a chunk *x* in one op; only `FusedExperts` do."""
-        raise NotImplementedError("its dispatch and combine are ops")
+        raise AssertionError("`is_fused` is False: its dispatch and combine are ops")
 
     def _route(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
         """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""
@@ -115,9 +112,9 @@ class FusedExperts(SequenceParallelExperts):
 
         The kernels take as many rows on each rank: those of the largest chunk of any data parallel rank.
         """
-        rows = -(-max(get_rank_sizes(tokens)) // self._ranks)
+        rows = count_chunk(max(get_rank_sizes(tokens)), self._ranks)
         return self._layer.run_fused(x, tokens, rows, self._take_chunk)
 
 
 def _get_none() -> Dispatcher:
-    raise AssertionError("kernels dispatch")
+    raise AssertionError("`is_fused` is True: its kernels dispatch")

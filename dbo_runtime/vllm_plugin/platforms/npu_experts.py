@@ -8,7 +8,6 @@ sum over each token's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from vllm.config import get_current_vllm_config
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.dispatch import DispatchedTokens, QuantizedTokens
-from dbo_runtime.vllm_plugin.api.moe import MoeLayer
+from dbo_runtime.vllm_plugin.api.moe import MoeLayer, TakeChunk
 from dbo_runtime.vllm_plugin.platforms.npu_metadata import GATHERING
 
 if TYPE_CHECKING:
@@ -116,9 +115,7 @@ class AscendMoeLayer(MoeLayer):
         result: torch.Tensor = applied.routed_out
         return result
 
-    def run_fused(
-        self, x: torch.Tensor, tokens: int, rows: int, take_chunk: Callable[[torch.Tensor], tuple[torch.Tensor, int]]
-    ) -> torch.Tensor:
+    def run_fused(self, x: torch.Tensor, tokens: int, rows: int, take_chunk: TakeChunk) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run MC2's kernels -> [chunk, hidden].
 
         vllm-ascend's prepare and finalize chunk and gather tokens, too, and keep sizes between the two: here both are

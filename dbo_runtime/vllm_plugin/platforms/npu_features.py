@@ -68,7 +68,7 @@ def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
     return {str(scheme) for scheme in schemes if scheme}  # an unknown file may have anything there
 
 
-def has_static_weights(vllm_config: VllmConfig) -> bool:
+def _has_static_weights(vllm_config: VllmConfig) -> bool:
     """Return whether ModelSlim's description has layers whose activations are quantized with fixed scales."""
     description = getattr(vllm_config.quant_config, "quant_description", None) or {}
     return any(scheme == STATIC for name, scheme in description.items() if name.endswith(SCHEMES))
@@ -127,7 +127,7 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
         (config.enable_dsa_cp and in_pipeline, "context parallel sparse attention (enable_dsa_cp) in a pipeline"),
         # Split steps of decodes and prefills differed there, by more than rounding; by token they do not.
         (
-            config.enable_dsa_cp and has_static_weights(vllm_config),
+            config.enable_dsa_cp and _has_static_weights(vllm_config),
             "context parallel sparse attention (enable_dsa_cp) with statically quantized weights",
         ),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
