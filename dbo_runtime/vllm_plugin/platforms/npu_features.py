@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_ascend.ascend_config import AscendConfig
 
 
-MODELSLIM, UNQUANTIZED, STATIC = "ascend", "FLOAT", "W8A8"
+MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
 SCHEMES = (".weight", ".quant_type")  # how keys of the description end that have the scheme of a layer
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
@@ -66,12 +66,6 @@ def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
     named = {"model_quant_type", *caches}
     schemes = (scheme for name, scheme in description.items() if name in named or name.endswith(SCHEMES))
     return {str(scheme) for scheme in schemes if scheme}  # an unknown file may have anything there
-
-
-def _has_static_weights(vllm_config: VllmConfig) -> bool:
-    """Return whether ModelSlim's description has layers whose activations are quantized with fixed scales."""
-    description = getattr(vllm_config.quant_config, "quant_description", None) or {}
-    return any(scheme == STATIC for name, scheme in description.items() if name.endswith(SCHEMES))
 
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
@@ -125,11 +119,6 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
         (config.enable_dsa_cp and in_pipeline, "context parallel sparse attention (enable_dsa_cp) in a pipeline"),
-        # Split steps of decodes and prefills differed there, by more than rounding; by token they do not.
-        (
-            config.enable_dsa_cp and _has_static_weights(vllm_config),
-            "context parallel sparse attention (enable_dsa_cp) with statically quantized weights",
-        ),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
     )
     return _decline_used(features)

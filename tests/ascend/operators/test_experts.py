@@ -182,6 +182,14 @@ def test_permuted_tokens_are_in_the_order_of_experts_and_come_back(
     assert_near(found, x.float() * probs.float().sum(1, keepdim=True))
 
 
+@covers("npu::npu_moe_token_unpermute")
+def test_choices_of_weight_0_take_nothing_from_the_row_they_name(standin: StandIn) -> None:
+    """Not even what is no number: vllm-ascend leaves rows of padding as memory was."""
+    rows, probs = torch.tensor([[torch.nan, torch.nan], [1.0, 2.0]]), torch.tensor([[0.5, 0.0]])
+    found = npu().npu_moe_token_unpermute(*put(rows, torch.tensor([1, 0], dtype=torch.int32)), probs.npu())
+    assert_equal(found, torch.tensor([[0.5, 1.0]]))
+
+
 @pytest.mark.parametrize("rows", [1, 7])
 @covers("npu::npu_moe_token_permute", "npu::npu_moe_token_unpermute")
 def test_rows_with_one_expert_each_come_back_to_the_bit(standin: StandIn, rows: int) -> None:

@@ -265,5 +265,7 @@ def compute_unpermute(
         out.copy_(permuted[places.long()])
     else:
         # Other ranks' places are -1, or, as vllm-ascend gives absolute values, 1, which a single row does not have.
-        rows = permuted[places.long().masked_fill(weights.reshape(-1) == 0, 0)].float()
+        # Weight 0 leaves them out: row 1 may be padding, which vllm-ascend does not compute, and NaN times 0 is NaN.
+        elsewhere = weights.reshape(-1) == 0
+        rows = permuted[places.long().masked_fill(elsewhere, 0)].float().masked_fill(elsewhere[:, None], 0)
         out.copy_((rows.view(*weights.shape, rows.shape[1]) * weights.float()[..., None]).sum(1))
