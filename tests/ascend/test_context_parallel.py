@@ -85,7 +85,9 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> Non
         assert_steps_are_equal(npus)
 
 
-@pytest.mark.parametrize(("name", "attention", "experts"), [(V32, STATIC, DYNAMIC), (V32, DYNAMIC, DYNAMIC), (GLM, DYNAMIC, INT4)])
+@pytest.mark.parametrize(
+    ("name", "attention", "experts"), [(V32, STATIC, DYNAMIC), (V32, DYNAMIC, DYNAMIC), (GLM, DYNAMIC, INT4)]
+)
 def test_quantized_weights(name: str, attention: str, experts: str, tmp_path: Path) -> None:
     sizes = SHARING if name == GLM else {}
     model = quantize_model(make_family(name, tmp_path / "source", **sizes), tmp_path / "model", attention, experts)
