@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, start
+from tests.ascend.conftest import FOUR, OPTIONS, PIPELINE, start
 from tests.ascend.jobs import answer, cut_at_boundaries, generate, make_prompts
 from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
@@ -92,6 +92,15 @@ def test_quantized_weights(name: str, attention: str, experts: str, tmp_path: Pa
     sizes = SHARING if name == GLM else {}
     model = quantize_model(make_family(name, tmp_path / "source", **sizes), tmp_path / "model", attention, experts)
     for npus in start(1, model, **SHARED_OUT, **QUANTIZED):
+        assert_decodes_are_equal(npus)
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_stages_of_a_pipeline(name: str, tmp_path: Path) -> None:
+    """Layers pass on all tokens there: attention gathers what each rank has computed."""
+    for npus in start(1, make_family(name, tmp_path), FOUR, **SHARED_OUT, **PIPELINE):
+        assert npus.run(find_attentions) == [{"AscendSFADSACPImpl"}]
         assert_decodes_are_equal(npus)
         assert_steps_are_equal(npus)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
+from tests.ascend.conftest import FOUR, OPTIONS, PIPELINE, TINY, start
 from tests.ascend.jobs import answer, make_prompts
 from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
@@ -55,6 +55,14 @@ def assert_padded_prefills_are_equal(npus: Ranks) -> None:
 @pytest.mark.parametrize("options", [FLASHCOMM, REPLICATED], ids=["shared experts in parts", "replicated"])
 def test_split_steps_are_equal_to_unsplit_ones(options: dict[str, Any]) -> None:
     for npus in start(1, **TWO, **options):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [FLASHCOMM, REPLICATED], ids=["shared experts in parts", "replicated"])
+def test_stages_of_a_pipeline(options: dict[str, Any]) -> None:
+    """Layers of DeepSeek pass on all tokens there, and chunk them for their experts only."""
+    for npus in start(1, TINY, FOUR, **TWO, **PIPELINE, **options):
         assert_steps_are_equal(npus)
 
 

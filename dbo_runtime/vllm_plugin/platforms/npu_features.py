@@ -84,10 +84,6 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     features = (
-        (
-            parallel.use_sequence_parallel_moe and parallel.pipeline_parallel_size > 1,
-            "FlashComm (sequence-parallel MoE) in a pipeline",
-        ),
         # vllm-ascend gives its layers a chunk of the images' features, to add to hidden states that are not in chunks.
         (
             parallel.use_sequence_parallel_moe and vllm_config.model_config.architecture in DEEPSTACK_MODELS,
@@ -112,13 +108,11 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
     """Yield features in use that 0.30 has, and 0.23.0 has not."""
     from vllm_ascend.ascend_config import is_mega_moe_supported
 
-    in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
     has_fused_mc2 = vllm_config.model_config.is_moe and config.enable_fused_mc2  # which is 1 where 2 was asked for
     features = (
         (has_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
-        (config.enable_dsa_cp and in_pipeline, "context parallel sparse attention (enable_dsa_cp) in a pipeline"),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
     )
     return _decline_used(features)
