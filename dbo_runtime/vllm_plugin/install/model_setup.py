@@ -104,9 +104,10 @@ def _record_model(
     if decline is not None:
         return decline
     assert adapter is not None, "without one, models are declined"
-    decline = _check_stage(rank.stage) or adapter.decline(model) or rank.platform.prepare_model(model)
+    decline = _check_stage(rank.stage) or adapter.decline(model)
     if decline is not None:
         return decline
+    rank.platform.prepare_model(model)
     lora = make_lora_mapping(model)
     if isinstance(lora, Decline):
         return lora

@@ -84,6 +84,11 @@ class NpuPlatform(Platform):
 
         return list_unsupported(vllm_config)
 
+    def drafts_in_pipeline(self, vllm_config: VllmConfig) -> bool:
+        """Return whether this is a prefill node: elsewhere vllm-ascend's own patch of the scheduler fails."""
+        transfer = vllm_config.kv_transfer_config
+        return transfer is not None and transfer.kv_role == "kv_producer"
+
     def choose_dispatch(self, vllm_config: VllmConfig) -> str:
         """Return how vllm-ascend's own steps do; where its shared experts need it, `all_to_all`."""
         from dbo_runtime.vllm_plugin.platforms.npu_experts import choose_dispatch
@@ -96,13 +101,13 @@ class NpuPlatform(Platform):
 
         return check_communication(context, dispatch)
 
-    def prepare_model(self, model: torch.nn.Module) -> Decline | None:
-        """Divide what layers share among micro-batches: rotary tables, chosen keys; return why it cannot be."""
+    def prepare_model(self, model: torch.nn.Module) -> None:
+        """Divide what layers share among micro-batches: rotary tables, chosen keys."""
         from dbo_runtime.vllm_plugin.platforms.npu_indices import divide_indices
         from dbo_runtime.vllm_plugin.platforms.npu_rotary import slice_rotary_tables
 
         slice_rotary_tables(model)
-        return divide_indices(model)
+        divide_indices(model)
 
     def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
         """Return the last projection of context parallel sparse attention, which gathers or reduces its results."""

@@ -12,6 +12,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS, Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
+from dbo_runtime.vllm_plugin.platforms.npu_indices import check_stages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,7 +116,10 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
     )
-    return _decline_used(features)
+    yield from _decline_used(features)
+    passed_on = check_stages(vllm_config)
+    if passed_on is not None:
+        yield passed_on
 
 
 def _list_earlier(config: AscendConfig) -> Iterator[Decline]:

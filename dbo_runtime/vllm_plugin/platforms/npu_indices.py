@@ -12,28 +12,38 @@ from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.forward_context import get_current
+from dbo_runtime.vllm_plugin.api.groups import get_stage_layers
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
     from vllm_ascend.attention.sfa_v1 import AscendSFAImpl
 
 ACCESSES = ("_get_indexcache_topk_indices", "_update_indexcache_topk_indices")
 
 
-def divide_indices(model: torch.nn.Module) -> Decline | None:
-    """Let layers of *model* use the rows of a micro-batch's tokens; again has no effect. Return why they cannot."""
+def check_stages(vllm_config: VllmConfig) -> Decline | None:
+    """Return why the stages of a pipeline cannot be split: layers of one take the keys that another stage chose.
+
+    With context parallel attention vllm-ascend itself takes wrong ones, see docs/ascend.md.
+    """
+    from vllm_ascend.worker.v2.pp_transport import pp_stage_requires_topk_indices
+
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    starts = (get_stage_layers(vllm_config, stage, stages).start for stage in range(1, stages))
+    if any(pp_stage_requires_topk_indices(vllm_config.model_config.hf_text_config, start) for start in starts):
+        return Decline("stages of a pipeline pass on which keys sparse attention has chosen")
+    return None
+
+
+def divide_indices(model: torch.nn.Module) -> None:
+    """Let layers of *model* use the rows of a micro-batch's tokens; again has no effect."""
     attentions = [module.impl for module in model.modules() if getattr(module, "impl", None) is not None]
     sharing = [attention for attention in attentions if getattr(attention, "use_index_cache", False)]
-    if not sharing:
-        return None
-    decoder = getattr(model, "model", None)
-    if any(getattr(decoder, f"{verb}_pp_topk_indices", False) for verb in ("send", "receive")):
-        return Decline("stages of a pipeline pass on which keys sparse attention has chosen")
     for attention in sharing:
         for name in ACCESSES:
             if name not in vars(attention):
                 setattr(attention, name, _use_rows_of_micro_batch(attention, getattr(attention, name)))
-    return None
 
 
 def _use_rows_of_micro_batch(attention: AscendSFAImpl, access: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,6 +104,10 @@ class Platform:
         """Yield each feature of this platform in use that splitting does not support."""
         return iter(())
 
+    def drafts_in_pipeline(self, vllm_config: VllmConfig) -> bool:
+        """Return whether a pipeline's last stage drafts, and split steps of one that does were compared."""
+        return False
+
     def choose_dispatch(self, vllm_config: VllmConfig) -> str:
         """Return how tokens reach experts on other ranks with DBO_DISPATCH=auto: as in vLLM's own steps."""
         return "all_gather"
@@ -115,12 +119,11 @@ class Platform:
         """
         return None
 
-    def prepare_model(self, model: torch.nn.Module) -> Decline | None:
+    def prepare_model(self, model: torch.nn.Module) -> None:
         """Divide among micro-batches what layers of a loaded model pass on outside of their arguments.
 
-        Return why that cannot be done, or None. The model computes what it did; again has no effect.
+        The model computes what it did; again has no effect.
         """
-        return None
 
     def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
         """Return the linear layer whose `reduce_results` decides whether a module of these *parts* reduces its results.

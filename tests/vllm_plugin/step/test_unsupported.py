@@ -10,6 +10,7 @@ import pytest
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.platforms.cpu import CpuPlatform
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.unsupported import check_config, list_unsupported
 
 SIZE = 128  # of hidden states
@@ -123,9 +124,18 @@ def test_drafts_with_linear_attention_are_supported_where_they_were_compared(dra
     assert found == (None if drafts_from_states else expected)
 
 
-def test_no_drafter_is_supported_in_a_pipeline() -> None:
+@pytest.mark.parametrize("are_compared", [False, True])
+def test_drafts_in_a_pipeline_are_supported_where_they_were_compared(are_compared: bool) -> None:
     config = make_config(**draft_by("ngram"), pipeline_parallel_size=2)
-    assert check_config(config) == Decline("not supported yet: speculative decoding in a pipeline")
+    with patch.object(CpuPlatform, "drafts_in_pipeline", lambda self, vllm_config: are_compared):
+        found = check_config(config)
+    assert found == (None if are_compared else Decline("not supported yet: speculative decoding in a pipeline"))
+
+
+@pytest.mark.parametrize("role", [None, "kv_producer", "kv_both", "kv_consumer"])
+def test_on_an_npu_pipelines_of_prefill_nodes_draft(role: str | None) -> None:
+    config = make_config(kv_transfer_config=None if role is None else SimpleNamespace(kv_role=role))
+    assert get_platform("npu").drafts_in_pipeline(config) == (role == "kv_producer")
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
