@@ -201,6 +201,8 @@ def test_features_of_vllm_ascend_0_23_are_declined_by_name(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured())]
     assert found == ([] if feature is None else [f"not supported yet: {feature}"])
+    found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured(ranks_with_keys=2))]
+    assert "not supported yet: decode context parallel with vllm-ascend 0.23" in found
 
 
 def make_ascend_config(**settings: Any) -> Any:
@@ -214,10 +216,14 @@ def make_ascend_config(**settings: Any) -> Any:
     )
 
 
-def make_configured() -> Any:
+def make_configured(ranks_with_keys: int = 1) -> Any:
     """Return what is read of vLLM's configuration to find features."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(use_sequence_parallel_moe=False, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            use_sequence_parallel_moe=False,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=ranks_with_keys,
+        ),
         model_config=SimpleNamespace(architecture="DeepseekV3ForCausalLM", is_hybrid=False, is_moe=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
