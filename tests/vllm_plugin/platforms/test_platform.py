@@ -168,6 +168,19 @@ def test_where_devices_have_links_there_is_communication_to_hide_on_one_host(pla
     assert get_platform(platform).get_transport(Groups(one, None, one), hosts=1) == "none"
 
 
+class AscendSFADCPMetadata(SimpleNamespace):
+    """Of vllm-ascend's attention whose keys are shared out."""
+
+
+@pytest.mark.parametrize(("platform", "prefills", "is_told"), [("npu", 2, True), ("npu", 0, False), ("cpu", 2, False)])
+def test_slices_of_a_step_that_prefills_are_told_so_where_ranks_share_out_keys(
+    platform: str, prefills: int, is_told: bool
+) -> None:
+    arguments = get_platform(platform).get_build_arguments(AscendSFADCPMetadata(num_prefills=prefills))
+    assert [bool(each.global_batch.is_prefilling_np.any()) for each in arguments.values()] == [True] * is_told
+    assert get_platform(platform).get_build_arguments(SimpleNamespace(num_prefills=prefills)) == {}
+
+
 SETTINGS_OF_0_23 = {
     "enable_flashcomm1": False,
     "enable_shared_expert_dp": False,
