@@ -86,6 +86,8 @@ def list_commands(answers: Iterable[Answer]) -> list[list[str]]:
 def describe(recipe: Recipe) -> tuple[str, str, str]:
     """Return where a command is, over how many ranks it serves, and with which weights, drafter and options."""
     sizes = {"TP": recipe.tensor_parallel, "DP": recipe.data_parallel, "PP": recipe.pipeline_parallel}
+    if recipe.decode_context_parallel not in ("", "1"):
+        sizes["DCP"] = recipe.decode_context_parallel
     layout = " ".join(f"{name}{size or '$'}" for name, size in sizes.items() if size != "1")
     kinds = (recipe.quantization and recipe.scheme, recipe.drafter, recipe.connectors, recipe.flags)
     where = f"{recipe.page.removesuffix('.md')}:{recipe.line}"

@@ -53,6 +53,7 @@ OPTIONS = {  # flags of a recipe
     "fmc2": "test_mc2.py",
     "shdp": "test_sequence_parallel.py::test_chunks_of_tokens_are_dispatched",
 }
+SHARED_KEYS = "test_decode_context_parallel.py"
 OTHERWISE = {  # where the file of a model has no test of its own
     "weights": "test_quantized_weights.py::test_split_steps_are_equal_to_unsplit_ones",
     "drafter": f"{SPECULATIVE}::test_split_steps_with_drafts_are_equal_to_unsplit_ones",
@@ -77,6 +78,8 @@ def list_proofs(recipe: Recipe, architecture: str, sizes: Mapping[str, int]) -> 
         yield PIPELINES.get(model, OTHERWISE["pipeline"])
     if recipe.cudagraph_mode:
         yield GRAPHS.get(model, OTHERWISE["graphs"])
+    if recipe.decode_context_parallel not in ("", "1"):
+        yield SHARED_KEYS
     if recipe.connectors:
         yield OTHERWISE["connectors"]
     yield from (OPTIONS[flag] for flag in recipe.flags.split() if flag in OPTIONS)
@@ -85,4 +88,4 @@ def list_proofs(recipe: Recipe, architecture: str, sizes: Mapping[str, int]) -> 
 def list_all() -> set[str]:
     """Return all tests that are named here."""
     tables = MODELS, WEIGHTS, DRAFTERS, DATA_PARALLEL, PIPELINES, GRAPHS, OPTIONS, OTHERWISE
-    return {FAMILIES, *(test for table in tables for test in table.values())}
+    return {FAMILIES, SHARED_KEYS, *(test for table in tables for test in table.values())}

@@ -101,6 +101,20 @@ def list_unsupported(engine: Engine, rank: int) -> dict[str | None, str | None]:
     return {name: None if decline is None else str(decline) for name, decline in found.items()}
 
 
+def test_only_keys_of_sparse_attention_may_be_shared_out(one_npu: Ranks) -> None:
+    """This model's attention is not sparse."""
+    assert one_npu.run(check_with_ranks, 2) == ["not supported yet: decode context parallel without sparse attention"]
+
+
+def check_with_ranks(engine: Engine, rank: int, ranks: int) -> str:
+    """Return why the model would run unsplit if so many ranks shared out the keys of a request."""
+    from dbo_runtime.vllm_plugin.step.unsupported import check_config
+
+    config = engine.llm.llm_engine.vllm_config
+    with patch.object(config.parallel_config, "decode_context_parallel_size", ranks):
+        return str(check_config(config))
+
+
 def test_steps_whose_experts_communicate_otherwise_than_the_program_run_unsplit(one_npu: Ranks) -> None:
     (found,) = one_npu.run(list_step_declines)
     assert found == {

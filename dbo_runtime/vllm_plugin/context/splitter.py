@@ -156,20 +156,24 @@ class ContextSplitter:
             if self._vllm_config.cache_config.mamba_cache_mode == ALIGNED:
                 parts = keep_places(common, slices, parts, source.builder.kv_cache_spec.block_size)
         built: list[AttentionMetadata | None] = []
+        further = self.platform.get_build_arguments(metadata)
         with self.platform.building_metadata():
             for builder, piece, part in zip(builders, slices, parts, strict=True):
-                arguments = slice_arguments(source.arguments, piece)
+                arguments = slice_arguments({**source.arguments, **further}, piece)
                 if isinstance(arguments, Decline):
                     return arguments
                 built.append(builder.build(0, part, **arguments))
         return [*built, *[None] * (padded - len(slices))]
 
     def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:
-        """Return the KV blocks of each request [requests, blocks] and their size, from the host if it has them."""
+        """Return the KV blocks of each request [requests, blocks] and their size, from the host if it has them.
+
+        With decode context parallel, ranks have a block each under one number, and tokens in all of them.
+        """
         known = read_block_table(self._runner, source.layer_names)
-        if known is not None:
-            return known
-        return source.common.block_table_tensor.cpu().numpy(), int(source.builder.kv_cache_spec.block_size)
+        if known is None:
+            known = source.common.block_table_tensor.cpu().numpy(), int(source.builder.kv_cache_spec.block_size)
+        return known[0], known[1] * self._vllm_config.parallel_config.decode_context_parallel_size
 
     def _check_context_data(self, context: ForwardContext, tokens: int) -> Decline | None:
         """Decline if the context, or what a platform put into it, has data per token that would not be sliced."""

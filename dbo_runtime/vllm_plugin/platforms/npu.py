@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
     from dbo_runtime.batch import BatchSlice
     from dbo_runtime.config import RuntimeConfig
@@ -31,14 +31,14 @@ if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor
 ASCEND_FIELDS = FIELDS._replace(
     per_request=(*FIELDS.per_request, "group_len", "group_key_idx", "group_key_cache_idx"),
     per_token=(*FIELDS.per_token, "positions_cpu"),
+    # Of ranks that share out keys: builders derive them again from the lengths, as for drafts.
+    dropped=(*FIELDS.dropped, "context_parallel_metadata", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu"),
     derived=("seq_lens_cpu", "_seq_lens_cpu", "num_computed_tokens_cpu", "_num_computed_tokens_cpu"),
-    # Context parallel, and KV caches that are offloaded token by token.
+    # Prefill context parallel, and KV caches that are offloaded token by token.
     unsupported=(
-        *FIELDS.unsupported,
-        "context_parallel_metadata",
-        "prefill_context_parallel_metadata",  # its name in 0.23.0
+        *(name for name in FIELDS.unsupported if name != "dcp_local_seq_lens"),
+        "prefill_context_parallel_metadata",  # of both, in 0.23.0
         "kvcomp_metadata",  # in 0.23.0: caches that are compressed
-        "dcp_local_seq_lens_cpu",
         "req_ids_tensor",
         "token_to_req",
         "req_topk_buffer_slots",
@@ -59,6 +59,7 @@ class NpuPlatform(Platform):
     sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask", "input_ids")  # the last one in 0.23.0
     pads_batches = True  # all data parallel ranks to the longest batch
     drafts_from_states = True
+    supports_dcp = True
     cuts_decodes = True  # a piece has fewer queries than the decode
 
     def check_version(self) -> Decline | None:
@@ -152,6 +153,12 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_metadata
 
         return complete_metadata(part, self.fields.derived)
+
+    def get_build_arguments(self, metadata: AttentionMetadata) -> dict[str, Any]:
+        """Return arguments by which ranks that share out keys attend in a slice as they do in its step."""
+        from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import keep_exchange
+
+        return keep_exchange(metadata)
 
     def can_cut_requests(self, common: CommonAttentionMetadata, vllm_config: VllmConfig) -> bool:
         """Return whether a request may be cut: only with chunked prefill do its kernels read the cache in a prefill."""

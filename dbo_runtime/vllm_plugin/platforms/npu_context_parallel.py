@@ -1,19 +1,28 @@
-"""Sparse attention whose tokens are shared out among tensor parallel ranks (DSA-CP).
+"""Sparse attention whose tokens (DSA-CP) or cached keys (DCP) are shared out among tensor parallel ranks, or both.
 
-Each rank attends with all heads from a chunk of the tokens, and reaches the other ranks inside attention, through
-vLLM's own group: keys are gathered, and then either the weights of the last projection are gathered, too, or tokens are
-exchanged for heads. All of it is within one op, so micro-batches share none of it. Read against vllm-ascend 0.30.0rc2.
+With DSA-CP, each rank attends with all heads from a chunk of the tokens, and reaches the other ranks inside attention,
+through vLLM's own group: keys are gathered, and then either the weights of the last projection are gathered, too, or
+tokens are exchanged for heads. With decode context parallel (DCP), each rank caches a part of the keys: in steps that
+prefill, ranks gather the blocks that are referred to; in steps of decodes they gather queries, attend to their own keys
+and merge the results. All of it is within one op, so micro-batches share none of it. Read against vllm-ascend
+0.30.0rc2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.attention.backend import AttentionMetadata
 
-ATTENTIONS = ("AscendSFADSACPImpl",)
+ATTENTIONS = ("AscendSFADSACPImpl", "AscendSFADSADCPImpl")
+SHARED_OUT = ("AscendSFADCPMetadata", "AscendSFADSADCPMetadata")
+"""Metadata of attention whose keys are shared out."""
 
 
 def shares_out_tokens() -> bool:
@@ -32,3 +41,14 @@ def get_projection(parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
     attentions: Iterator[Any] = (getattr(part, "impl", None) for part in parts)
     found = (attention.o_proj for attention in attentions if type(attention).__name__ in ATTENTIONS)
     return next(found, None)
+
+
+def keep_exchange(metadata: AttentionMetadata) -> dict[str, Any]:
+    """Return arguments of a build for a slice by which its ranks gather keys if those of its step do.
+
+    A slice without a prefill would gather queries instead, and merged results differ in rounding. vllm-ascend has an
+    argument for ranks that have no prefill while others do (prefill context parallel): a slice is told the same.
+    """
+    if type(metadata).__name__ not in SHARED_OUT or not getattr(metadata, "num_prefills", 0):
+        return {}
+    return {"pcp_context": SimpleNamespace(global_batch=SimpleNamespace(is_prefilling_np=np.ones(1, dtype=bool)))}

@@ -77,7 +77,7 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     try:
         yield from _list_unsupported(vllm_config, config)
         is_earlier = hasattr(config, "enable_flashcomm1")
-        yield from _list_earlier(config) if is_earlier else _list_later(vllm_config, config)
+        yield from _list_earlier(vllm_config, config) if is_earlier else _list_later(vllm_config, config)
     except AttributeError as error:  # an unknown release, with DBO_CHECK=1
         yield Decline("vllm-ascend's configuration has changed", str(error))
 
@@ -109,11 +109,16 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
     """Yield features in use that 0.30 has, and 0.23.0 has not."""
     from vllm_ascend.ascend_config import is_mega_moe_supported
 
+    in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
+    shares_out_keys = vllm_config.parallel_config.decode_context_parallel_size > 1
+    is_sparse = vllm_config.model_config.architecture in SPARSE_MODELS
     has_fused_mc2 = vllm_config.model_config.is_moe and config.enable_fused_mc2  # which is 1 where 2 was asked for
     features = (
         (has_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
+        (shares_out_keys and not is_sparse, "decode context parallel without sparse attention"),
+        (shares_out_keys and in_pipeline, "decode context parallel in a pipeline"),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
     )
     yield from _decline_used(features)
@@ -122,9 +127,11 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
         yield passed_on
 
 
-def _list_earlier(config: AscendConfig) -> Iterator[Decline]:
+def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     """Yield features in use that 0.23.0 has, and 0.30 has not, or in another form."""
+    shares_out_keys = vllm_config.parallel_config.decode_context_parallel_size > 1
     features = (
+        (shares_out_keys, "decode context parallel with vllm-ascend 0.23"),
         (config.enable_flashcomm1, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
         (config.enable_shared_expert_dp, "data parallel shared experts as in vllm-ascend 0.23"),
         (bool(config.enable_fused_mc2), "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),

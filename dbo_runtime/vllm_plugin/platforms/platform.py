@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
     from dbo_runtime.batch import BatchSlice
     from dbo_runtime.config import RuntimeConfig
@@ -56,6 +56,8 @@ class Platform:
         cuts_decodes: whether its attention backends were shown to take pieces of a decode with drafts.
         drafts_from_states: whether models with linear attention verify drafts there, and split steps that do were
             compared with unsplit ones. vLLM 0.30's own fail on CPU.
+        supports_dcp: whether its attention backends may share out the keys of a request among ranks (decode
+            context parallel), and split steps with that were compared with unsplit ones.
         splits_lora: whether its LoRA mapping is known, and split steps with it were compared with unsplit ones.
     """
 
@@ -73,6 +75,7 @@ class Platform:
     pads_batches = False
     cuts_decodes = False
     drafts_from_states = False
+    supports_dcp = False
     splits_lora = False
 
     def __init__(self, name: str) -> None:
@@ -178,6 +181,10 @@ class Platform:
     def complete_metadata(self, part: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the common metadata of a slice with the fields that this platform derives from the others."""
         return part
+
+    def get_build_arguments(self, metadata: AttentionMetadata) -> dict[str, Any]:
+        """Return further arguments with which slices of what is described by *metadata* are described."""
+        return {}
 
     def can_cut_requests(self, common: CommonAttentionMetadata, vllm_config: VllmConfig) -> bool:
         """Return whether a request may be cut: its tail attends to what its head has cached in the same step."""

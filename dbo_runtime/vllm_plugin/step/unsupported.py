@@ -38,7 +38,7 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
         (scatters_residuals(vllm_config), "pipeline parallel with sequence parallelism (enable_sp)"),
         (parallel.enable_elastic_ep, "elastic expert parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB)"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallel"),
+        (parallel.decode_context_parallel_size > 1 and not platform.supports_dcp, "decode context parallel"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
         (returns_routed_experts(vllm_config), "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),

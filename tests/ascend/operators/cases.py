@@ -460,8 +460,17 @@ CASES = [
         lambda g: [make_numbers(g, 999, 5)],
         lambda x: x.repeat_interleave(3),
     ),
+    Case(
+        "aten::searchsorted.Tensor",
+        lambda g: [make_distinct(g, 99, 5).int().sort().values, make_numbers(g, 99, 7)],
+        lambda edges, x: torch.searchsorted(edges, x, right=True),
+    ),
 ]
-WITHOUT_KERNELS = {"npu::npu_format_cast", "npu::_npu_fused_infer_attention_score_v2_get_max_workspace"}
+WITHOUT_KERNELS = {
+    "npu::npu_format_cast",
+    "npu::_npu_fused_infer_attention_score_v2_get_max_workspace",
+    "aten::_unique2",  # for which the host waits
+}
 
 
 def name_case(case: Case) -> str:

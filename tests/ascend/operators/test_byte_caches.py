@@ -76,16 +76,20 @@ def test_queries_attend_to_what_bytes_stand_for(
     for request, blocks in zip(rows, batch.table, strict=True):
         for position, token in enumerate(request):
             cache[blocks[position // 4], position % 4] = token
-    out, *_ = attend_to_bytes(*put(query, cache, chosen, *batch.lengths, batch.table))
-    expected = torch.zeros(tokens, heads, 8)
+    tensors = put(query, cache, chosen, *batch.lengths, batch.table)
+    out, *sums = attend_to_bytes(*tensors, return_softmax_lse=True)
+    assert_equal(attend_to_bytes(*tensors)[0], out)
+    expected, logarithms = torch.zeros(tokens, heads, 8), torch.full((tokens, heads), -torch.inf)
     for number, (request, seen) in enumerate(batch.find_seen()):
         places = [place for place in chosen[number, 0].tolist() if 0 <= place < seen]
         if places:
             value = latents[request][places]
             key = torch.cat([value, ropes[request][places]], -1)
-            expected[number] = attend(query[number][None], key, value, 0.2)[0][0]
+            found, logarithm = attend(query[number][None], key, value, 0.2)
+            expected[number], logarithms[number] = found[0], logarithm[0]
     assert out.dtype == HALF
     assert_near(out, expected)
+    assert_near((sums[0] + sums[1].log())[0], logarithms)
 
 
 @settings(max_examples=scale(40))

@@ -107,6 +107,17 @@ def test_numbers_are_divided_and_repeated(standin: StandIn, x: list[int]) -> Non
     assert there.repeat_interleave(2).tolist() == [number for number in x for _ in range(2)]
 
 
+@pytest.mark.parametrize("x", [[5, -300, 128, 5, 0], []])
+@covers("aten::searchsorted.Tensor", "aten::_unique2")
+def test_numbers_are_looked_up_and_ordered(standin: StandIn, x: list[int]) -> None:
+    there, edges = torch.tensor(x, dtype=torch.int32).npu(), torch.tensor([0, 5, 5, 128], dtype=torch.int32).npu()
+    assert torch.searchsorted(edges, there, right=True).tolist() == [sum(e <= n for e in (0, 5, 5, 128)) for n in x]
+    assert torch.searchsorted(edges, there).tolist() == [sum(e < n for e in (0, 5, 5, 128)) for n in x]
+    values, inverse = there.view(1, -1).unique(return_inverse=True)
+    assert (values.dtype, values.tolist()) == (torch.int32, sorted({*x}))
+    assert inverse.tolist() == [[sorted({*x}).index(number) for number in x]]
+
+
 @pytest.mark.parametrize("number", [2, 29])
 @covers("npu::npu_format_cast")
 def test_another_format_has_the_same_values(standin: StandIn, number: int) -> None:

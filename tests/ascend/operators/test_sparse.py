@@ -116,7 +116,7 @@ def test_the_keys_with_the_largest_scores_are_chosen(
 
 
 @settings(max_examples=scale(40))
-@given(**BATCHES)
+@given(**BATCHES, is_causal=st.booleans())
 @covers("_C_ascend::npu_sparse_flash_attention")
 def test_queries_attend_to_the_keys_that_were_chosen(
     standin: StandIn,
@@ -126,8 +126,9 @@ def test_queries_attend_to_the_keys_that_were_chosen(
     count: int,
     padding: int,
     dtype: torch.dtype,
+    is_causal: bool,
 ) -> None:
-    """Of those that come after the query there may be some among the chosen ones: it does not see them."""
+    """Of those that come after the query there may be some among the chosen ones: with a mask it does not see them."""
     generator = make_generator(seed)
     batch = make_requests(generator, requests, 4)
     tokens = sum(batch.queries)
@@ -138,7 +139,7 @@ def test_queries_attend_to_the_keys_that_were_chosen(
         some = torch.randperm(batch.keys[request], generator=generator)[:count].int()
         row[0, : len(some)] = some
     latent_cache, rope_cache = put(*(cut_into_blocks(part, batch.table, 4) for part in (latents, ropes)))
-    out, *_ = torch.ops._C_ascend.npu_sparse_flash_attention(
+    out, *sums = torch.ops._C_ascend.npu_sparse_flash_attention(
         query=query.npu(),
         key=latent_cache,
         value=latent_cache,
@@ -151,18 +152,24 @@ def test_queries_attend_to_the_keys_that_were_chosen(
         key_rope=rope_cache,
         layout_kv="PA_BSND",
         attention_mode=2,
-        **PAGED,
+        **{**PAGED, "sparse_mode": 3 if is_causal else 0},
+        return_softmax_lse=True,
     )
     expected = torch.zeros(tokens + padding, heads, 16)
+    logarithms = torch.full((tokens + padding, heads), -torch.inf)
     for number, (request, seen) in enumerate(batch.find_seen()):
+        seen = seen if is_causal else batch.keys[request]
         places = [place for place in chosen[number, 0].tolist() if 0 <= place < seen]
         if places:
             value = latents[request][places]
             key = torch.cat([value, ropes[request][places]], -1)
             one = torch.cat([query[number], rope[number]], -1)
-            expected[number] = attend(one[None], key, value, 0.2)[0][0]
+            found, logarithm = attend(one[None], key, value, 0.2)
+            expected[number], logarithms[number] = found[0], logarithm[0]
     assert out.dtype == dtype
     assert_near(out, expected)
+    assert [(part.shape, part.dtype) for part in sums] == [((1, tokens + padding, heads), torch.float32)] * 2
+    assert_near((sums[0] + sums[1].log())[0], logarithms)
 
 
 @pytest.mark.parametrize("places", [[3], [4, 0, 7, 2], [-1, 6, -1]])

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from standin_ascend import block_sparse, linear_attention, state_copies, triton_kernels
+from standin_ascend import block_sparse, context_parallel, linear_attention, state_copies, triton_kernels
 from standin_ascend.slots import SlotMapping, SlotMappings
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
@@ -34,6 +34,11 @@ SLOTS = {  # those of Triton that find cache slots: vllm-ascend's own, or in 0.2
 }
 DEVICE_CHECKS = ("vllm_ascend.utils", "vllm_ascend.device.device_config")  # 0.23.0 has the first only
 KERNELS = {
+    "vllm_ascend.ops.triton.dcp.dcp_a2a": {
+        "_pack_dcp_output_lse_kernel": context_parallel.pack_results,
+        "_fused_dcp_lse_combine_kernel": context_parallel.combine_results,
+    },
+    "vllm_ascend.ops.triton.query_gather_prep": {"_q_gather_prep_head_major_kernel": context_parallel.join_queries},
     "vllm_ascend.ops.triton.mamba.state_index": {
         "_gather_ssm_states_kernel": triton_kernels.gather_states,
         "_scatter_ssm_states_kernel": triton_kernels.scatter_states,

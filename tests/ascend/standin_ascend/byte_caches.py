@@ -13,7 +13,18 @@ import torch
 
 from standin_ascend.kernels import launch, refuse
 from standin_ascend.quantized import INT8, LARGEST, compute_quantization
-from standin_ascend.sparse import ABSORBED, CAUSAL, NO_KEY, attend, list_requests, write_best
+from standin_ascend.sparse import (
+    ABSORBED,
+    CAUSAL,
+    NO_KEY,
+    NO_MASK,
+    attend,
+    clear,
+    list_requests,
+    make_sums,
+    write,
+    write_best,
+)
 
 SCHEMAS = (  # vllm-ascend's own
     "npu_lightning_indexer_quant(Tensor query, Tensor key, Tensor weights, Tensor query_dequant_scale,"
@@ -98,17 +109,21 @@ def attend_to_bytes(
 
     Queries are [queries, heads, size with rotary part], and the cache is [blocks, block size, 1, bytes].
     """
-    layouts = layout_query, layout_kv, sparse_mode, attention_mode, sparse_block_size, quant_scale_repo_mode
-    modes = key_quant_mode, value_quant_mode, return_softmax_lse, key.dtype
-    if layouts != ("TND", "PA_BSND", CAUSAL, ABSORBED, 1, 1) or modes != (BY_TILE, BY_TILE, False, torch.int8):
+    layouts = layout_query, layout_kv, attention_mode, sparse_block_size, quant_scale_repo_mode
+    modes = key_quant_mode, value_quant_mode, key.dtype
+    if layouts != ("TND", "PA_BSND", ABSORBED, 1, 1) or modes != (BY_TILE, BY_TILE, torch.int8):
         raise NotImplementedError(f"npu_kv_quant_sparse_flash_attention_vllm: {layouts}, {modes}")
+    if sparse_mode not in (NO_MASK, CAUSAL):
+        raise NotImplementedError(f"npu_kv_quant_sparse_flash_attention_vllm: mode {sparse_mode}")
     if key.data_ptr() != value.data_ptr():
         raise NotImplementedError("npu_kv_quant_sparse_flash_attention_vllm with values of their own")
     refuse("npu_kv_quant_sparse_flash_attention_vllm", rest)
     out = query.new_empty(*query.shape[:2], query.shape[2] - rope_head_dim)
+    sums = make_sums(query, return_softmax_lse)
     inputs = query, key, sparse_indices, block_table, actual_seq_lengths_query, actual_seq_lengths_kv
-    launch("KvQuantSparseFlashAttention", compute_attention, *inputs, out, scale_value, rope_head_dim, tile_size)
-    return out, query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
+    sizes = rope_head_dim, tile_size
+    launch("KvQuantSparseFlashAttention", compute_attention, *inputs, out, *sums, scale_value, sparse_mode, *sizes)
+    return out, *sums
 
 
 def compute_attention(
@@ -119,16 +134,19 @@ def compute_attention(
     query_ends: torch.Tensor,
     key_lengths: torch.Tensor,
     out: torch.Tensor,
+    largest: torch.Tensor,
+    sums: torch.Tensor,
     scale: float,
+    mode: int,
     rope: int,
     tile: int,
 ) -> None:
     """Scale the integers, round them to the queries' type, and attend; queries without keys give zeros."""
-    out.zero_()
+    clear(out, largest, sums)
     for queries, blocks, length in list_requests(query_ends, key_lengths, table, cache.shape[1]):
         keys = unpack(cache[blocks].flatten(0, 1)[:length, 0], rope, tile, query.dtype)
         parts = query[queries].split([out.shape[-1], rope], -1)
-        out[queries] = attend(*parts, *keys, indices[queries, 0], scale)
+        write(queries, attend(*parts, *keys, indices[queries, 0], scale, mode), out, largest, sums)
 
 
 def choose_keys(

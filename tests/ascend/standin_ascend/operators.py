@@ -17,6 +17,7 @@ from standin_ascend import (
     linear_attention,
     mc2,
     mlapo,
+    ordering,
     others,
     prolog,
     quantized,
@@ -110,6 +111,8 @@ OPERATORS = {
         "_foreach_add.List": others.add_lists,
         "div.Tensor_mode": others.divide,
         "repeat_interleave.self_int": others.repeat,
+        "searchsorted.Tensor": ordering.find_places,
+        "_unique2": ordering.find_distinct,
     },
     "vllm": {
         "triton_split_qkv_rmsnorm_mrope": vision.split_norm_rotate,

@@ -5,6 +5,7 @@ See attention.py for how they are made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ ATTENTION_SCHEMA = (  # vllm-ascend's own
     " int next_tokens=9223372036854775807, int attention_mode=2, bool return_softmax_lse=False)"
     " -> (Tensor attention_out, Tensor softmax_max, Tensor softmax_sum)"
 )
-CAUSAL = 3  # sparse mode: the last query sees all keys
+NO_MASK, CAUSAL = 0, 3  # sparse modes: queries see all keys that were chosen; the last query sees all keys
 ABSORBED = 2  # attention mode: the latent is key and value, and rotary parts come apart
 NO_KEY = -1
 
@@ -102,19 +103,27 @@ def attend_to_chosen(
     """`npu_sparse_flash_attention`: attend to keys at *sparse_indices* [queries, 1, count] of each request's sequence.
 
     Queries are [queries, heads, size]; keys, which are values too, and rotary parts are caches [blocks, block size, 1,
-    size].
+    size]. With *return_softmax_lse*, the largest score of each query and the sum of exponentials relative to it come
+    with what is attended, [1, queries, heads] in float32.
     """
-    layouts = layout_query, layout_kv, sparse_mode, attention_mode, sparse_block_size
-    if layouts != ("TND", "PA_BSND", CAUSAL, ABSORBED, 1) or return_softmax_lse:
-        raise NotImplementedError(f"npu_sparse_flash_attention: layouts and modes {layouts}, sums {return_softmax_lse}")
+    layouts = layout_query, layout_kv, attention_mode, sparse_block_size
+    if layouts != ("TND", "PA_BSND", ABSORBED, 1) or sparse_mode not in (NO_MASK, CAUSAL):
+        raise NotImplementedError(f"npu_sparse_flash_attention: layouts and modes {layouts}, {sparse_mode}")
     if query_rope is None or key_rope is None or key.data_ptr() != value.data_ptr():
         raise NotImplementedError("npu_sparse_flash_attention without rotary parts, or with values of their own")
     refuse("npu_sparse_flash_attention", rest)
-    out = torch.empty_like(query)
+    out = query.new_empty(query.shape)
+    sums = make_sums(query, return_softmax_lse)
     inputs = query, query_rope, key, key_rope, sparse_indices, block_table
     lengths = actual_seq_lengths_query, actual_seq_lengths_kv
-    launch("SparseFlashAttention", compute_attention, *inputs, *lengths, out, scale_value)
-    return out, query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
+    launch("SparseFlashAttention", compute_attention, *inputs, *lengths, out, *sums, scale_value, sparse_mode)
+    return out, *sums
+
+
+def make_sums(query: torch.Tensor, are_wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the largest score of each of the queries [queries, heads, size], and for the sum; or none."""
+    shape = (1, *query.shape[:2]) if are_wanted else (0,)
+    return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
 
 
 def compute_attention(
@@ -127,13 +136,33 @@ def compute_attention(
     query_ends: torch.Tensor,
     key_lengths: torch.Tensor,
     out: torch.Tensor,
+    largest: torch.Tensor,
+    sums: torch.Tensor,
     scale: float,
+    mode: int,
 ) -> None:
     """Attend in float64, as `attention.compute_attention`; queries without keys give zeros."""
-    out.zero_()
+    clear(out, largest, sums)
     for queries, blocks, length in list_requests(query_ends, key_lengths, table, cache.shape[1]):
         latents, ropes = (part[blocks].flatten(0, 1)[:length, 0] for part in (cache, rope_cache))
-        out[queries] = attend(query[queries], query_rope[queries], latents, ropes, indices[queries, 0], scale)
+        found = attend(query[queries], query_rope[queries], latents, ropes, indices[queries, 0], scale, mode)
+        write(queries, found, out, largest, sums)
+
+
+def clear(out: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor) -> None:
+    """Write what queries give that see no key."""
+    out.zero_()
+    largest.fill_(-torch.inf)
+    sums.zero_()
+
+
+def write(queries: slice, found: Sequence[torch.Tensor], *out: torch.Tensor) -> None:
+    """Write what `attend` has found for these queries, of the sums as far as there is memory for them."""
+    attended, *sums = out
+    attended[queries] = found[0]
+    for part, values in zip(sums, found[1:], strict=True):
+        if part.numel():
+            part[0, queries] = values.float()
 
 
 def attend(
@@ -143,18 +172,28 @@ def attend(
     ropes: torch.Tensor,
     chosen: torch.Tensor,
     scale: float,
-) -> torch.Tensor:
-    """Let queries [queries, heads, size] attend to the *chosen* [queries, count] of all keys [keys, size]."""
+    mode: int = CAUSAL,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Let queries [queries, heads, size] attend to the *chosen* [queries, count] of all keys [keys, size].
+
+    Returns:
+        What is attended, in the queries' type; in float64 the largest score of each query and the sum of exponentials
+        relative to it [queries, heads].
+    """
     length, latents = latents.shape[0], latents.double()
     parts = query.double() @ latents.T + query_rope.double() @ ropes.double().T
     scores = parts.transpose(0, 1) * scale  # [heads, queries, keys]
     chosen = chosen.long()
     seen = scores.new_zeros(chosen.shape[0], length + 1, dtype=torch.bool)
     seen.scatter_(1, chosen.masked_fill((chosen < 0) | (chosen >= length), length), value=True)
-    seen = seen[:, :length] & ~find_later(scores[0])
-    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    shares = shares.masked_fill(~seen.any(1)[:, None], 0)
-    return (shares @ latents).transpose(0, 1).to(query.dtype)
+    seen = seen[:, :length]
+    if mode == CAUSAL:
+        seen &= ~find_later(scores[0])
+    scores = scores.masked_fill(~seen, -torch.inf)
+    shares = scores.softmax(-1).masked_fill(~seen.any(1)[:, None], 0)
+    largest = scores.amax(-1)
+    sums = (scores - largest.masked_fill(largest == -torch.inf, 0)[..., None]).exp().sum(-1)
+    return (shares @ latents).transpose(0, 1).to(query.dtype), largest.T, sums.T
 
 
 def list_requests(

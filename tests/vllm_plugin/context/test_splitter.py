@@ -26,7 +26,9 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 BLOCK = 16
 CONFIG: Any = SimpleNamespace(  # in place of a VllmConfig, which is only passed on otherwise
-    speculative_config=None, scheduler_config=SimpleNamespace(async_scheduling=False)
+    speculative_config=None,
+    scheduler_config=SimpleNamespace(async_scheduling=False),
+    parallel_config=SimpleNamespace(decode_context_parallel_size=1),
 )
 QUERY_LENS = (5, 3, 8, 4)
 COMPUTED = (0, 20, 2, 7)
@@ -613,3 +615,14 @@ def test_reading_from_the_prefix_cache_too_early_declines() -> None:
     found = splitter.split(context, cut(8))
     assert found == Decline("a request reads prefix-cache blocks that a later micro-batch writes")
     assert isinstance(splitter.split(context, cut(5)), list)
+
+
+@pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_share_out_keys_have_a_block_each_under_one_number(ranks: int) -> None:
+    """The third request writes to the block that the second one has read if its first 20 tokens do not fill one."""
+    table = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11], [8, 5, 6, 7], [12, 13, 14, 15]], dtype=torch.int32)
+    context = make_context(build(make_group(), make_common(computed=(0, 32, 20, 7), block_table_tensor=table)))
+    parallel = SimpleNamespace(decode_context_parallel_size=ranks)
+    splitter = ContextSplitter(get_platform("cpu"), SimpleNamespace(**vars(CONFIG) | {"parallel_config": parallel}))
+    assert isinstance(splitter.split(context, cut(8)), Decline if ranks > 1 else list)

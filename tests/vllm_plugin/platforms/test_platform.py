@@ -168,6 +168,19 @@ def test_where_devices_have_links_there_is_communication_to_hide_on_one_host(pla
     assert get_platform(platform).get_transport(Groups(one, None, one), hosts=1) == "none"
 
 
+class AscendSFADCPMetadata(SimpleNamespace):
+    """Of vllm-ascend's attention whose keys are shared out."""
+
+
+@pytest.mark.parametrize(("platform", "prefills", "is_told"), [("npu", 2, True), ("npu", 0, False), ("cpu", 2, False)])
+def test_slices_of_a_step_that_prefills_are_told_so_where_ranks_share_out_keys(
+    platform: str, prefills: int, is_told: bool
+) -> None:
+    arguments = get_platform(platform).get_build_arguments(AscendSFADCPMetadata(num_prefills=prefills))
+    assert [bool(each.global_batch.is_prefilling_np.any()) for each in arguments.values()] == [True] * is_told
+    assert get_platform(platform).get_build_arguments(SimpleNamespace(num_prefills=prefills)) == {}
+
+
 SETTINGS_OF_0_23 = {
     "enable_flashcomm1": False,
     "enable_shared_expert_dp": False,
@@ -201,6 +214,8 @@ def test_features_of_vllm_ascend_0_23_are_declined_by_name(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured())]
     assert found == ([] if feature is None else [f"not supported yet: {feature}"])
+    found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured(ranks_with_keys=2))]
+    assert "not supported yet: decode context parallel with vllm-ascend 0.23" in found
 
 
 def make_ascend_config(**settings: Any) -> Any:
@@ -214,10 +229,14 @@ def make_ascend_config(**settings: Any) -> Any:
     )
 
 
-def make_configured() -> Any:
+def make_configured(ranks_with_keys: int = 1) -> Any:
     """Return what is read of vLLM's configuration to find features."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(use_sequence_parallel_moe=False, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            use_sequence_parallel_moe=False,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=ranks_with_keys,
+        ),
         model_config=SimpleNamespace(architecture="DeepseekV3ForCausalLM", is_hybrid=False, is_moe=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
