@@ -50,6 +50,7 @@ GRAPHS = {SPARSE: f"{SPARSE}::test_with_graphs_of_decodes_prefills_are_split"}
 OPTIONS = {  # flags of a recipe
     "fc1": "test_flashcomm.py",
     "dsacp": "test_context_parallel.py",
+    "eplb": "test_eplb.py::test_loads_are_equal_and_answers_close_before_and_after_experts_move",
     "fmc2": "test_mc2.py",
     "shdp": "test_sequence_parallel.py::test_chunks_of_tokens_are_dispatched",
 }

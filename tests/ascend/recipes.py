@@ -28,6 +28,7 @@ FLAGS: dict[str, dict[str, Any]] = {  # of `--additional-config`
     "fmc2": {"enable_fused_mc2": 1},
     "shdp": {"enable_shared_expert_dp": True},
     "eplb": {"eplb_config": {"dynamic_eplb": True}},
+    "eplb16": {"eplb_config": {"dynamic_eplb": True, "num_redundant_experts": 16}},
     "lmhead_tensor_parallel_size": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}},
 }
 OPTIONS = {
@@ -149,7 +150,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     variables = {"PYTHONPATH": str(folder / "packages")}
     if recipe.second_runner:
         variables["VLLM_USE_V2_MODEL_RUNNER"] = recipe.second_runner
-    if "eplb" in recipe.flags.split():
+    if not {"eplb", "eplb16"}.isdisjoint(recipe.flags.split()):
         variables["DYNAMIC_EPLB"] = "true"
     return arguments, variables
 

@@ -54,11 +54,11 @@ def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> Non
         each for each in RECIPES if (each.page, each.line) == ("pd_disaggregation_mooncake_multi_node.md", "547")
     )
     assert ask(recipe).reasons == ()
-    balanced = recipe._replace(model="a-w4a4", flags="eplb")
+    balanced = recipe._replace(model="a-w4a4", flags="eplb16")
     assert ask(balanced).reasons == (
         "these quantized weights are not proven with vllm-ascend yet (W4A4_DYNAMIC; with DBO_CHECK=1 steps are split,"
         " and each is compared with the unsplit one)",
-        "not supported yet: dynamic expert load balancing (eplb_config)",
+        "not supported yet: redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)",
     )
 
 

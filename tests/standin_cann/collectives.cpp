@@ -11,6 +11,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives_arithmetic.h"
@@ -26,6 +27,7 @@ using standin::collectives::name_of;
 using standin::collectives::Piece;
 using standin::collectives::Section;
 using standin::collectives::size_of;
+using standin::collectives::Use;
 
 namespace {
 
@@ -92,7 +94,7 @@ HcclResult refuse(aclrtStream stream, const char* name, const std::string& why) 
 
 // Queue a collective: this rank lays `bytes` of `mine` before the others, and `use` takes what it needs of all.
 HcclResult launch(HcclComm comm, aclrtStream stream, Call call, const void* mine, uint64_t bytes,
-                  Communicator::Use use) {
+                  Use use) {
     if (size_of(call.type) == 0) {
         return refuse(stream, call.name, "the stand-in has no HCCL " + name_of(call.type));
     }
@@ -141,6 +143,38 @@ HcclResult pass_message(bool sends, void* buffer, uint64_t count, HcclDataType t
     return launch(comm, stream, call, buffer, sends ? bytes : 0, [=](const Piece& piece) {
         if (!sends) {
             piece.copy(other, {0, bytes}, buffer);
+        }
+    });
+}
+
+using Messages = std::vector<HcclSendRecvItem>;
+
+uint64_t measure(const HcclSendRecvItem& message) { return message.count * size_of(message.dataType); }
+
+// Exchange all messages between this rank and another, in their order.
+void pass_between_two(Communicator& communicator, uint32_t other, const Messages& messages) {
+    const bool is_first = communicator.me < other;
+    std::vector<char> sent;
+    std::vector<std::pair<Section, void*>> expected;
+    uint64_t received = 0;
+    for (const HcclSendRecvItem& message : messages) {
+        const uint64_t bytes = measure(message);
+        if (message.sendRecvType == HCCL_SEND) {
+            const char* from = static_cast<const char*>(message.buf);
+            sent.insert(sent.end(), from, from + bytes);
+        } else {
+            expected.push_back({{received, bytes}, message.buf});
+            received += bytes;
+        }
+    }
+    Call call = describe("HcclBatchSendRecv", 0, HCCL_DATA_TYPE_INT8);
+    const uint32_t there = is_first ? 1 : 0;
+    call.bytes = sent.size();
+    call.parts[there] = {0, sent.size()};
+    call.expected[there] = received;
+    communicator.open_channel(other).exchange(call, sent.data(), [&](const Piece& piece) {
+        for (const auto& [section, to] : expected) {
+            piece.copy(there, section, to);
         }
     });
 }
@@ -298,6 +332,25 @@ HcclResult HcclSend(void* buffer, uint64_t count, HcclDataType type, uint32_t, H
 
 HcclResult HcclRecv(void* buffer, uint64_t count, HcclDataType type, uint32_t, HcclComm comm, aclrtStream stream) {
     return pass_message(false, buffer, count, type, comm, stream);
+}
+
+// Only ranks that have messages call it. Each takes the others in the order of their numbers, so no two wait for each
+// other in a circle.
+HcclResult HcclBatchSendRecv(HcclSendRecvItem* messages, uint32_t count, HcclComm comm, aclrtStream stream) {
+    std::map<uint32_t, Messages> by_rank;
+    for (uint32_t number = 0; number < count; ++number) {
+        const HcclSendRecvItem& message = messages[number];
+        if (size_of(message.dataType) == 0 || message.remoteRank == open_handle(comm)->me) {
+            return refuse(stream, "HcclBatchSendRecv", "a message to itself, or of HCCL " + name_of(message.dataType));
+        }
+        by_rank[message.remoteRank].push_back(message);
+    }
+    standin::Kernel kernel = [communicator = open_handle(comm), by_rank = std::move(by_rank)] {
+        for (const auto& [other, between] : by_rank) {
+            pass_between_two(*communicator, other, between);
+        }
+    };
+    return standin_submit(stream, "HcclBatchSendRecv", &kernel) == 0 ? HCCL_SUCCESS : HCCL_E_RUNTIME;
 }
 
 // For kernels that communicate by themselves, on the thread of their stream: lay `bytes` of `mine` before the ranks of

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "collectives_arithmetic.h"
 
@@ -67,11 +68,21 @@ void Piece::reduce(Section section, void* to) const {
     }
 }
 
-// The beginning of the shared memory; the ranks' slots follow on the next page.
-struct Communicator::Table {
+// The beginning of a channel's memory; the ranks' slots follow on the next page.
+struct Channel::Table {
     Meeting::Table meeting;
     Call calls[Meeting::kMostRanks];
 };
+
+uint64_t Channel::measure(uint32_t ranks, uint64_t slot_bytes) { return round_up(sizeof(Table)) + ranks * slot_bytes; }
+
+Channel::Channel(char* memory, uint32_t ranks, uint32_t me, uint64_t slot_bytes, std::string name)
+    : ranks_(ranks),
+      me_(me),
+      slot_bytes_(slot_bytes),
+      name_(std::move(name)),
+      table_(reinterpret_cast<Table*>(memory)),
+      meeting_(&table_->meeting, ranks, me, std::chrono::seconds(read_setting("NPU_STANDIN_HCCL_TIMEOUT", 60))) {}
 
 Communicator::Invitation Communicator::invite() {
     static std::atomic<int> invitations{0};
@@ -88,16 +99,25 @@ Communicator::Communicator(const Invitation& invitation, uint32_t ranks, uint32_
     : ranks(ranks),
       me(me),
       name(invitation.name),
-      memory_(invitation.address, round_up(sizeof(Table)) + ranks * invitation.slot_bytes),
       slot_bytes_(invitation.slot_bytes),
-      table_(reinterpret_cast<Table*>(memory_.data())),
-      meeting_(&table_->meeting, ranks, me, std::chrono::seconds(read_setting("NPU_STANDIN_HCCL_TIMEOUT", 60))) {
-    meeting_.meet("HcclCommInitRootInfo of " + name);
+      memory_(invitation.address,  // of which pages that no rank writes to take no space
+              Channel::measure(ranks, slot_bytes_) + ranks * (ranks - 1) / 2 * Channel::measure(2, slot_bytes_)),
+      all_(memory_.data(), ranks, me, slot_bytes_, name) {
+    all_.meet("HcclCommInitRootInfo of " + name);
     SharedMemory::close_address(invitation.address);
 }
 
-void Communicator::exchange(const Call& call, const void* mine, const Use& use) {
-    const std::string what = call.describe() + " in " + name;
+Channel& Communicator::open_channel(uint32_t other) {
+    const uint32_t low = std::min(me, other), high = std::max(me, other);
+    const uint64_t place = high * (high - 1) / 2 + low;  // pairs in order of their higher rank
+    const std::string pair = name + ", ranks " + std::to_string(low) + " and " + std::to_string(high);
+    char* memory = memory_.data() + Channel::measure(ranks, slot_bytes_) + place * Channel::measure(2, slot_bytes_);
+    const std::lock_guard<std::mutex> alone(opening_);
+    return pairs_.try_emplace(other, memory, 2, me == low ? 0 : 1, slot_bytes_, pair).first->second;
+}
+
+void Channel::exchange(const Call& call, const void* mine, const Use& use) {
+    const std::string what = call.describe() + " in " + name_;
     const std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
     if (!alone) {
         meeting_.fail(what + ": another stream of this process is in a collective of this communicator");
@@ -107,12 +127,12 @@ void Communicator::exchange(const Call& call, const void* mine, const Use& use) 
     for (const Call& each : calls) {
         longest = std::max(longest, each.bytes);
     }
-    char* slots = memory_.data() + round_up(sizeof(Table));
+    char* slots = reinterpret_cast<char*>(table_) + round_up(sizeof(Table));
     for (uint64_t begin = 0; begin < longest; begin += slot_bytes_) {
         const uint64_t end = std::min(begin + slot_bytes_, longest);
         if (begin < call.bytes) {
             const char* from = static_cast<const char*>(mine) + begin;
-            memcpy(slots + me * slot_bytes_, from, std::min(end, call.bytes) - begin);
+            memcpy(slots + me_ * slot_bytes_, from, std::min(end, call.bytes) - begin);
         }
         meeting_.meet(what);
         use(Piece(begin, end, slots, slot_bytes_, calls));
@@ -121,16 +141,16 @@ void Communicator::exchange(const Call& call, const void* mine, const Use& use) 
 }
 
 // Tell the others of `call` and return what each rank tells, in rank order.
-std::vector<Call> Communicator::compare(const Call& call, const std::string& what) {
-    table_->calls[me] = call;
+std::vector<Call> Channel::compare(const Call& call, const std::string& what) {
+    table_->calls[me_] = call;
     meeting_.meet(what);
-    const std::vector<Call> calls(table_->calls, table_->calls + ranks);
+    const std::vector<Call> calls(table_->calls, table_->calls + ranks_);
     meeting_.meet(what);  // before a rank overwrites its call with the next one
-    const std::string own = "rank " + std::to_string(me);
-    for (uint32_t rank = 0; rank < ranks; ++rank) {
+    const std::string own = "rank " + std::to_string(me_);
+    for (uint32_t rank = 0; rank < ranks_; ++rank) {
         const std::string other = "rank " + std::to_string(rank);
-        const uint64_t sent = calls[rank].parts[me].length;
-        if (rank != me && !call.matches(calls[rank])) {
+        const uint64_t sent = calls[rank].parts[me_].length;
+        if (rank != me_ && !call.matches(calls[rank])) {
             meeting_.fail("ranks differ: " + own + " is in " + what + ", " + other + " in " + calls[rank].describe());
         }
         if (sent != call.expected[rank]) {

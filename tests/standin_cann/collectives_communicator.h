@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -60,10 +61,38 @@ private:
     const std::vector<Call>& calls_;
 };
 
+using Use = std::function<void(const Piece&)>;
+
+// Shared memory in which some ranks exchange what each lays before the others, one collective at a time.
+class Channel {
+public:
+    // How much shared memory `ranks` need, in whole pages.
+    static uint64_t measure(uint32_t ranks, uint64_t slot_bytes);
+
+    // Take `memory`, which is zeros before any rank has come. `me` is this rank's number among those of the channel.
+    Channel(char* memory, uint32_t ranks, uint32_t me, uint64_t slot_bytes, std::string name);
+
+    // Return when all ranks have come.
+    void meet(const std::string& what) { meeting_.meet(what); }
+
+    // See Communicator::exchange.
+    void exchange(const Call& call, const void* mine, const Use& use);
+
+private:
+    struct Table;
+
+    std::vector<Call> compare(const Call& call, const std::string& what);
+
+    const uint32_t ranks_, me_;
+    const uint64_t slot_bytes_;
+    const std::string name_;
+    Table* table_;
+    Meeting meeting_;
+    std::mutex busy_;
+};
+
 class Communicator {
 public:
-    using Use = std::function<void(const Piece&)>;
-
     // What the root tells the other ranks, within HcclRootInfo.
     struct Invitation {
         char name[COMM_NAME_MAX_LENGTH];
@@ -78,21 +107,21 @@ public:
 
     // Lay `mine`, call.bytes long, before the other ranks, and let `use` take what it needs of all ranks' buffers, in
     // as many pieces as the shared memory demands. Throws if ranks differ about the call or one does not come in time.
-    void exchange(const Call& call, const void* mine, const Use& use);
+    void exchange(const Call& call, const void* mine, const Use& use) { all_.exchange(call, mine, use); }
+
+    // Return the channel to one other rank, of which the one with the lower number is rank 0. The ranks that are in
+    // messages between two need not be all.
+    Channel& open_channel(uint32_t other);
 
     const uint32_t ranks, me;
     const std::string name;
 
 private:
-    struct Table;
-
-    std::vector<Call> compare(const Call& call, const std::string& what);
-
+    const uint64_t slot_bytes_;
     SharedMemory memory_;
-    uint64_t slot_bytes_;
-    Table* table_;
-    Meeting meeting_;
-    std::mutex busy_;
+    Channel all_;
+    std::map<uint32_t, Channel> pairs_;
+    std::mutex opening_;
 };
 
 }  // namespace standin::collectives

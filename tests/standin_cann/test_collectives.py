@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,34 @@ def pass_messages(rank: Rank) -> None:
         assert_same(tensors[dist.recv], inputs[peer])
 
 
+def pass_many_messages(rank: Rank) -> None:
+    """Each rank sends the next one two tensors of different types and the one before it one, all at once."""
+    after, before = (rank.number + 1) % rank.size, (rank.number - 1) % rank.size
+    inputs = [(make_input(number, torch.int8), make_input(number, torch.float32, 3)) for number in range(rank.size)]
+    mine = [tensor.npu() for tensor in inputs[rank.number]]
+    found = [torch.empty_like(tensor) for tensor in (*mine, mine[0])]
+    sends = [(mine[0], after), (mine[1], after), (mine[0], before)]
+    receipts = [(found[0], before), (found[1], before), (found[2], after)]
+    pass_at_once([(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receipts])
+    for tensor, expected in zip(found, (*inputs[before], inputs[after][0]), strict=True):
+        assert_same(tensor, expected)
+
+
+def pass_between_some(rank: Rank) -> None:
+    """Rank 2 has no messages, and does not wait for the others."""
+    if rank.number == 2:
+        return
+    tensor = make_input(0, torch.float32).npu() if rank.number == 0 else torch.empty(LENGTH, device="npu")
+    pass_at_once([(dist.isend if rank.number == 0 else dist.irecv, tensor, 1 - rank.number)])
+    assert_same(tensor, make_input(0, torch.float32))
+
+
+def pass_at_once(messages: list[tuple[Any, torch.Tensor, int]]) -> None:
+    """Queue all of (send or receive, tensor, other rank), and wait for them on this stream."""
+    for work in dist.batch_isend_irecv([dist.P2POp(*message) for message in messages]):
+        work.wait()
+
+
 def pass_empty_tensors(rank: Rank) -> None:
     nothing = torch.empty(0, device="npu")
     dist.all_reduce(nothing)
@@ -177,6 +206,7 @@ COLLECTIVES = {
     all_gather: {"HcclAllGather"},
     all_to_all: {"HcclAlltoAll", "HcclAlltoAllV"},
     all_to_all_uneven: {"HcclAlltoAllV"},
+    pass_many_messages: {"HcclBatchSendRecv"},
 }
 BETWEEN_TWO = {pass_messages: {"HcclSend", "HcclRecv"}, pass_empty_tensors: {"HcclAllReduce", "HcclAlltoAllV"}}
 
@@ -189,6 +219,10 @@ def test_two_ranks_get_what_each_collective_should_give(pair: Ranks, job: Job, f
 @pytest.mark.parametrize("job", COLLECTIVES)
 def test_three_ranks_get_the_same_bits_as_if_reduced_in_rank_order(trio: Ranks, job: Job) -> None:
     trio.run(job)
+
+
+def test_ranks_without_messages_do_not_take_part(trio: Ranks) -> None:
+    trio.run(pass_between_some)
 
 
 def test_a_barrier_lets_no_rank_past_before_all_have_come(pair: Ranks) -> None:

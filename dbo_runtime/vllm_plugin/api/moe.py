@@ -69,6 +69,11 @@ class MoeLayer:
         return self.is_sequence_parallel  # vLLM makes them so for chunks of tokens
 
     @property
+    def is_placed_by_load(self) -> bool:
+        """Whether experts may be copied or move between ranks: ids are then of places, which stay where they are."""
+        return False
+
+    @property
     def expert_map(self) -> torch.Tensor | None:
         """The number on this rank of each expert, negative for those of others [experts]; None without a placement."""
         placed: torch.Tensor | None = self._runner.routed_experts.expert_map

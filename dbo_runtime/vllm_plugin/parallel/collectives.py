@@ -128,7 +128,7 @@ class ModelCollectives:
         if self._expert_parallel is None:
             return SplitExperts(layer, self._get_dispatcher, exchanges_sizes)
         ranks = self._tensor_parallel.world_size
-        return SequenceParallelExperts(layer, self._get_dispatcher, exchanges_sizes, ranks)
+        return SequenceParallelExperts(layer, self._get_dispatcher, exchanges_sizes, ranks, self.take_chunk)
 
     def decompose_attention(self, attention: torch.nn.Module) -> SplitLatentAttention | None:
         """Return latent attention in parts, or None where it stays one op for `fused_attention_reason`."""
@@ -198,6 +198,8 @@ class ModelCollectives:
 
     def _fuse(self, layer: MoeLayer, takes_chunks: bool) -> FusedExperts:
         """Return an MoE layer whose dispatch no op can hide, and with it what tensor parallel ranks communicate."""
+        if layer.is_placed_by_load:
+            raise DeclineError("MoE communication is fused into its kernels", "and experts are placed by load")
         if self._expert_parallel is None or not takes_chunks:
             why = "without tensor parallel there is nothing else" if takes_chunks else "the adapter takes no chunks"
             raise DeclineError("MoE communication is fused into its kernels", why)

@@ -75,37 +75,50 @@ class SequenceParallelExperts(SplitExperts):
     Args:
         layer, get_dispatcher, exchanges_sizes: as above; tokens are dispatched between all ranks that have experts.
         ranks: that share the tokens.
+        take_chunk: takes a tensor parallel rank's chunk of what has a row for each token.
     """
 
     is_sequence_parallel = True
 
     def __init__(
-        self, layer: MoeLayer, get_dispatcher: Callable[[], Dispatcher], exchanges_sizes: bool, ranks: int
+        self,
+        layer: MoeLayer,
+        get_dispatcher: Callable[[], Dispatcher],
+        exchanges_sizes: bool,
+        ranks: int,
+        take_chunk: TakeChunk,
     ) -> None:
         super().__init__(layer, get_dispatcher, exchanges_sizes)
         self.reduces_shared_experts = layer.has_shared_experts and not layer.has_replicated_shared_experts
         self._ranks = ranks
+        self._take_chunk = take_chunk
 
     def gate(self, x: torch.Tensor, tokens: int | None = None) -> Routing:
         """Choose experts for a chunk *x* [chunk, hidden] of *tokens* tokens."""
         assert tokens is not None, "it has a chunk"
         sizes = [count_chunk(each, self._ranks) for each in get_rank_sizes(tokens) for _ in range(self._ranks)]
-        return self._route(x, tuple(sizes))
+        routing = self._route(x, tuple(sizes))
+        return routing if routing.chosen is None else routing._replace(chosen=self._leave_out(routing.chosen, tokens))
+
+    def _leave_out(self, chosen: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Send no padding of this rank's chunk to experts, whose load it would add to: *chosen* [chunk, ranks]."""
+        if tokens % self._ranks == 0:
+            return chosen
+        is_token, _ = self._take_chunk(chosen.new_ones(tokens))
+        return chosen & is_token[:, None]
 
 
 class FusedExperts(SequenceParallelExperts):
     """An MoE layer whose kernels dispatch and combine, by a communicator of their own: see `ExpertParallel.run_fused`.
 
     Args:
-        layer, ranks: as above.
-        take_chunk: takes a tensor parallel rank's chunk of what has a row for each token.
+        layer, ranks, take_chunk: as above.
     """
 
     is_fused = True
 
     def __init__(self, layer: MoeLayer, ranks: int, take_chunk: TakeChunk) -> None:
-        super().__init__(layer, _get_none, exchanges_sizes=False, ranks=ranks)
-        self._take_chunk = take_chunk
+        super().__init__(layer, _get_none, exchanges_sizes=False, ranks=ranks, take_chunk=take_chunk)
 
     def run_fused(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run its experts -> [chunk, hidden].

@@ -171,6 +171,12 @@ class NpuPlatform(Platform):
 
         return new_rotary_tables()
 
+    def repeating_step(self) -> AbstractContextManager[None]:
+        """Return a context manager in which a step adds nothing to the load of experts."""
+        from dbo_runtime.vllm_plugin.platforms.npu_experts import without_loads
+
+        return without_loads()
+
 
 def find_release() -> str | None:
     """Return the installed release of vllm-ascend, or None if there is none."""

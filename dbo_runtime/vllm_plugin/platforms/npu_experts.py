@@ -8,6 +8,8 @@ sum over each token's experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm_ascend.ascend_forward_context import MoECommType
-    from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
+    from vllm_ascend.ops.fused_moe.moe_comm_method import FusedExpertsResult, MoECommMethod
     from vllm_ascend.ops.fused_moe.shared_experts import AscendSharedExperts
 
 MOE_RUNNERS = ("AscendMoERunner",)
@@ -41,6 +43,7 @@ MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", *INT8_METHODS)
 
 EXCHANGING = "ALLTOALL"  # MoE communication that split steps replace, as they do `GATHERING`
 FUSED = ("MC2", "FUSED_MC2")  # that is in kernels, and stays
+COLLECTS = "eplb_heat_collection_status"  # of a forward context: whether the load of experts is collected in this step
 MANY_TOKENS = 1 << 30  # more than MC2 takes
 
 
@@ -54,10 +57,19 @@ class AscendMoeLayer(MoeLayer):
 
     @property
     def expert_map(self) -> torch.Tensor | None:
-        """The number on this rank of each expert [experts]; see `MoeLayer.expert_map`."""
+        """The number on this rank of each expert [experts]; see `MoeLayer.expert_map`.
+
+        Of experts that are placed by load it is the number of each place, whichever of them is there: vllm-ascend maps
+        them to places when it routes, and keeps this map as the layer was made with it, in order.
+        """
         routed = self._runner.routed_experts
         placed: torch.Tensor | None = getattr(routed, "ascend_expert_map", routed.expert_map)
         return placed
+
+    @property
+    def is_placed_by_load(self) -> bool:
+        """Whether the router's experts are mapped to places (`log2phy`), of physical experts in vllm-ascend's terms."""
+        return self._runner.routed_experts.log2phy is not None
 
     def check(self) -> Decline | None:
         """Return why a layer that dispatches tokens cannot be decomposed, or None if it can."""
@@ -70,7 +82,6 @@ class AscendMoeLayer(MoeLayer):
             (runner.routed_output_transform is not None, "transforms results after the experts (latent MoE)"),
             (routed.apply_router_weight_on_input, "weights tokens before the experts"),
             (runner.moe_config.pcp_size > 1, "is context parallel"),
-            (routed.log2phy is not None, "places experts by load"),
         )
         return next((Decline(f"the MoE layer {what}") for is_used, what in checks if is_used), None)
 
@@ -112,6 +123,7 @@ class AscendMoeLayer(MoeLayer):
             applied = layer.quant_method.apply(layer, arrived.x, arrived.weights, arrived.ids, None, None)
         finally:
             layer.ascend_pertoken_scale = None
+        self._add_load(applied)
         result: torch.Tensor = applied.routed_out
         return result
 
@@ -135,6 +147,12 @@ class AscendMoeLayer(MoeLayer):
             layer.ascend_mc2_mask = None
         result: torch.Tensor = applied.routed_out[: x.shape[0]]
         return result
+
+    def _add_load(self, applied: FusedExpertsResult) -> None:
+        """Count the rows of each expert, as vllm-ascend's own `forward_impl` does: the sum over a step is the same."""
+        layer = self._runner.routed_experts
+        if layer.dynamic_eplb and getattr(forward_context.get_forward_context(), COLLECTS, False):
+            layer.moe_load.add_(applied.expert_tokens)  # counts, as `GATHERING` gives them
 
     @property
     def _method(self) -> str:
@@ -186,6 +204,18 @@ def check_communication(context: ForwardContext, dispatch: str) -> Decline | Non
     if kind is None or kind in (FUSED if dispatch == "fused" else (GATHERING, EXCHANGING)):
         return None
     return Decline("MoE communication is fused into its kernels", kind)
+
+
+@contextmanager
+def without_loads() -> Iterator[None]:
+    """Return a context manager in which experts do not count their rows."""
+    context = forward_context.get_forward_context()
+    collects = getattr(context, COLLECTS, False)
+    setattr(context, COLLECTS, False)
+    try:
+        yield
+    finally:
+        setattr(context, COLLECTS, collects)
 
 
 def _select_kind(vllm_config: VllmConfig) -> MoECommType:

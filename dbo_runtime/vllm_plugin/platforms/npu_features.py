@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
 SCHEMES = (".weight", ".quant_type")  # how keys of the description end that have the scheme of a layer
+FLASH_BALANCING = 3  # policy of load balancing
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
@@ -91,8 +92,6 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
             "FlashComm (sequence-parallel MoE) with deepstack",
         ),
         (uses_second_runner(vllm_config), "vLLM's second model runner with vllm-ascend"),
-        (config.eplb_config.dynamic_eplb, "dynamic expert load balancing (eplb_config)"),
-        (config.eplb_config.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.mix_placement, "shared experts among the routed ones (mix_placement)"),
         (config.xlite_graph_config.enabled, "xlite graphs"),
         (finegrained.oproj_tensor_parallel_size > 0, "a separate tensor parallel group for o_proj"),
@@ -113,8 +112,20 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
     shares_out_keys = vllm_config.parallel_config.decode_context_parallel_size > 1
     is_sparse = vllm_config.model_config.architecture in SPARSE_MODELS
     has_fused_mc2 = vllm_config.model_config.is_moe and config.enable_fused_mc2  # which is 1 where 2 was asked for
+    balancing = config.eplb_config
     features = (
         (has_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
+        (
+            balancing.dynamic_eplb and balancing.eplb_policy_type == FLASH_BALANCING,
+            "expert load balancing by the load of each step (eplb_policy_type: 3)",
+        ),
+        (balancing.dynamic_eplb and in_pipeline, "dynamic expert load balancing in a pipeline"),
+        # vLLM's models load as many experts as vLLM's own configuration has; the others' weights are what memory holds.
+        (
+            balancing.dynamic_eplb and balancing.num_redundant_experts > 0,
+            "redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)",
+        ),
+        (balancing.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
         (shares_out_keys and not is_sparse, "decode context parallel without sparse attention"),
@@ -132,6 +143,8 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
     shares_out_keys = vllm_config.parallel_config.decode_context_parallel_size > 1
     features = (
         (shares_out_keys, "decode context parallel with vllm-ascend 0.23"),
+        (config.eplb_config.dynamic_eplb, "dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)"),
+        (config.eplb_config.expert_map_path is not None, "an expert map as in vllm-ascend 0.23 (eplb_config)"),
         (config.enable_flashcomm1, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
         (config.enable_shared_expert_dp, "data parallel shared experts as in vllm-ascend 0.23"),
         (bool(config.enable_fused_mc2), "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),

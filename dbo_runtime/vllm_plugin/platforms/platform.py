@@ -194,6 +194,10 @@ class Platform:
         """Return a context manager in which the attention metadata of slices is built."""
         return nullcontext()
 
+    def repeating_step(self) -> AbstractContextManager[None]:
+        """Return a context manager in which a step runs a second time, which counts nothing that the first has."""
+        return nullcontext()
+
     def _warn_of_side_cores(self, config: RuntimeConfig, log: FilteringBoundLogger) -> None:
         if config.side_cores:
             message = "DBO_SIDE_CORES has no effect: only an NPU can keep a lane to some of its cores"

@@ -24,6 +24,8 @@ from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
+    from dbo_runtime.vllm_plugin.platforms.platform import Platform
+
 Sizes = tuple[tuple[int, ...], ...]
 """Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]."""
 
@@ -93,6 +95,11 @@ class StepDecider:
         own.first_steps = None
         own._runtime, own._agreement = runtime, self._agreement.copy_for(group)
         return own
+
+    @property
+    def platform(self) -> Platform:
+        """The platform that steps run on."""
+        return self._splitter.platform
 
     def decide(self, tokens: int, unsupported: Decline | None = None) -> StepDecision:
         """Decide a step of *tokens* tokens on this rank.

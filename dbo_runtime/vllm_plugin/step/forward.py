@@ -154,7 +154,8 @@ class SplitForward:
             self._metrics.count_step(plan)
             self._metrics.count_planning(planning)
         if is_compared and isinstance(plan, ExecutionPlan):
-            with replace_agent(None):  # KV was transferred by the split run
+            # KV was transferred by the split run, and the load of experts counted.
+            with replace_agent(None), self.decider.platform.repeating_step():
                 unsplit = run_unsplit()
             known = count_tokens(forward_context.get_forward_context(), tokens)
             compared = name_results(results, known), name_results(unsplit, known)

@@ -417,6 +417,20 @@ CASES = [
         is_described=False,
     ),
     Case(
+        "_C_ascend::grouped_matmul_swiglu_quant_weight_nz_tensor_list",
+        lambda g: [
+            make_int8(g, 9, 8),
+            make_int8(g, 3, 8, 6),
+            draw_scales(g, 3, 6),
+            draw_scales(g, 9),
+            torch.tensor([2, 5, 9]),
+        ],
+        lambda x, weights, scales, *rows: torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list(
+            x, list(weights), list(scales), *rows
+        )[:2],
+        is_described=False,
+    ),
+    Case(
         "npu::npu_moe_token_permute",
         lambda g: [draw(g, 5, 8), make_numbers(g, 6, 5, 2)],
         lambda x, ids: npu().npu_moe_token_permute(x, ids, num_out_tokens=10),

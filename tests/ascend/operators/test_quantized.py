@@ -159,7 +159,11 @@ def test_integers_of_each_expert_are_multiplied_by_its_matrix(
 
 @settings(max_examples=scale(30))
 @given(seed=SEEDS, counts=GROUPS)
-@covers("_C_ascend::grouped_matmul_swiglu_quant_weight_nz", "npu::npu_grouped_matmul")
+@covers(
+    "_C_ascend::grouped_matmul_swiglu_quant_weight_nz",
+    "_C_ascend::grouped_matmul_swiglu_quant_weight_nz_tensor_list",
+    "npu::npu_grouped_matmul",
+)
 def test_the_fused_activation_is_that_of_its_parts(standin: StandIn, seed: int, counts: list[int]) -> None:
     generator, experts = make_generator(seed), len(counts)
     x, weight = make_int8(generator, sum(counts), 8), make_int8(generator, experts, 8, 6)
@@ -177,6 +181,10 @@ def test_the_fused_activation_is_that_of_its_parts(standin: StandIn, seed: int, 
         output_dtype=torch.float32,
     )
     assert_quantized(found, scales, activate(product))
+    lists = inputs[0], list(inputs[1]), list(inputs[2]), *inputs[3:]
+    of_each, their_scales, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list(*lists)
+    assert torch.equal(of_each, found)
+    assert torch.equal(their_scales, scales)
 
 
 @settings(max_examples=scale(30))

@@ -75,6 +75,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "product, to eight bits": lambda x: multiply_integers_with(x, output_dtype=torch.int8),
     "activation, biased": lambda x: activate_with(x, bias=x[0]),
     "activation, limited": lambda x: activate_with(x, swiglu_limit=7.0),
+    "activation of listed experts, biased": lambda x: activate_each_with(x, bias=x[0]),
+    "activation of listed experts, limited": lambda x: activate_each_with(x, swiglu_limit=7.0),
     "activation of bytes": lambda x: activate_int4_with(x, [x.to(torch.int8)]),
     "activation of four bits, limited": lambda x: activate_int4_with(x, swiglu_limit=7.0),
     "activation of four bits, not corrected": lambda x: activate_int4_with(x, weight_assist_matrix=None),
@@ -205,6 +207,12 @@ def activate_with(x: torch.Tensor, **changes: Any) -> None:
     integers, scales = x.to(torch.int8), x[:, 0].float()
     groups = x[:, 0, 0].long()
     torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(integers[0], integers, scales, scales, groups, **changes)
+
+
+def activate_each_with(x: torch.Tensor, **changes: Any) -> None:
+    integers, scales = list(x.to(torch.int8)), list(x[:, 0].float())
+    operator = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list
+    operator(integers[0], integers, scales, scales[0], x[:, 0, 0].long(), **changes)
 
 
 def activate_int4_with(x: torch.Tensor, weight: list[torch.Tensor] | None = None, **changes: Any) -> None:

@@ -34,6 +34,9 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     "grouped_matmul_swiglu_quant_weight_nz(Tensor x, Tensor weight, Tensor weight_scale, Tensor x_scale,"
     " Tensor group_list, *, Tensor? bias=None, Tensor? offset=None, float swiglu_limit=-1000000.0)"
     " -> (Tensor output, Tensor output_scale, Tensor output_offset)",
+    "grouped_matmul_swiglu_quant_weight_nz_tensor_list(Tensor x, Tensor[] weight, Tensor[] weight_scale,"
+    " Tensor x_scale, Tensor group_list, *, Tensor? bias=None, Tensor? offset=None, float swiglu_limit=0.0)"
+    " -> (Tensor output, Tensor output_scale, Tensor output_offset)",
     "grouped_matmul_swiglu_quant_v2(Tensor x, Tensor[] weight, Tensor[] weight_scale, Tensor x_scale,"
     " Tensor group_list, *, Tensor? smooth_scale=None, Tensor[]? weight_assist_matrix=None, Tensor? bias=None,"
     " int dequant_mode=0, int quant_mode=0, int group_list_type=0, float swiglu_limit=0.0)"
@@ -91,6 +94,7 @@ OPERATORS = {
         "npu_dequant_swiglu_quant": quantized.activate_product,
         "grouped_matmul_swiglu_quant_v2": quantized.multiply_int4_and_activate,
         "grouped_matmul_swiglu_quant_weight_nz": quantized.multiply_and_activate,
+        "grouped_matmul_swiglu_quant_weight_nz_tensor_list": quantized.multiply_each_and_activate,
         "npu_sparse_flash_attention": sparse.attend_to_chosen,
         "npu_kv_quant_sparse_flash_attention_vllm": byte_caches.attend_to_bytes,
         "npu_lightning_indexer_quant": byte_caches.choose_keys,

@@ -228,17 +228,38 @@ def multiply_and_activate(
     return out, scales, x.new_empty(0, dtype=torch.float32)
 
 
+def multiply_each_and_activate(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    weight_scale: Sequence[torch.Tensor],
+    x_scale: torch.Tensor,
+    group_list: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    swiglu_limit: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`grouped_matmul_swiglu_quant_weight_nz_tensor_list`: the same with a matrix and scales of each expert."""
+    if bias is not None or offset is not None or swiglu_limit > 0:
+        raise NotImplementedError("grouped_matmul_swiglu_quant_weight_nz_tensor_list with a bias, an offset or a limit")
+    out = x.new_empty(x.shape[0], weight[0].shape[-1] // 2)
+    scales = x.new_empty(x.shape[0], dtype=torch.float32)
+    experts = list(weight), list(weight_scale)
+    launch("GroupedMatmulSwigluQuant", compute_activation, x, *experts, x_scale, group_list, out, scales)
+    return out, scales, x.new_empty(0, dtype=torch.float32)
+
+
 def compute_activation(
     x: torch.Tensor,
-    weights: torch.Tensor,
-    scales: torch.Tensor,
+    weights: torch.Tensor | list[torch.Tensor],
+    scales: torch.Tensor | list[torch.Tensor],
     token_scales: torch.Tensor,
     ends: torch.Tensor,
     out: torch.Tensor,
     out_scales: torch.Tensor,
 ) -> None:
     """Multiply, activate and quantize in float32, group by group."""
-    products = x.new_empty(x.shape[0], weights.shape[-1], dtype=torch.float32)
+    products = x.new_empty(x.shape[0], weights[0].shape[-1], dtype=torch.float32)
     compute_group_products(x, weights, ends.tolist(), list(scales), token_scales, products)
     gate, up = products.chunk(2, -1)
     compute_quantization(F.silu(gate) * up, out, out_scales)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.forward_context import override_forward_context
 
 from dbo_models.deepseek import DeepseekAdapter
 from dbo_runtime.adapter import record_program
@@ -19,7 +20,7 @@ from dbo_runtime.ranks import RankPlan, validate_ranks
 from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
-from dbo_runtime.vllm_plugin.parallel.experts import SplitExperts
+from dbo_runtime.vllm_plugin.parallel.experts import SequenceParallelExperts, SplitExperts
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.vllm_plugin.engine import Engine
@@ -366,3 +367,34 @@ def test_merge_scales_and_adds_as_the_runner_does() -> None:
     assert not parts.has_shared_experts
     assert torch.equal(parts.merge(torch.ones(2, 2)), torch.full((2, 2), 2.5))
     assert torch.equal(parts.merge(torch.ones(2, 2), torch.ones(2, 2)), torch.full((2, 2), 3.5))
+
+
+def test_kernels_that_dispatch_do_not_take_experts_that_are_placed_by_load() -> None:
+    class Balanced(MoeLayer):
+        is_placed_by_load = True
+
+        def check(self) -> None:
+            return None
+
+    platform: Any = SimpleNamespace(get_moe_layer=Balanced, exchanges_sizes_separately=False)
+    with pytest.raises(DeclineError, match="fused into its kernels \\(and experts are placed by load"):
+        ModelCollectives(platform, TWO, TWO, "fused", FOUR).decompose(make_runner(), takes_chunks=True)
+
+
+@pytest.mark.parametrize(("rank", "sent"), [(0, [True, True]), (1, [True, False])])
+def test_padding_of_a_chunk_is_not_sent_to_experts(rank: int, sent: list[bool]) -> None:
+    """Of three tokens on two ranks the second chunk has one, and padding."""
+
+    class Routed(MoeLayer):
+        def choose_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.new_ones(len(x), 2), torch.zeros(len(x), 2, dtype=torch.int32)
+
+    group: Any = SimpleNamespace(world_size=2, rank_in_group=rank)
+    dispatcher: Any = SimpleNamespace(choose_ranks=lambda routing: routing._replace(chosen=torch.ones(2, 2).bool()))
+    take_chunk = ModelCollectives(CPU, group).take_chunk
+    experts = SequenceParallelExperts(Routed(make_runner()), lambda: dispatcher, False, 2, take_chunk)
+    with override_forward_context(SimpleNamespace(dp_metadata=None)):
+        routing = experts.gate(torch.zeros(2, 8), 3)
+    assert routing.sizes == (2, 2)
+    assert routing.chosen is not None
+    assert routing.chosen.tolist() == [[is_sent] * 2 for is_sent in sent]
