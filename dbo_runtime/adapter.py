@@ -14,6 +14,12 @@ LANES = (COMPUTE, COMM, SIDE)
 
 X = "x"
 POSITIONS = "positions"
+INPUT_IDS = "input_ids"
+"""The input that an adapter's `record` may declare for the tokens' numbers [tokens], as vLLM calls it."""
+
+KEPT = "kept"
+"""The output that an `OutputAdapter` declares."""
+
 INPUTS: dict[str, dict[str, int | None]] = {
     X: {"token_dim": 0},
     POSITIONS: {"token_dim": -1},  # a row of them, or one for each axis of a rotary embedding of images
@@ -70,11 +76,17 @@ class ExpertParallel(Protocol):
     def is_fused(self) -> bool:
         """Whether kernels dispatch and combine: then `run_fused` takes the place of all from `gate` to `combine`."""
 
-    def run_fused(self, x: Any, tokens: Any) -> Any:
-        """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run its experts -> [chunk, hidden]."""
+    def run_fused(self, x: Any, tokens: Any, input_ids: Any = None) -> Any:
+        """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run its experts -> [chunk, hidden].
 
-    def gate(self, x: Any, tokens: Any = None) -> Any:
-        """Choose the experts of each token of *x* [tokens, hidden] -> routing; *tokens* of all chunks if it is one."""
+        *input_ids* are as in `gate`.
+        """
+
+    def gate(self, x: Any, tokens: Any = None, input_ids: Any = None) -> Any:
+        """Choose the experts of each token of *x* [tokens, hidden] -> routing; *tokens* of all chunks if it is one.
+
+        *input_ids* are the numbers of the tokens of *x* [tokens], where experts are chosen by them.
+        """
 
     def exchange_sizes(self, routing: Any) -> Any:
         """Exchange how many tokens go where -> routing. For the comm lane."""
@@ -195,6 +207,17 @@ class InputAdapter(Protocol):
 
         With *keep*, leave them for another forward of the same step; otherwise remove them as the forward would.
         """
+
+
+@runtime_checkable
+class OutputAdapter(Protocol):
+    """An adapter of a model whose forward leaves data for another model, token by token, besides its result.
+
+    Where it does, `record` names them as an output, `p.output(KEPT, value)`.
+    """
+
+    def keep_output(self, model: Any, parts: Sequence[Any]) -> None:
+        """Leave the output of each micro-batch, in the order of the tokens, where the model's own forward does."""
 
 
 @runtime_checkable

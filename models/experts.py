@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from dbo_models.collectives import record_gather
 from dbo_runtime.adapter import Collectives, ExpertParallel
 from dbo_runtime.program import ProgramBuilder, Value
 
 
-def record_experts(p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, x: Value) -> Value:
+def record_experts(
+    p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, x: Value, input_ids: Value | None = None
+) -> Value:
     """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
 
     Sequence parallel, each tensor parallel rank dispatches a chunk of the tokens, and an all-gather completes them.
+    *input_ids* are the numbers of the tokens [tokens], if experts are chosen by them.
     """
     if not moe.is_sequence_parallel:
-        return record_dispatch(p, moe, collectives, x)
+        return record_dispatch(p, moe, collectives, x, input_ids=input_ids)
     chunk, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2)
-    merged = record_dispatch(p, moe, collectives, chunk, tokens, x)
+    if input_ids is not None:
+        input_ids, _ = p.compute("chunk_ids", collectives.take_chunk, input_ids, outputs=2)
+    merged = record_dispatch(p, moe, collectives, chunk, tokens, x, input_ids)
     gathered: Value = record_gather(p, "gather", collectives, merged, tokens)
     return gathered
 
@@ -27,6 +35,7 @@ def record_dispatch(
     x: Value,
     tokens: Value | None = None,
     gathered: Value | None = None,
+    input_ids: Value | None = None,
 ) -> Value:
     """Declare experts and what their tokens pass on the way, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
@@ -36,14 +45,16 @@ def record_dispatch(
     experts and merge are movable: they may run there while the other micro-batch attends.
 
     *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
-    of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks.
+    of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks. *input_ids* are
+    the numbers of the tokens of *x*, if experts are chosen by them.
     """
     if moe.is_fused:
         assert tokens is not None, "each rank gives its kernels a chunk"
-        fused: Value = record_fused_experts(p, moe, collectives, x, tokens, gathered)
+        fused: Value = record_fused_experts(p, moe, collectives, x, tokens, gathered, input_ids)
         return fused
     declare = p.movable if moe.is_movable else p.compute
-    routing = declare("gate", moe.gate, x, *(() if tokens is None else (tokens,)))
+    gate = partial(_choose_by_ids, moe) if tokens is None and input_ids is not None else moe.gate
+    routing = declare("gate", gate, x, *(value for value in (tokens, input_ids) if value is not None))
     shared: list[Value] = []
     if moe.exchanges_sizes:
         routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
@@ -61,7 +72,13 @@ def record_dispatch(
 
 
 def record_fused_experts(
-    p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, x: Value, tokens: Value, gathered: Value | None
+    p: ProgramBuilder,
+    moe: ExpertParallel,
+    collectives: Collectives,
+    x: Value,
+    tokens: Value,
+    gathered: Value | None,
+    input_ids: Value | None,
 ) -> Value:
     """Declare experts whose kernels dispatch and combine in one op, `moe`: [chunk, hidden] -> [chunk, hidden].
 
@@ -69,7 +86,7 @@ def record_fused_experts(
     """
     shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
     shared = record_scatters(p, moe, collectives, shared)
-    routed = p.compute("moe", moe.run_fused, x, tokens)
+    routed = p.compute("moe", moe.run_fused, x, tokens, *(() if input_ids is None else (input_ids,)))
     merged: Value = p.compute("merge", moe.merge, routed, *shared, overwrites=(routed,))
     return merged
 
@@ -97,3 +114,7 @@ def record_shared_experts(
     if moe.reduces_shared_experts:
         x = record_gather(p, "shared_gather", collectives, x, tokens) if gathered is None else gathered
     return [p.side("shared_experts", moe.shared_experts, x)]
+
+
+def _choose_by_ids(moe: ExpertParallel, x: Any, input_ids: Any) -> Any:
+    return moe.gate(x, None, input_ids)

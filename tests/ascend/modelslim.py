@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 DYNAMIC, STATIC, INT4 = "W8A8_DYNAMIC", "W8A8", "W4A8_DYNAMIC"
 INT8_INDEXER = "INT8_DYNAMIC"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
-MLP = ("gate_proj", "up_proj", "down_proj")
+MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+LATENT = ("wq_a", "wq_b", "wkv", "wo_b")  # of DeepSeek V4's attention and its indexers, whose other matrices are not
 LARGEST, LARGEST_INT4 = 127, 7
 PARTS = 16  # into which the sums of rows of `down_proj` are divided, for as many tensor parallel ranks
 INPUT_SCALE, INPUT_OFFSET = 0.04, 5  # of static activations: they are clipped at about 5
@@ -28,12 +29,14 @@ def quantize_model(model: Path, folder: Path, attention: str = STATIC, experts: 
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     schemes = {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(MLP, DYNAMIC)}
     if attention == DYNAMIC:  # an indexer's queries, which then come from bytes
-        schemes["wq_b"] = DYNAMIC
+        schemes |= dict.fromkeys(LATENT, DYNAMIC)
     written: dict[str, torch.Tensor] = {}
     description = {"model_quant_type": INT4 if experts == INT4 else STATIC}
     for name, tensor in load_file(model / "model.safetensors").items():
         layer, _, kind = name.rpartition(".")
         scheme = schemes.get(layer.rpartition(".")[2], "FLOAT") if kind == "weight" else "FLOAT"
+        if ".compressor." in layer:  # its operator takes no bytes
+            scheme = "FLOAT"
         if ".experts." in layer:
             scheme = experts
         quantize = quantize_to_int4 if scheme == INT4 else quantize_matrix
@@ -76,7 +79,7 @@ def quantize_to_int4(layer: str, weight: torch.Tensor, scheme: str) -> dict[str,
     weight = weight.float()
     scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / LARGEST_INT4
     integers = (weight / scales).round().to(torch.int8)
-    parts = PARTS if layer.endswith("down_proj") else 1
+    parts = PARTS if layer.endswith(("down_proj", ".w2")) else 1
     tensors = {
         "weight": (integers[1::2] << 4) | (integers[::2] & 15),
         "weight_scale": scales,

@@ -36,8 +36,8 @@ def keep_positions() -> AbstractContextManager[Any]:
 def keep_lengths() -> AbstractContextManager[Any]:
     """Give each slice the full lengths of its requests, as if nothing of them were in later slices."""
 
-    def complete(self: Any, part: Any) -> Any:
-        done = original(self, part)
+    def complete(self: Any, part: Any, tokens: int) -> Any:
+        done = original(self, part, tokens)
         whole = {"_seq_lens_cpu": self.whole._seq_lens_cpu[: part.num_reqs]}
         return replace(done, **whole)
 

@@ -25,6 +25,7 @@ SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV4ForCausalLM",
     "Glm4MoeForCausalLM",
     "HYV3ForCausalLM",
     "InternVLChatModel",

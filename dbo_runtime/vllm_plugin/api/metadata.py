@@ -15,6 +15,7 @@ from dbo_runtime.batch import BatchSlice
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 IntArray = npt.NDArray[np.int32]
@@ -44,3 +45,10 @@ def read_block_table(runner: GPUModelRunner | None, layer_names: Sequence[str]) 
     index = next(i for i, group in enumerate(groups) if layer_names[0] in group.layer_names)
     table = runner.input_batch.block_table[index]
     return table.get_numpy_array(), int(table.block_size)
+
+
+def get_window(spec: KVCacheSpec) -> int | None:
+    """Return how many tokens back the layers of a KV cache read, or None if that is not limited for all of them."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else None

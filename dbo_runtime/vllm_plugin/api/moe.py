@@ -106,8 +106,14 @@ class MoeLayer:
         )
         return next((Decline(f"the MoE layer {what}") for is_used, what in checks if is_used), None)
 
-    def choose_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token]."""
+    def choose_experts(
+        self, x: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token].
+
+        *input_ids* are the numbers of the tokens [tokens], for experts that are chosen by them.
+        """
+        assert input_ids is None, "only a platform's own layers choose experts by the token"
         runner = self._runner
         route = self.get_logits if runner.gate is None else None
         logits = runner.gate(x)[0] if route is None else route(x)
@@ -154,10 +160,13 @@ class MoeLayer:
         )
         return result
 
-    def run_fused(self, x: torch.Tensor, tokens: int, rows: int, take_chunk: TakeChunk) -> torch.Tensor:
+    def run_fused(
+        self, x: torch.Tensor, tokens: int, rows: int, take_chunk: TakeChunk, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run kernels that dispatch it -> [chunk, hidden].
 
-        They take *rows* rows on each rank; *take_chunk* takes the same chunk of other data of the tokens.
+        They take *rows* rows on each rank; *take_chunk* takes the same chunk of other data of the tokens. *input_ids*
+        are those of the chunk, as in `choose_experts`.
         """
         raise AssertionError("only a platform that chooses the dispatch `fused` has such kernels")
 

@@ -63,6 +63,7 @@ def check_prefix_cache(
     block_table: IntArray,
     block_size: int,
     assumed_drafts: int = 0,
+    window: int | None = None,
 ) -> Decline | None:
     """Decline if a request reads cached blocks that a later micro-batch has yet to write.
 
@@ -78,6 +79,8 @@ def check_prefix_cache(
         block_size: tokens a block.
         assumed_drafts: by how many tokens *seq_lens* of decodes may be too long; those of prefills are exact. A request
             with fewer new tokens than a prompt with drafts could have is taken for a decode.
+        window: how many tokens back layers read, where that is limited; None for all. Blocks before that may belong to
+            another request by now: the tables of model runners keep them.
     """
     query_lens = np.diff(query_starts)
     computed = seq_lens - query_lens
@@ -90,7 +93,8 @@ def check_prefix_cache(
         )
         by_all = np.concatenate([*written.values()])
         for request in range(earlier.first_request, earlier.last_request):
-            read = block_table[request, : computed[request] // block_size]
+            first = 0 if window is None else max(int(computed[request]) - window, 0) // block_size
+            read = block_table[request, first : computed[request] // block_size]
             own = written.get(request)  # of a request that is cut inside: its tail is no prefix of its head
             if np.isin(read, by_all if own is None else np.setdiff1d(by_all, own)).any():
                 return Decline("a request reads prefix-cache blocks that a later micro-batch writes")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from vllm.config import set_current_vllm_config
 from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.forward_context import copy_unsplit, get_data, slice_context
-from dbo_runtime.vllm_plugin.api.metadata import IntArray, read_block_table, slice_common_metadata
+from dbo_runtime.vllm_plugin.api.metadata import IntArray, get_window, read_block_table, slice_common_metadata
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder
 from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_drafts
 from dbo_runtime.vllm_plugin.context.checks import check_context, check_prefix_cache
@@ -94,9 +94,10 @@ class ContextSplitter:
             return [copy_unsplit(context)]
         metadata_of = context.attn_metadata or {}
         rebuilt: dict[int, list[AttentionMetadata | None]] = {}
+        shared: list[dict[Any, Any]] = [{} for _ in slices]
         for metadata in metadata_of.values():
             if id(metadata) not in rebuilt:
-                parts = self._rebuild(metadata, slices)
+                parts = self._rebuild(metadata, slices, shared)
                 if isinstance(parts, Decline):
                     return parts
                 rebuilt[id(metadata)] = parts
@@ -126,14 +127,17 @@ class ContextSplitter:
         return Batch(query_lens, prefill, cuttable, decode_len, context_lens, cuts_decodes)
 
     def _rebuild(
-        self, metadata: AttentionMetadata, slices: Sequence[BatchSlice]
+        self, metadata: AttentionMetadata, slices: Sequence[BatchSlice], shared: Sequence[dict[Any, Any]]
     ) -> list[AttentionMetadata | None] | Decline:
-        """Return the metadata of each slice; None for those of padding only."""
+        """Return the metadata of each slice; None for those of padding only.
+
+        *shared* is, for each slice, what its builders leave for each other.
+        """
         source = _get_known_source(metadata)
         if isinstance(source, Decline):
             return source
         common = source.common
-        padded, slices = len(slices), _without_padding(slices, common)
+        sizes, slices = [piece.size for piece in slices], _without_padding(slices, common)
         blocks, block_size = self._read_blocks(source)
         decline = check_prefix_cache(
             slices,
@@ -142,13 +146,15 @@ class ContextSplitter:
             blocks,
             block_size,
             count_assumed_drafts(self._vllm_config),
+            get_window(source.builder.kv_cache_spec),
         )
         if decline is not None:
             return decline
         builders = self._get_builders(source, len(slices))
         if isinstance(builders, Decline):
             return builders
-        parts = [self.platform.complete_metadata(part) for part in self._slice_common(common, slices)]
+        sliced = zip(self._slice_common(common, slices), sizes, strict=False)
+        parts = [self.platform.complete_metadata(part, tokens) for part, tokens in sliced]
         if has_states(source.builder):
             decline = check_starts(parts) or check_drafts(common, slices, source.arguments)
             if decline is not None:
@@ -158,12 +164,12 @@ class ContextSplitter:
         built: list[AttentionMetadata | None] = []
         further = self.platform.get_build_arguments(metadata)
         with self.platform.building_metadata():
-            for builder, piece, part in zip(builders, slices, parts, strict=True):
-                arguments = slice_arguments({**source.arguments, **further}, piece)
+            for builder, piece, part, own in zip(builders, slices, parts, shared, strict=False):
+                arguments = slice_arguments({**source.arguments, **further}, piece, own)
                 if isinstance(arguments, Decline):
                     return arguments
                 built.append(builder.build(0, part, **arguments))
-        return [*built, *[None] * (padded - len(slices))]
+        return [*built, *[None] * (len(sizes) - len(slices))]
 
     def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:
         """Return the KV blocks of each request [requests, blocks] and their size, from the host if it has them.

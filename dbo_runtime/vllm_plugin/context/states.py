@@ -22,6 +22,7 @@ DECODE_LEN = 1  # of builders for linear attention, which know decodes with draf
 DRAFTS = "num_decode_draft_tokens_cpu"  # of each request; negative where none are verified
 PER_REQUEST = ("num_accepted_tokens", DRAFTS)  # arguments of such a build
 COUNT = "num_actual_reqs"  # vllm-ascend's argument: those after them pad the batch
+SHARED = "common_ratio_to_sas_metadata"  # vllm-ascend's argument: what its builders of a step leave for each other
 ALIGNED = "align"  # with prefix caching, states are kept at ends of blocks
 
 
@@ -30,8 +31,13 @@ def has_states(builder: AttentionMetadataBuilder) -> bool:
     return isinstance(builder.kv_cache_spec, MambaSpec)
 
 
-def slice_arguments(arguments: dict[str, Any], piece: BatchSlice) -> dict[str, Any] | Decline:
-    """Return the arguments of a build for a slice: those that tell of each request are sliced."""
+def slice_arguments(
+    arguments: dict[str, Any], piece: BatchSlice, shared: dict[Any, Any] | None = None
+) -> dict[str, Any] | Decline:
+    """Return the arguments of a build for a slice: those that tell of each request are sliced.
+
+    *shared* is what builders for this slice leave for each other, in the place of what those of the step have left.
+    """
     unknown = [name for name, value in arguments.items() if isinstance(value, torch.Tensor) and name not in PER_REQUEST]
     if unknown:
         return Decline("unknown argument of a builder of attention metadata", ", ".join(unknown))
@@ -39,6 +45,8 @@ def slice_arguments(arguments: dict[str, Any], piece: BatchSlice) -> dict[str, A
     if arguments.get(COUNT) is not None:
         first, last = piece.first_request, piece.last_request
         own[COUNT] = min(max(arguments[COUNT] - first, 0), last - first)
+    if SHARED in arguments:
+        own[SHARED] = {} if shared is None else shared
     return {**arguments, **own}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, name_adapter, record_program
+from dbo_runtime.adapter import InputAdapter, ModelAdapter, OutputAdapter, name_adapter, record_program
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
@@ -197,11 +197,12 @@ def _make_forward(
     decider.phase = Phase.STARTING
     decider.first_steps = _make_first_steps(agreement, rank)
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
+    keep_output = adapter.keep_output if isinstance(adapter, OutputAdapter) else None
     recording = Recording(_open_traces(rank, runtime.device), metrics)
     lora = make_lora_mapping(model)
     assert not isinstance(lora, Decline), "then it has no program"
     return SplitForward(
-        model, model.forward, runtime, decider, agreement, add_inputs, rank.stage, recording, metrics, lora
+        model, model.forward, runtime, decider, agreement, add_inputs, keep_output, rank.stage, recording, metrics, lora
     )
 
 

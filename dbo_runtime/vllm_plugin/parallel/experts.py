@@ -31,9 +31,9 @@ class SplitExperts:
         self._layer = layer
         self._get_dispatcher = get_dispatcher
 
-    def gate(self, x: torch.Tensor, tokens: int | None = None) -> Routing:
+    def gate(self, x: torch.Tensor, tokens: int | None = None, input_ids: torch.Tensor | None = None) -> Routing:
         """Choose experts for *x* [tokens, hidden]; the micro-batch's forward context has the other ranks' sizes."""
-        return self._route(x, get_rank_sizes(x.shape[0]))
+        return self._route(x, get_rank_sizes(x.shape[0]), input_ids)
 
     def exchange_sizes(self, routing: Routing) -> Routing:
         """Send every rank the number of rows that it will receive."""
@@ -59,13 +59,13 @@ class SplitExperts:
         """Add results of the experts and of the shared experts, both [tokens, hidden]."""
         return self._layer.merge(routed, *shared)
 
-    def run_fused(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+    def run_fused(self, x: torch.Tensor, tokens: int, input_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Run the experts of a chunk *x* in one op; only `FusedExperts` do."""
         raise AssertionError("`is_fused` is False: its dispatch and combine are ops")
 
-    def _route(self, x: torch.Tensor, sizes: tuple[int, ...]) -> Routing:
+    def _route(self, x: torch.Tensor, sizes: tuple[int, ...], input_ids: torch.Tensor | None) -> Routing:
         """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""
-        weights, ids = self._layer.choose_experts(x)
+        weights, ids = self._layer.choose_experts(x, input_ids)
         return self._get_dispatcher().choose_ranks(Routing(weights, ids, sizes, quantized=self._layer.quantize(x)))
 
 
@@ -93,11 +93,11 @@ class SequenceParallelExperts(SplitExperts):
         self._ranks = ranks
         self._take_chunk = take_chunk
 
-    def gate(self, x: torch.Tensor, tokens: int | None = None) -> Routing:
+    def gate(self, x: torch.Tensor, tokens: int | None = None, input_ids: torch.Tensor | None = None) -> Routing:
         """Choose experts for a chunk *x* [chunk, hidden] of *tokens* tokens."""
         assert tokens is not None, "it has a chunk"
         sizes = [count_chunk(each, self._ranks) for each in get_rank_sizes(tokens) for _ in range(self._ranks)]
-        routing = self._route(x, tuple(sizes))
+        routing = self._route(x, tuple(sizes), input_ids)
         return routing if routing.chosen is None else routing._replace(chosen=self._leave_out(routing.chosen, tokens))
 
     def _leave_out(self, chosen: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -120,13 +120,13 @@ class FusedExperts(SequenceParallelExperts):
     def __init__(self, layer: MoeLayer, ranks: int, take_chunk: TakeChunk) -> None:
         super().__init__(layer, _get_none, exchanges_sizes=False, ranks=ranks, take_chunk=take_chunk)
 
-    def run_fused(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+    def run_fused(self, x: torch.Tensor, tokens: int, input_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run its experts -> [chunk, hidden].
 
         The kernels take as many rows on each rank: those of the largest chunk of any data parallel rank.
         """
         rows = count_chunk(max(get_rank_sizes(tokens)), self._ranks)
-        return self._layer.run_fused(x, tokens, rows, self._take_chunk)
+        return self._layer.run_fused(x, tokens, rows, self._take_chunk, input_ids)
 
 
 def _get_none() -> Dispatcher:

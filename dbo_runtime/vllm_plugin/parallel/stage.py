@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapter import POSITIONS, X
+from dbo_runtime.adapter import INPUT_IDS, KEPT, POSITIONS, X
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.api.groups import get_pipeline_group, get_stage_layers
@@ -69,7 +69,7 @@ class Stage:
 
     def check_program(self, program: Program) -> Decline | None:
         """Return why a program is not one of this stage: it takes or returns other tensors; None if it is."""
-        takes, gives = _name_inputs(program).keys(), {HIDDEN, *program.named}
+        takes, gives = _name_inputs(program).keys(), {HIDDEN, *program.named} - {KEPT}
         missing = {*self.auxiliary} - gives
         if missing:
             return Decline("its adapter does not return the hidden states that the drafter reads", _list(missing))
@@ -94,10 +94,22 @@ class Stage:
         joined = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)]
         if self.is_last:
             return (joined[0], joined[1:]) if self.auxiliary else joined[0]
-        return IntermediateTensors(dict(zip((HIDDEN, *program.named), joined, strict=True)))
+        named = (name for name in program.named if name != KEPT)
+        return IntermediateTensors(dict(zip((HIDDEN, *named), joined, strict=True)))
 
 
 WHOLE_MODEL = Stage()
+
+
+def take_kept(
+    program: Program, outputs: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Return the outputs of micro-batches [micro-batches][outputs] without the `KEPT` one, and that one of each."""
+    if KEPT not in program.named:
+        return [[*each] for each in outputs], []
+    number = program.named.index(KEPT) - len(program.named)  # named ones are the last
+    kept = [each[number] for each in outputs]
+    return [[one for one in each if one is not own] for each, own in zip(outputs, kept, strict=True)], kept
 
 
 def get_stage(model: SupportsPP, vllm_config: VllmConfig) -> Stage:
@@ -140,7 +152,7 @@ def copy_tensors(given: IntermediateTensors | None) -> IntermediateTensors | Non
 
 def _name_inputs(program: Program) -> dict[str, str]:
     """Return what a stage receives: vLLM's name of each tensor -> the name of the program's input."""
-    names = (value.name for value in program.inputs if value.name != POSITIONS)
+    names = (value.name for value in program.inputs if value.name not in (INPUT_IDS, POSITIONS))
     return {HIDDEN if name == X else name: name for name in names}
 
 

@@ -54,7 +54,8 @@ class NpuPlatform(Platform):
     has_device = True
     is_proven = True  # on a stand-in for CANN
     notice = "no NPU has run this yet, only a stand-in for CANN"
-    copying_modules = ("AscendMultiHeadLatentAttention",)  # without attention metadata: zeros, and no all-reduce
+    # Without attention metadata: zeros, and no all-reduce.
+    copying_modules = ("AscendMultiHeadLatentAttention", "AscendDeepseekSparseAttention")
     fields: Fields = ASCEND_FIELDS
     sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask", "input_ids")  # the last one in 0.23.0
     pads_batches = True  # all data parallel ranks to the longest batch
@@ -148,11 +149,11 @@ class NpuPlatform(Platform):
 
         complete_context(part, piece, sizes)
 
-    def complete_metadata(self, part: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    def complete_metadata(self, part: CommonAttentionMetadata, tokens: int) -> CommonAttentionMetadata:
         """Return the common metadata of a slice with the lengths and the state that vllm-ascend derives."""
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_metadata
 
-        return complete_metadata(part, self.fields.derived)
+        return complete_metadata(part, self.fields.derived, tokens)
 
     def get_build_arguments(self, metadata: AttentionMetadata) -> dict[str, Any]:
         """Return arguments by which ranks that share out keys attend in a slice as they do in its step."""

@@ -47,6 +47,23 @@ COLLECTS = "eplb_heat_collection_status"  # of a forward context: whether the lo
 MANY_TOKENS = 1 << 30  # more than MC2 takes
 
 
+class AlignedTokens:
+    """In the place of a method of communication while a router asks it for the numbers of tokens: they stay."""
+
+    @property
+    def prepare_finalize(self) -> AlignedTokens:
+        """What gathers, in vllm-ascend's methods."""
+        return self
+
+    def all_gather_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the numbers [tokens] as they are."""
+        return input_ids
+
+    def pad_and_split_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the numbers [tokens] as they are."""
+        return input_ids
+
+
 class AscendMoeLayer(MoeLayer):
     """The operations of one MoE layer of vllm-ascend."""
 
@@ -85,12 +102,21 @@ class AscendMoeLayer(MoeLayer):
         )
         return next((Decline(f"the MoE layer {what}") for is_used, what in checks if is_used), None)
 
-    def choose_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token]."""
+    def choose_experts(
+        self, x: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token].
+
+        For experts that are chosen by the numbers of the tokens, vllm-ascend's router gathers or chunks those as its
+        own steps do *x*: here they are those of *x* already.
+        """
         runner = self._runner
         route = self.get_logits if runner.gate is None else None
         logits = runner._compute_router_logits(x, x) if route is None else route(x)
-        weights, ids = runner.routed_experts._select_experts(x, logits, enable_force_load_balance=False)
+        if input_ids is not None:
+            forward_context.get_forward_context().moe_comm_method = AlignedTokens()
+        select = runner.routed_experts._select_experts
+        weights, ids = select(x, logits, enable_force_load_balance=False, input_ids=input_ids)
         return weights, ids
 
     def quantize(self, x: torch.Tensor) -> QuantizedTokens | None:
@@ -127,7 +153,9 @@ class AscendMoeLayer(MoeLayer):
         result: torch.Tensor = applied.routed_out
         return result
 
-    def run_fused(self, x: torch.Tensor, tokens: int, rows: int, take_chunk: TakeChunk) -> torch.Tensor:
+    def run_fused(
+        self, x: torch.Tensor, tokens: int, rows: int, take_chunk: TakeChunk, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run MC2's kernels -> [chunk, hidden].
 
         vllm-ascend's prepare and finalize chunk and gather tokens, too, and keep sizes between the two: here both are
@@ -137,7 +165,7 @@ class AscendMoeLayer(MoeLayer):
         padding = rows - x.shape[0]
         active, _ = take_chunk(context.mc2_mask[:tokens])
         padded = pad(x, (0, 0, 0, padding))
-        weights, ids = self.choose_experts(padded)
+        weights, ids = self.choose_experts(padded, None if input_ids is None else pad(input_ids, (0, padding)))
         context.moe_comm_type = _select_kind(get_current_vllm_config())
         context.moe_comm_method = _get_method(context.moe_comm_type.name, self._runner.moe_config)
         layer.ascend_mc2_mask = pad(active, (0, padding))  # where vllm-ascend's own `forward_impl` hands it on

@@ -64,8 +64,11 @@ class AscendFusedMoeLayer(MoeLayer):
         )
         return next((Decline(f"the MoE layer {what}") for is_used, what in checks if is_used), None)
 
-    def choose_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_experts(
+        self, x: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token]."""
+        assert input_ids is None, "`check` declines experts that are chosen by the token"
         from vllm_ascend.ops.fused_moe.experts_selector import select_experts
 
         layer = self._layer

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from dbo_runtime.batch import BatchSlice
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 Tables = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [tokens, 1, 1, rotary]."""
 
+BUILDERS = ("indexer", "mla_v1", "sfa_v1", "dsa_v1", "context_parallel.dsa_cp")  # modules of builders
 GATHERING = "ALLGATHER"  # of MoECommType
+NO_SLOT = -1  # of padding
 NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"  # names of AscendAttentionState
 
 
@@ -43,9 +46,21 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
     part.mc2_mask = None if mask is None else mask[piece.tokens]
     if getattr(part, "input_ids", None) is not None:  # 0.23.0 has them there
         part.input_ids = part.input_ids[piece.tokens]
+    _drop_metadata_of_step(part)
     if part.moe_comm_type is not None:  # layers that run as one op sum on the comm lane; fused ones set their own
         part.moe_comm_type = type(part.moe_comm_type)[GATHERING]
         _choose_method(part)
+
+
+def _drop_metadata_of_step(part: ForwardContext) -> None:
+    """Leave out what DeepSeek V4's attention would take from the step: slices have metadata of their own.
+
+    Kernels write the step's on a stream of their own, and nothing else waits for them to have read its lengths.
+    """
+    executor = getattr(part, "device_metadata_executor", None)
+    if executor is not None:
+        torch.get_device_module("npu").current_stream().wait_stream(executor.stream)
+        part.device_metadata_executor = None
 
 
 def _choose_method(part: ForwardContext) -> None:
@@ -64,20 +79,29 @@ def _have_layers_one_method() -> bool:
     return "moe_config" not in signature(get_moe_comm_method).parameters
 
 
-def complete_metadata(part: AscendCommonAttentionMetadata, derived: Sequence[str]) -> AscendCommonAttentionMetadata:
+def complete_metadata(
+    part: AscendCommonAttentionMetadata, derived: Sequence[str], tokens: int
+) -> AscendCommonAttentionMetadata:
     """Return the common metadata of a slice with *derived* fields where they are set, and its attention state.
 
     By the state, context parallel attention only chooses how ranks project its results. There it stays that of the
-    batch, because sums differ in rounding.
+    batch, because sums differ in rounding. And there ranks have chunks of all *tokens* of a slice, padding included.
     """
     lengths = part.seq_lens_cpu_upper_bound
     queries = part.query_start_loc_cpu.diff()
     values = {"seq_lens_cpu": lengths, "num_computed_tokens_cpu": lengths - queries}
     changed = {name: values[name.removeprefix("_")] for name in derived if getattr(part, name) is not None}
-    state = part.attn_state
-    if not shares_out_tokens():
-        state = get_attention_state(state, values["num_computed_tokens_cpu"], queries)
+    if shares_out_tokens():
+        return _add_padding(replace(part, **changed), tokens)
+    state = get_attention_state(part.attn_state, values["num_computed_tokens_cpu"], queries)
     return replace(part, **changed, attn_state=state, num_input_tokens=part.num_actual_tokens)
+
+
+def _add_padding(part: AscendCommonAttentionMetadata, tokens: int) -> AscendCommonAttentionMetadata:
+    """Return common metadata with positions and slots of *tokens* tokens, as vllm-ascend's runner pads them."""
+    padding = tokens - part.num_actual_tokens
+    positions, slots = (pad(part.positions, (0, padding)), pad(part.slot_mapping, (0, padding), value=NO_SLOT))
+    return replace(part, positions=positions, slot_mapping=slots, num_input_tokens=tokens)
 
 
 def get_attention_state(
@@ -105,7 +129,12 @@ def new_rotary_tables() -> Iterator[None]:
     """
     with ExitStack() as patches:
         for module in _import_builders():
-            patches.enter_context(_replaced(module, "get_cos_and_sin_mla", _make_tables(module.get_cos_and_sin_mla)))
+            if hasattr(module, "get_cos_and_sin_mla"):
+                new = _make_tables(module.get_cos_and_sin_mla)
+                patches.enter_context(_replaced(module, "get_cos_and_sin_mla", new))
+            if hasattr(module, "get_cos_and_sin_dsa"):
+                new = partial(_make_compressed_tables, module.get_cos_and_sin_dsa)
+                patches.enter_context(_replaced(module, "get_cos_and_sin_dsa", new))
             if hasattr(module, "AscendSFAIndexerMetadataBuilder"):
                 key = staticmethod(lambda common: None)
                 builder = module.AscendSFAIndexerMetadataBuilder
@@ -115,13 +144,25 @@ def new_rotary_tables() -> Iterator[None]:
 
 @cache
 def _import_builders() -> list[ModuleType]:
-    """Return the modules whose builders look up rotary tables; 0.23.0 has no indexer's."""
-    names = [f"vllm_ascend.attention.{name}" for name in ("indexer", "mla_v1", "sfa_v1")]
-    return [import_module(name) for name in names if find_spec(name) is not None]
+    """Return the modules whose builders look up rotary tables; 0.23.0 has no indexer's, nor DeepSeek V4's."""
+    names = [f"vllm_ascend.attention.{name}" for name in BUILDERS]
+    return [import_module(name) for name in names if _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its package is missing, too
+        return False
 
 
 def _make_tables(original: Callable[..., Tables]) -> Callable[..., Tables]:
     return lambda positions, use_cache=False: original(positions)
+
+
+def _make_compressed_tables(original: Callable[..., Any], positions: Any, **options: Any) -> Any:
+    """Look up tables of DeepSeek V4, which has several, by layer."""
+    return original(positions, **{**options, "use_cache": False})
 
 
 @contextmanager

@@ -178,8 +178,11 @@ class Platform:
     def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
         """Set what this platform keeps in the forward context of a slice; *sizes* are the tokens of all ranks."""
 
-    def complete_metadata(self, part: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return the common metadata of a slice with the fields that this platform derives from the others."""
+    def complete_metadata(self, part: CommonAttentionMetadata, tokens: int) -> CommonAttentionMetadata:
+        """Return the common metadata of a slice with the fields that this platform derives from the others.
+
+        With padding, which is not in the metadata, the slice has *tokens* tokens.
+        """
         return part
 
     def get_build_arguments(self, metadata: AttentionMetadata) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from vllm import forward_context
 from vllm.forward_context import ForwardContext
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapter import POSITIONS, X
+from dbo_runtime.adapter import INPUT_IDS, POSITIONS, X
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Timer
@@ -35,6 +35,7 @@ from dbo_runtime.vllm_plugin.parallel.stage import (
     copy_tensors,
     name_results,
     take_inputs,
+    take_kept,
 )
 from dbo_runtime.vllm_plugin.step.comparison import compare_split
 from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
@@ -64,6 +65,7 @@ class SplitForward:
         decider: decides each step.
         agreement: of all ranks that communicate in a step.
         add_inputs: `take_inputs` of an `InputAdapter`; None if the program takes what vLLM passes.
+        keep_output: `keep_output` of an `OutputAdapter`; None if the forward leaves nothing for another model.
         stage: the pipeline stage that the model is.
         recording: records split steps.
         metrics: counts steps; None on ranks that do not count.
@@ -81,6 +83,7 @@ class SplitForward:
         decider: StepDecider,
         agreement: Agreement,
         add_inputs: Callable[[torch.nn.Module, torch.Tensor, bool], torch.Tensor] | None = None,
+        keep_output: Callable[[torch.nn.Module, list[torch.Tensor]], None] | None = None,
         stage: Stage = WHOLE_MODEL,
         recording: Recording | None = None,
         metrics: Metrics | None = None,
@@ -95,6 +98,7 @@ class SplitForward:
         self._forward = forward
         self._agreement = agreement
         self._add_inputs = add_inputs
+        self._keep_output = keep_output
         self._stage = stage
         self._metrics = metrics
         self._lora = lora
@@ -130,6 +134,7 @@ class SplitForward:
         tokens = positions.shape[-1]
         run_unsplit = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         unsupported = _check_arguments(kwargs) or self._stage.check_inputs(intermediate_tensors, tokens)
+        unsupported = unsupported or self._check_input_ids(input_ids, tokens)
         if unsupported is None and self._lora is not None:
             unsupported = self._lora.check(tokens)
         start = time.perf_counter()
@@ -148,6 +153,9 @@ class SplitForward:
                 inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
                 intermediate_tensors = copy_tensors(intermediate_tensors)
             inputs = self._take_inputs(input_ids, intermediate_tensors, inputs_embeds, is_compared)
+            if self._takes_input_ids:
+                assert input_ids is not None, "checked above"
+                inputs[INPUT_IDS] = input_ids
             results = self._run(plan, contexts, {**inputs, POSITIONS: positions}, planning)
         self._learn(plan, timer)
         if self._metrics is not None and self.decider.phase is Phase.SERVING:
@@ -165,6 +173,18 @@ class SplitForward:
                 first_steps.compare(kind, *compared, plan)
                 results = unsplit
         return results
+
+    @property
+    def _takes_input_ids(self) -> bool:
+        """Whether the program takes the numbers of the tokens as well."""
+        return any(value.name == INPUT_IDS for value in self.runtime.program.inputs)
+
+    def _check_input_ids(self, input_ids: torch.Tensor | None, tokens: int) -> Decline | None:
+        """Return why a step of *tokens* tokens has not the numbers that the program takes, or None if it has them."""
+        if not self._takes_input_ids or (input_ids is not None and input_ids.shape == (tokens,)):
+            return None
+        given = "none" if input_ids is None else str(list(input_ids.shape))
+        return Decline("layers choose experts by the token, and its number is not given", given)
 
     def _take_inputs(
         self,
@@ -195,7 +215,10 @@ class SplitForward:
             outputs = self.runtime.run(plan, cut, enter, recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule, planning)
-        return self._stage.join(program, outputs)
+        results, kept = take_kept(program, outputs)
+        if self._keep_output is not None and kept:
+            self._keep_output(self._model, kept)
+        return self._stage.join(program, results)
 
     def _start_timer(self) -> Timer | None:
         """Start a timer, but not before serving: vLLM may be capturing a graph, which must not hold the timer."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.ascend.operators import byte_caches, mlapo
+from tests.ascend.operators import byte_caches, deepseek_v4, mlapo
 from tests.ascend.operators.angles import make_angles
 from tests.ascend.operators.block_sparse import BLOCK_SEQUENCES, attend_to_blocks, rate_blocks, update_rows
 from tests.ascend.operators.checks import ABSENT, COUNTS, HALF, SIGMOID, SUM_OF_TWO, Tensors, draw, npu
@@ -327,6 +327,98 @@ CASES = [
         is_described=False,
     ),
     Case(
+        "_C_ascend::npu_hc_pre_v2",
+        lambda g: deepseek_v4.make_streams(g, 5, 8),
+        deepseek_v4.mix_streams,
+    ),
+    Case(
+        "_C_ascend::npu_hc_post",
+        lambda g: deepseek_v4.make_results(g, 5, 8),
+        lambda *tensors: torch.ops._C_ascend.npu_hc_post(*tensors),
+    ),
+    Case(
+        "_C_ascend::npu_rms_norm_cast",
+        deepseek_v4.make_norm,
+        lambda *tensors: torch.ops._C_ascend.npu_rms_norm_cast(*tensors),
+    ),
+    Case(
+        "_C_ascend::npu_rms_norm_dynamic_quant",
+        deepseek_v4.make_norm,
+        lambda *tensors: torch.ops._C_ascend.npu_rms_norm_dynamic_quant(*tensors),
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::inplace_partial_rotary_mul",
+        deepseek_v4.make_rotation,
+        deepseek_v4.rotate_in_place,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::compressor",
+        lambda g: [
+            *deepseek_v4.make_compressor(g, 8, 3),
+            deepseek_v4.TABLE,
+            deepseek_v4.EDGES,
+            deepseek_v4.STARTS,
+        ],
+        deepseek_v4.compress,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::compressor_metadata",
+        lambda g: [
+            *(draw(g, 12, 4) for _ in range(2)),
+            deepseek_v4.EDGES,
+            deepseek_v4.STARTS,
+            make_numbers(g, 9, 2, 3),
+        ],
+        deepseek_v4.find_places,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::compressor_metadata_out",
+        lambda g: [
+            *(draw(g, 12, 4) for _ in range(2)),
+            deepseek_v4.EDGES,
+            deepseek_v4.STARTS,
+            make_numbers(g, 9, 2, 3),
+            *(torch.full((5, 1, 1, 4), ABSENT, dtype=HALF) for _ in range(2)),
+            torch.full((5, 2), int(ABSENT), dtype=torch.int32),
+        ],
+        deepseek_v4.find_places_into,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_sparse_attn_sharedkv",
+        deepseek_v4.make_attention,
+        deepseek_v4.attend,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_sparse_attn_sharedkv_metadata",
+        lambda g: [deepseek_v4.EDGES, make_numbers(g, 9, 2)],
+        deepseek_v4.describe_attention,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_quant_lightning_indexer_v2",
+        deepseek_v4.make_choice,
+        deepseek_v4.choose,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_quant_lightning_indexer_v2_metadata",
+        lambda g: [deepseek_v4.EDGES, make_numbers(g, 9, 2), make_numbers(g, 4, 2)],
+        deepseek_v4.describe_choice,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::moe_gating_top_k_hash",
+        lambda g: [draw(g, 5, 6, dtype=torch.float32), draw(g, 6, dtype=torch.float32)],
+        deepseek_v4.route,
+        is_described=False,
+    ),
+    Case(
         "npu::npu_chunk_gated_delta_rule",
         lambda g: [
             *(draw(g, 5, 2, 128) for _ in range(3)),
@@ -468,6 +560,11 @@ CASES = [
         "aten::div.Tensor_mode",
         lambda g: [make_numbers(g, 999, 5)],
         lambda x: torch.div(x, 7, rounding_mode="floor"),
+    ),
+    Case(
+        "aten::div.out_mode",
+        lambda g: [make_numbers(g, 999, 5), torch.full((5,), int(ABSENT), dtype=torch.int32)],
+        lambda x, out: torch.div(x, 7, rounding_mode="floor", out=out),
     ),
     Case(
         "aten::repeat_interleave.self_int",

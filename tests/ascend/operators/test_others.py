@@ -99,11 +99,16 @@ def test_pairs_are_added(standin: StandIn, dtype: torch.dtype, alpha: float) -> 
 
 
 @pytest.mark.parametrize("x", [[5, -300, 128, 0], []])
-@covers("aten::div.Tensor_mode", "aten::repeat_interleave.self_int")
+@covers("aten::div.Tensor_mode", "aten::div.out_mode", "aten::repeat_interleave.self_int")
 def test_numbers_are_divided_and_repeated(standin: StandIn, x: list[int]) -> None:
     there = torch.tensor(x, dtype=torch.int32).npu()
     found = torch.div(there, 128, rounding_mode="floor")
     assert (found.dtype, found.tolist()) == (torch.int32, [number // 128 for number in x])
+    out = torch.full_like(there, -1)
+    assert torch.div(there, 128, rounding_mode="floor", out=out).data_ptr() == out.data_ptr()
+    assert out.tolist() == [number // 128 for number in x]
+    rows = torch.tensor([x, x], dtype=torch.int32)
+    assert_equal(rows.npu().repeat_interleave(2, dim=-1), rows.repeat_interleave(2, dim=-1))
     assert there.repeat_interleave(2).tolist() == [number for number in x for _ in range(2)]
 
 

@@ -47,11 +47,17 @@ def quantize(row: list[float]) -> tuple[list[int], float]:
     return [round(value * 127 / largest) if largest else 0 for value in row], largest / 127
 
 
-def activate(x: torch.Tensor) -> torch.Tensor:
-    """Return SwiGLU of each row [rows, size]: its first half gates the second."""
-    half = x.shape[1] // 2
+LIMITS = st.sampled_from([0.0, 0.5])
+
+
+def activate(x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
+    """Return SwiGLU of each row [rows, size]: its first half gates the second, both limited if there is a limit."""
+    half, most = x.shape[1] // 2, limit or math.inf
     rows = [
-        [gate / (1 + math.exp(-gate)) * up for gate, up in zip(row[:half], row[half:], strict=True)]
+        [
+            min(gate, most) / (1 + math.exp(-min(gate, most))) * max(min(up, most), -most)
+            for gate, up in zip(row[:half], row[half:], strict=True)
+        ]
         for row in x.tolist()
     ]
     return torch.tensor(rows).view(len(x), half)
@@ -158,19 +164,21 @@ def test_integers_of_each_expert_are_multiplied_by_its_matrix(
 
 
 @settings(max_examples=scale(30))
-@given(seed=SEEDS, counts=GROUPS)
+@given(seed=SEEDS, counts=GROUPS, limit=LIMITS)
 @covers(
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz",
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz_tensor_list",
     "npu::npu_grouped_matmul",
 )
-def test_the_fused_activation_is_that_of_its_parts(standin: StandIn, seed: int, counts: list[int]) -> None:
+def test_the_fused_activation_is_that_of_its_parts(
+    standin: StandIn, seed: int, counts: list[int], limit: float
+) -> None:
     generator, experts = make_generator(seed), len(counts)
     x, weight = make_int8(generator, sum(counts), 8), make_int8(generator, experts, 8, 6)
     by_column, by_row = draw_scales(generator, experts, 6) / 1000, draw_scales(generator, len(x))
     ends = torch.tensor(counts).cumsum(0)
     inputs = put(x, weight, by_column, by_row, ends)
-    found, scales, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(*inputs)
+    found, scales, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(*inputs, swiglu_limit=limit)
     (product,) = npu().npu_grouped_matmul(
         x=inputs[:1],
         weight=[inputs[1]],
@@ -180,18 +188,20 @@ def test_the_fused_activation_is_that_of_its_parts(standin: StandIn, seed: int, 
         group_list=inputs[4],
         output_dtype=torch.float32,
     )
-    assert_quantized(found, scales, activate(product))
+    assert_quantized(found, scales, activate(product, limit))
     lists = inputs[0], list(inputs[1]), list(inputs[2]), *inputs[3:]
-    of_each, their_scales, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list(*lists)
+    of_each, their_scales, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list(
+        *lists, swiglu_limit=limit
+    )
     assert torch.equal(of_each, found)
     assert torch.equal(their_scales, scales)
 
 
 @settings(max_examples=scale(30))
-@given(seed=SEEDS, counts=GROUPS, count_type=st.sampled_from([CUMULATED, COUNTS]))
+@given(seed=SEEDS, counts=GROUPS, count_type=st.sampled_from([CUMULATED, COUNTS]), limit=LIMITS)
 @covers("_C_ascend::grouped_matmul_swiglu_quant_v2", "npu::npu_grouped_matmul")
 def test_matrices_of_four_bits_are_multiplied_as_if_they_had_eight(
-    standin: StandIn, seed: int, counts: list[int], count_type: int
+    standin: StandIn, seed: int, counts: list[int], count_type: int, limit: float
 ) -> None:
     """Packed along the output, the first number in the lower bits; the assist adds what the kernel leaves out."""
     generator, experts = make_generator(seed), len(counts)
@@ -218,9 +228,9 @@ def test_matrices_of_four_bits_are_multiplied_as_if_they_had_eight(
     assert_near(found, expected, HALF)
     inputs = x.npu(), put(packed), put(bits), by_row.npu(), groups.npu()
     activated, scales = torch.ops._C_ascend.grouped_matmul_swiglu_quant_v2(
-        *inputs, weight_assist_matrix=put(assist), group_list_type=count_type
+        *inputs, weight_assist_matrix=put(assist), group_list_type=count_type, swiglu_limit=limit
     )
-    assert_quantized(activated, scales, activate(expected))
+    assert_quantized(activated, scales, activate(expected, limit))
 
 
 @settings(max_examples=scale(30))

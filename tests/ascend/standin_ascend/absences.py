@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from standin_ascend import block_sparse, context_parallel, linear_attention, state_copies, triton_kernels
+from standin_ascend import block_sparse, chunks, context_parallel, linear_attention, state_copies, triton_kernels
 from standin_ascend.slots import SlotMapping, SlotMappings
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
@@ -43,6 +43,7 @@ KERNELS = {
         "_gather_ssm_states_kernel": triton_kernels.gather_states,
         "_scatter_ssm_states_kernel": triton_kernels.scatter_states,
     },
+    "vllm_ascend.ops.triton.dsa_cp": {"build_local_metadata_triton": chunks.find_local_lengths},
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": state_copies.copy_bytes},
     "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": state_copies.keep_accepted},
     "vllm_ascend.ops.triton.fused_gdn_gating": {"fused_gdn_gating_kernel": triton_kernels.gate_states},

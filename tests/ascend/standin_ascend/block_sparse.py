@@ -188,7 +188,20 @@ def mark_chosen(chosen: torch.Tensor, counts: torch.Tensor, blocks: int) -> torc
 
 
 def scatter_rows(var: torch.Tensor, indices: torch.Tensor, update: torch.Tensor) -> None:
-    """`npu_scatter_nd_update_sk`: write rows of *update* to the rows of *var* at *indices* [rows, 1]."""
-    if indices.dim() != 2 or indices.shape[1] != 1:
+    """`npu_scatter_nd_update_sk`: write rows of *update* to the rows of *var* at *indices*.
+
+    These are numbers of rows [rows, 1], or blocks of a cache and places in them [rows, 2].
+    """
+    if indices.dim() != 2 or indices.shape[1] not in (1, 2):
         raise NotImplementedError(f"npu_scatter_nd_update_sk at indices {list(indices.shape)}")
-    launch("ScatterNdUpdateSk", compute_scatter, var, indices, update)
+    if indices.shape[1] == 1:
+        launch("ScatterNdUpdateSk", compute_scatter, var, indices, update)
+    else:
+        launch("ScatterNdUpdateSk", compute_paged_scatter, var, indices, update)
+
+
+def compute_paged_scatter(cache: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> None:
+    """Leave out negative blocks, as `compute_scatter` does negative rows; a row has the shape that the cache's have."""
+    blocks, places = indices.long().T
+    kept = blocks >= 0
+    cache[blocks[kept], places[kept]] = updates[kept].reshape(-1, *cache.shape[2:])

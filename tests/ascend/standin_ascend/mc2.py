@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from standin_ascend.kernels import launch, refuse
 from standin_ascend.quantized import (
     COUNTS,
     CUMULATED,
+    activate,
     compute_group_products,
     compute_quantization,
     split_experts,
@@ -226,15 +226,14 @@ def run_experts(
     world_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`dispatch_ffn_combine`: experts of bf16, or of int8 with tokens quantized by row, with dispatch and combine."""
-    is_plain = all(not bias.numel() for bias in (*bias1, *bias2)) and not swiglu_limit
-    if weight1[0].dtype not in (torch.int8, torch.bfloat16) or not is_plain:
-        raise NotImplementedError(f"dispatch_ffn_combine of {weight1[0].dtype}, limit {swiglu_limit}, or with biases")
+    if weight1[0].dtype not in (torch.int8, torch.bfloat16) or any(bias.numel() for bias in (*bias1, *bias2)):
+        raise NotImplementedError(f"dispatch_ffn_combine of {weight1[0].dtype}, or with biases")
     kernel = Kernel("DispatchFfnCombine", group, world_size)
     weights = split_experts(weight1), split_experts(weight2)
     scales = [split_scales(each, len(weights[0])) for each in (scale1, scale2)]
     out.fill_(torch.nan)
     tensors = x, *weights, *scales, expert_idx, probs, x_active_mask, out, expert_token_nums
-    launch(kernel.name, compute_experts, kernel, *tensors, max_output_size)
+    launch(kernel.name, compute_experts, kernel, *tensors, max_output_size, swiglu_limit)
     return out, expert_token_nums
 
 
@@ -258,6 +257,7 @@ def compute_experts(
     out: torch.Tensor,
     counts: torch.Tensor,
     most: int,
+    limit: float,
 ) -> None:
     """Dispatch, compute and combine."""
     rank = kernel.find_rank()
@@ -270,18 +270,26 @@ def compute_experts(
     counts.copy_(by_expert)
     rows = tokens[sources, numbers // ids.shape[1]]
     results = x.new_zeros(everyones.numel(), x.shape[1])  # as many on all ranks
-    compute_swiglu(rows, weights1, weights2, scales1, scales2, by_expert.cumsum(0).tolist(), results[: len(rows)])
+    ends = by_expert.cumsum(0).tolist()
+    compute_swiglu(rows, weights1, weights2, scales1, scales2, ends, results[: len(rows)], limit)
     origins = torch.full((everyones.numel(), 3), -1)
     origins[: len(rows)] = torch.stack([sources, numbers // ids.shape[1], numbers % ids.shape[1]], 1)
     add_results(kernel.exchange(results), kernel.exchange(origins), rank, weights, active, out)
 
 
 def compute_swiglu(
-    rows: torch.Tensor, weights1: Any, weights2: Any, scales1: Any, scales2: Any, ends: Sequence[int], out: torch.Tensor
+    rows: torch.Tensor,
+    weights1: Any,
+    weights2: Any,
+    scales1: Any,
+    scales2: Any,
+    ends: Sequence[int],
+    out: torch.Tensor,
+    limit: float,
 ) -> None:
     """Run each expert on its rows, which end at *ends*; activations are quantized by row where weights are."""
-    gate, up = multiply_rows(rows, weights1, scales1, ends).chunk(2, -1)
-    activated = (F.silu(gate) * up).to(out.dtype if scales2 is None else torch.float32)
+    activated = activate(multiply_rows(rows, weights1, scales1, ends), limit)
+    activated = activated.to(out.dtype if scales2 is None else torch.float32)
     out.copy_(multiply_rows(activated, weights2, scales2, ends))
 
 

@@ -12,8 +12,12 @@ from standin_ascend import (
     attention,
     block_sparse,
     byte_caches,
+    compressed_attention,
+    compression,
     earlier,
     experts,
+    hashed_experts,
+    hyper_connections,
     linear_attention,
     mc2,
     mlapo,
@@ -52,6 +56,10 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     mlapo.SCHEMA,
     *block_sparse.SCHEMAS,
     mc2.FUSED_SCHEMA,
+    *hyper_connections.SCHEMAS,
+    *compression.SCHEMAS,
+    *compressed_attention.SCHEMAS,
+    hashed_experts.SCHEMA,
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
 )
@@ -105,6 +113,19 @@ OPERATORS = {
         "npu_sparse_attention_score": block_sparse.attend_to_blocks,
         "npu_scatter_nd_update_sk": block_sparse.scatter_rows,
         "dispatch_ffn_combine": mc2.run_experts,
+        "npu_hc_pre_v2": hyper_connections.mix_streams,
+        "npu_hc_post": hyper_connections.spread_result,
+        "npu_rms_norm_cast": hyper_connections.norm_and_cast,
+        "npu_rms_norm_dynamic_quant": hyper_connections.norm_and_quantize,
+        "inplace_partial_rotary_mul": compressed_attention.rotate_slice,
+        "compressor": compression.compress,
+        "compressor_metadata": compression.find_places,
+        "compressor_metadata_out": compression.find_places_into,
+        "npu_sparse_attn_sharedkv": compressed_attention.attend_to_shared,
+        "npu_sparse_attn_sharedkv_metadata": compressed_attention.describe_attention,
+        "npu_quant_lightning_indexer_v2": compressed_attention.choose_compressed,
+        "npu_quant_lightning_indexer_v2_metadata": compressed_attention.describe_choice,
+        "moe_gating_top_k_hash": hashed_experts.choose_experts,
     },
     "atb": {
         "npu_paged_cache_load": earlier.load_cache,
@@ -114,6 +135,7 @@ OPERATORS = {
     "aten": {
         "_foreach_add.List": others.add_lists,
         "div.Tensor_mode": others.divide,
+        "div.out_mode": others.divide_into,
         "repeat_interleave.self_int": others.repeat,
         "searchsorted.Tensor": ordering.find_places,
         "_unique2": ordering.find_distinct,
@@ -122,6 +144,14 @@ OPERATORS = {
         "triton_split_qkv_rmsnorm_mrope": vision.split_norm_rotate,
         "qkv_rmsnorm_rope": others.split_norm_rotate,
     },
+}
+
+
+SHAPES = {  # for torch.compile: of vllm-ascend's own operators that its models call outside of others
+    "npu_add_rms_norm_bias": others.shape_add_norm,
+    "npu_hc_pre_v2": hyper_connections.shape_mix,
+    "npu_hc_post": hyper_connections.shape_spread,
+    "npu_rms_norm_cast": hyper_connections.shape_norm_and_cast,
 }
 
 
@@ -142,7 +172,8 @@ def register() -> tuple[Any, ...]:
         for name, operators in OPERATORS.items():
             for operator, function in operators.items():
                 opened[name].impl(operator, function, "PrivateUse1")
-    opened["_C_ascend"].impl("npu_add_rms_norm_bias", others.shape_add_norm, "Meta")  # for torch.compile
+    for operator, function in SHAPES.items():
+        opened["_C_ascend"].impl(operator, function, "Meta")
     name = "is_minimax_sparse_attention_split_kv_available"
     opened["_C_ascend"].impl(name, block_sparse.is_split_kv_available, "CompositeExplicitAutograd")
     return tuple(opened.values())

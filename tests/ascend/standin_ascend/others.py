@@ -205,15 +205,23 @@ def compute_quotients(x: torch.Tensor, other: Any, rounding_mode: str, out: torc
     out.copy_(torch.div(x, other, rounding_mode=rounding_mode))
 
 
+def divide_into(x: torch.Tensor, other: Any, *, rounding_mode: str | None = None, out: torch.Tensor) -> torch.Tensor:
+    """`div` with rounding, into a tensor of the same type."""
+    if rounding_mode is None or out.dtype != torch.result_type(x, other):
+        raise NotImplementedError(f"div.out_mode in mode {rounding_mode} to {out.dtype}")
+    launch("DivMod", compute_quotients, x, other, rounding_mode, out)
+    return out
+
+
 def repeat(x: torch.Tensor, repeats: int, dim: int | None = None, *, output_size: int | None = None) -> torch.Tensor:
-    """`repeat_interleave` of all elements, each so many times."""
-    if dim is not None:
+    """`repeat_interleave` of all elements, or of those of the last dimension, each so many times."""
+    if dim not in (None, -1, x.dim() - 1):
         raise NotImplementedError(f"repeat_interleave in dimension {dim}")
-    out = x.new_empty(x.numel() * repeats)
+    out = x.new_empty(x.numel() * repeats if dim is None else (*x.shape[:-1], x.shape[-1] * repeats))
     launch("RepeatInterleave", compute_repeats, x, out)
     return out
 
 
 def compute_repeats(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy each element to its places."""
-    out.copy_(x.reshape(-1).repeat_interleave(out.numel() // max(x.numel(), 1)))
+    """Copy each element to its places, which are next to each other, row by row."""
+    out.view(-1).copy_(x.reshape(-1).repeat_interleave(out.numel() // max(x.numel(), 1)))

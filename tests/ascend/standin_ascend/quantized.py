@@ -169,13 +169,13 @@ def multiply_int4_and_activate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped_matmul_swiglu_quant_v2` of int4 matrices: SwiGLU of each expert's rows, quantized by row."""
     refuse("grouped_matmul_swiglu_quant_v2", rest)
-    if weight[0].dtype != torch.int32 or not weight_assist_matrix or dequant_mode or swiglu_limit > 0:
+    if weight[0].dtype != torch.int32 or not weight_assist_matrix or dequant_mode:
         raise NotImplementedError(f"grouped_matmul_swiglu_quant_v2 of {weight[0].dtype}, mode {dequant_mode}")
     out = x.new_empty(x.shape[0], weight[0].shape[-1] * 4)
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
     experts = [split_experts(each) for each in (weight, weight_scale, weight_assist_matrix)]
     tensors = x, *experts, x_scale, group_list, out, scales
-    launch("GroupedMatmulSwigluQuantV2", compute_int4_activation, *tensors, group_list_type)
+    launch("GroupedMatmulSwigluQuantV2", compute_int4_activation, *tensors, group_list_type, swiglu_limit)
     return out, scales
 
 
@@ -189,12 +189,12 @@ def compute_int4_activation(
     out: torch.Tensor,
     out_scales: torch.Tensor,
     count_type: int,
+    limit: float,
 ) -> None:
     """Multiply, activate and quantize in float32."""
     products = x.new_empty(x.shape[0], out.shape[1] * 2, dtype=torch.float32)
     compute_int4_products(x, weights, find_ends(groups, count_type), scales, assists, token_scales, products)
-    gate, up = products.chunk(2, -1)
-    compute_quantization(F.silu(gate) * up, out, out_scales)
+    compute_quantization(activate(products, limit), out, out_scales)
 
 
 def split_experts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -220,11 +220,12 @@ def multiply_and_activate(
     swiglu_limit: float = -1000000.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`grouped_matmul_swiglu_quant_weight_nz`: SwiGLU of each expert's rows [rows, 2 x inner], quantized by row."""
-    if bias is not None or offset is not None or swiglu_limit > 0:
-        raise NotImplementedError("grouped_matmul_swiglu_quant_weight_nz with a bias, an offset or a limit")
+    if bias is not None or offset is not None:
+        raise NotImplementedError("grouped_matmul_swiglu_quant_weight_nz with a bias or an offset")
     out = x.new_empty(x.shape[0], weight.shape[-1] // 2)
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
-    launch("GroupedMatmulSwigluQuant", compute_activation, x, weight, weight_scale, x_scale, group_list, out, scales)
+    tensors = x, weight, weight_scale, x_scale, group_list, out, scales
+    launch("GroupedMatmulSwigluQuant", compute_activation, *tensors, swiglu_limit)
     return out, scales, x.new_empty(0, dtype=torch.float32)
 
 
@@ -240,12 +241,12 @@ def multiply_each_and_activate(
     swiglu_limit: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`grouped_matmul_swiglu_quant_weight_nz_tensor_list`: the same with a matrix and scales of each expert."""
-    if bias is not None or offset is not None or swiglu_limit > 0:
-        raise NotImplementedError("grouped_matmul_swiglu_quant_weight_nz_tensor_list with a bias, an offset or a limit")
+    if bias is not None or offset is not None:
+        raise NotImplementedError("grouped_matmul_swiglu_quant_weight_nz_tensor_list with a bias or an offset")
     out = x.new_empty(x.shape[0], weight[0].shape[-1] // 2)
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
     experts = list(weight), list(weight_scale)
-    launch("GroupedMatmulSwigluQuant", compute_activation, x, *experts, x_scale, group_list, out, scales)
+    launch("GroupedMatmulSwigluQuant", compute_activation, x, *experts, x_scale, group_list, out, scales, swiglu_limit)
     return out, scales, x.new_empty(0, dtype=torch.float32)
 
 
@@ -257,12 +258,20 @@ def compute_activation(
     ends: torch.Tensor,
     out: torch.Tensor,
     out_scales: torch.Tensor,
+    limit: float,
 ) -> None:
     """Multiply, activate and quantize in float32, group by group."""
     products = x.new_empty(x.shape[0], weights[0].shape[-1], dtype=torch.float32)
     compute_group_products(x, weights, ends.tolist(), list(scales), token_scales, products)
+    compute_quantization(activate(products, limit), out, out_scales)
+
+
+def activate(products: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return SwiGLU of rows [rows, 2 x inner], with both factors limited if *limit* is positive."""
     gate, up = products.chunk(2, -1)
-    compute_quantization(F.silu(gate) * up, out, out_scales)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate) * up
 
 
 def activate_product(

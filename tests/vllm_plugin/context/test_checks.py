@@ -71,6 +71,7 @@ def find(
     *cuts: int,
     block_size: int = BLOCK,
     drafts: int = 0,
+    window: int | None = None,
 ) -> Decline | None:
     """Return the decline of requests with these query lengths, computed tokens and KV blocks."""
     width = max(map(len, blocks))
@@ -78,7 +79,7 @@ def find(
     starts = np.array([0, *accumulate(query_lens)], dtype=np.int32)
     seq_lens = np.array(query_lens, dtype=np.int32) + np.array(computed, dtype=np.int32)
     slices = slice_batch(Batch(tuple(query_lens), sum(query_lens), decode_len=0), cuts)
-    return check_prefix_cache(slices, starts, seq_lens, table, block_size, drafts)
+    return check_prefix_cache(slices, starts, seq_lens, table, block_size, drafts, window)
 
 
 def test_reading_blocks_that_a_later_micro_batch_writes_declines() -> None:
@@ -88,6 +89,12 @@ def test_reading_blocks_that_a_later_micro_batch_writes_declines() -> None:
 def test_reading_a_block_of_which_a_later_micro_batch_writes_the_end_declines() -> None:
     """The writer has come half through block 6 in earlier steps, and fills it in this one."""
     assert find([4, 2], [8, 6], [[5, 6, 7], [5, 6]], 4) == DECLINE
+
+
+@pytest.mark.parametrize(("window", "expected"), [(4, None), (8, DECLINE), (None, DECLINE)])
+def test_blocks_before_the_window_may_be_those_of_another_request(window: int | None, expected: Decline | None) -> None:
+    """vLLM has given block 5 to the second request, and the first one's table still has it."""
+    assert find([4, 4], [8, 0], [[5, 6, 7], [5]], 4, window=window) == expected
 
 
 def test_reading_blocks_that_an_earlier_micro_batch_writes_is_fine() -> None:

@@ -104,6 +104,18 @@ def test_each_slice_is_told_how_many_of_its_requests_are_not_padding(total: int,
     assert found == [{"num_actual_reqs": count} for count in expected]
 
 
+def test_what_builders_of_a_step_leave_for_each_other_is_not_for_a_slice() -> None:
+    left: dict[str, Any] = {"cos": torch.ones(8)}
+    arguments = {"common_ratio_to_sas_metadata": left}
+    own: dict[str, Any] = {}
+    first, _ = cut(5, query_lens=[5, 4, 6])
+    found = [slice_arguments(arguments, first, own), slice_arguments(arguments, first)]
+    assert [each["common_ratio_to_sas_metadata"] for each in found if isinstance(each, dict)] == [{}, {}]
+    assert isinstance(found[0], dict)
+    assert found[0]["common_ratio_to_sas_metadata"] is own, "of all builders for the slice"
+    assert left, "the step keeps it"
+
+
 @pytest.mark.parametrize(
     ("drafts", "cuts", "declines"),
     [

@@ -1,0 +1,230 @@
+"""DeepSeek V4 inside vllm-ascend: split steps give what its own steps give, bit for bit.
+
+Of up to 128 keys, each of 4 tokens, its indexer chooses eight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.ascend.conftest import FOUR, OPTIONS, start
+from tests.ascend.deepseek_v4 import make_deepseek_v4
+from tests.ascend.jobs import answer, cut_at_boundaries, generate, make_prompts
+from tests.ascend.modelslim import DYNAMIC, INT4, quantize_model
+from tests.ascend.mtp_layers import MTP
+from tests.ascend.test_equivalence import (
+    BOUNDARIES,
+    assert_chunks_are_equal,
+    assert_data_parallel_prefills_are_close,
+    assert_mixed_steps_are_equal,
+    assert_prefills_are_equal,
+)
+from tests.ascend.test_mc2 import A3
+from tests.ascend.test_side import GRAPHS
+from tests.ascend.test_sparse_attention import (
+    CUTS,
+    QUANTIZED,
+    assert_data_parallel_steps_are_equal,
+    share_out,
+)
+from tests.ascend.test_speculative import answer_with_drafts
+from tests.ascend.test_traps import PROMPTS as DECODES
+from tests.ascend.test_traps import keep_rotary_tables
+from tests.vllm_plugin.engine import Engine, find_difference
+from tests.vllm_plugin.ranks import Ranks
+
+CHUNKS, SHARED, SHARED_OUT = {"enable_flashcomm1": True}, {"enable_shared_expert_dp": True}, {"enable_dsa_cp": True}
+
+
+def serve_with(**flags: Any) -> dict[str, Any]:
+    """Return options of an engine with these flags of vllm-ascend's, and one stream in attention."""
+    return {
+        "distributed_executor_backend": "mp",  # in one process, vLLM and its worker would share a block size
+        "additional_config": {**OPTIONS["additional_config"], "multistream_dsv4_dsa_overlap": False, **flags},
+    }
+
+
+def name_flags(value: Any) -> str:
+    """Return a name of a case."""
+    return " ".join(name.removeprefix("enable_") for name in value) or "-" if isinstance(value, dict) else str(value)
+
+
+SERVED = serve_with()
+STREAM_FAILED = "a kernel of the stand-in has failed|synchronize failed"  # whichever the worker comes to first
+
+
+def assert_steps_are_equal(npus: Ranks) -> None:
+    """Compare prefills, requests cut inside, also between keys, and decodes mixed with them."""
+    assert_prefills_are_equal(npus, [*CUTS, [BOUNDARIES[1], BOUNDARIES[3]]])
+    for length, size in ((400, 128), (400, 83), (130, 77), (20, 3)):
+        assert_chunks_are_equal(npus, length, size)
+    assert_mixed_steps_are_equal(npus)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_split_steps_are_equal_to_unsplit_ones(workers: int, tmp_path: Path) -> None:
+    for npus in start(1, make_deepseek_v4(tmp_path), **share_out(workers), **SERVED):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_of_different_sizes_are_equal(tmp_path: Path) -> None:
+    for npus in start(2, make_deepseek_v4(tmp_path), **SERVED):
+        assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [CHUNKS, CHUNKS | SHARED, CHUNKS | SHARED | SHARED_OUT], ids=name_flags)
+def test_data_parallel_ranks_of_chunks_are_equal(flags: dict[str, bool], tmp_path: Path) -> None:
+    options = {**share_out(2), **serve_with(**flags)}
+    for npus in start(2, make_deepseek_v4(tmp_path), FOUR, **options):
+        assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_verify_drafts_alike(tmp_path: Path) -> None:
+    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 3), (0, 3)]
+    for npus in start(2, make_deepseek_v4(tmp_path, drafts=True), **SERVED, **MTP):
+        assert_data_parallel_steps_are_equal(npus, prompts, arrive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "is_quantized"), [({"enable_fused_mc2": 1}, True), ({"enable_prefill_mc2": True}, False)]
+)
+def test_experts_of_chunks_that_kernels_dispatch(flags: dict[str, Any], is_quantized: bool, tmp_path: Path) -> None:
+    """MC2 on A3, with tensor parallel: its router is given the numbers of the tokens of a chunk."""
+    model, options = make_deepseek_v4(tmp_path / "source"), {}
+    if is_quantized:
+        model, options = quantize_model(model, tmp_path / "model", DYNAMIC, DYNAMIC), QUANTIZED
+    for npus in start(1, model, A3, **share_out(2), **serve_with(**flags), **options):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+def test_with_graphs_of_decodes_prefills_are_split(tmp_path: Path) -> None:
+    options = {**GRAPHS, **serve_with(**GRAPHS["additional_config"])}
+    for npus in start(1, make_deepseek_v4(tmp_path), **options):
+        ((unsplit, _),) = npus.run(answer, [make_prompts(60, 40, 25)], 6)
+        ((split, counts),) = npus.run(answer, [make_prompts(60, 40, 25)], 6, [60])
+        assert counts == [{"split": 1, "declined": {}}], "a prefill; five decodes are replayed"
+        assert find_difference(unsplit, split) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [CHUNKS, CHUNKS | SHARED], ids=name_flags)
+def test_layers_that_pass_on_chunks_of_tokens(flags: dict[str, bool], tmp_path: Path) -> None:
+    for npus in start(1, make_deepseek_v4(tmp_path), **share_out(2), **serve_with(**flags)):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "flags"), [(1, {}), (2, {}), (2, CHUNKS), (2, SHARED_OUT)], ids=name_flags)
+def test_drafts_of_an_mtp_layer_are_accepted_alike(workers: int, flags: dict[str, bool], tmp_path: Path) -> None:
+    """It reads the streams of all tokens before the model's head, which the model leaves in a buffer."""
+    model = make_deepseek_v4(tmp_path, drafts=True)
+    for npus in start(1, model, **share_out(workers), **serve_with(**flags), **MTP):
+        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
+        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
+        assert (none, steps >= 10) == (0, True)
+        assert drafts["drafted"] > 0
+        assert drafts["accepted"] > 0
+        assert split_drafts == drafts
+        assert find_difference(unsplit, split) == 0.0
+        npus.run(change_workers, _leave_nothing)
+        ((_, wrong_drafts, _),) = npus.run(answer_with_drafts, True)
+        assert wrong_drafts != drafts
+
+
+@pytest.mark.slow
+def test_with_a_second_stream_in_attention_steps_are_equal_where_keys_are_kept(tmp_path: Path) -> None:
+    """By default, attention has one; vllm-ascend frees keys of the indexer while that stream still reads them."""
+    for npus in start(1, make_deepseek_v4(tmp_path), **serve_with(multistream_dsv4_dsa_overlap=True)):
+        npus.run(change_workers, _keep_keys)
+        assert_steps_are_equal(npus)
+
+
+def _keep_keys(worker: Any) -> None:
+    from vllm_ascend.models.deepseek_v4.indexer import AscendIndexerOps
+
+    quantize, kept = AscendIndexerOps.quantize_key_and_update_cache, deque(maxlen=64)  # keys of many layers
+
+    def quantize_and_keep(self: Any, key: Any, *arguments: Any) -> Any:
+        kept.append(key)
+        return quantize(self, key, *arguments)
+
+    AscendIndexerOps.quantize_key_and_update_cache = quantize_and_keep
+
+
+@pytest.mark.slow
+def test_where_micro_batches_share_rotary_tables_answers_are_wrong(tmp_path: Path) -> None:
+    for npus in start(1, make_deepseek_v4(tmp_path), **SERVED):
+        ((unsplit, _),) = npus.run(answer, DECODES, 4)
+        npus.run(change_workers, _keep_rotary_tables)
+        npus.run(cut_at_boundaries)
+        ((split, counts),) = npus.run(generate, DECODES, 4)
+        assert counts[0]["split"] >= 4, counts
+        assert find_difference(unsplit, split) > 0.0
+
+
+def _keep_rotary_tables(worker: Any) -> None:
+    keep_rotary_tables().__enter__()
+
+
+def _share_metadata(worker: Any) -> None:
+    patch("dbo_runtime.vllm_plugin.context.states.SHARED", "").__enter__()
+
+
+def _wait_as_the_step(worker: Any) -> None:
+    patch("dbo_runtime.vllm_plugin.platforms.npu_metadata._drop_metadata_of_step", print).__enter__()
+
+
+REMEDIES = [(_share_metadata, STREAM_FAILED), (_wait_as_the_step, "DeviceMetadataStage")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remove", "why"), REMEDIES)
+def test_micro_batches_cannot_take_metadata_of_the_step(
+    remove: Callable[[Any], None], why: str, tmp_path: Path
+) -> None:
+    """Neither what builders have left for each other, nor what a stream of its own writes."""
+    for npus in start(1, make_deepseek_v4(tmp_path), **SERVED):
+        npus.run(change_workers, remove)
+        npus.run(cut_at_boundaries)
+        with pytest.raises(AssertionError, match=why):
+            npus.run(generate, DECODES, 4)
+
+
+def change_workers(engine: Engine, rank: int, change: Callable[[Any], None]) -> None:
+    """Change something in each worker, for as long as it lives."""
+    engine.llm.collective_rpc(change)
+
+
+def _leave_nothing(worker: Any) -> None:
+    worker.model_runner.get_model().forward._keep_output = None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [DYNAMIC, INT4])
+def test_quantized_weights(experts: str, tmp_path: Path) -> None:
+    source = make_deepseek_v4(tmp_path / "source")
+    model = quantize_model(source, tmp_path / "model", DYNAMIC, experts)
+    for npus in start(1, model, **share_out(2), **SERVED, **QUANTIZED):
+        assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [False, True])
+def test_attention_from_chunks_of_tokens(quantized: bool, tmp_path: Path) -> None:
+    """Context parallel sparse attention (DSA-CP), which exchanges chunks of tokens for heads."""
+    model, options = make_deepseek_v4(tmp_path / "source"), {}
+    if quantized:
+        model, options = quantize_model(model, tmp_path / "model", DYNAMIC, DYNAMIC), QUANTIZED
+    for npus in start(1, model, **share_out(2), **serve_with(**SHARED_OUT), **options):
+        assert_steps_are_equal(npus)
