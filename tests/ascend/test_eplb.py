@@ -81,7 +81,8 @@ def test_loads_are_equal_and_answers_close_before_and_after_experts_move(kind: s
     for npus in start(1, model, environment, **make_options(), **options):
         unmoved = compare_steps(npus, [PROMPTS], CUTS, TOLERANCE[kind])
         move_experts(npus, [SHORT], [40])
-        moved = compare_steps(npus, [PROMPTS], CUTS, TOLERANCE[kind])
+        rerouted = REROUTED if kind == "MTP" else 0  # by the drafter, which reads hidden states
+        moved = compare_steps(npus, [PROMPTS], CUTS, TOLERANCE[kind], rerouted)
         assert find_difference(unmoved[0].answers, moved[0].answers) <= (TOLERANCE[kind] or TOLERANCE["bf16"])
         if kind == "bf16":
             assert_each_remedy_is_needed(npus, moved[0])
