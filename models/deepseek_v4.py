@@ -1,9 +1,7 @@
 """DeepSeek V4 (Flash and Pro): hyper-connections around sparse attention to compressed keys, and around experts.
 
-The class is vllm-ascend's. A token has several residual streams [tokens, streams, hidden]: attention and experts each
-read a mix of them, and what they return is spread over all of them again (arXiv:2409.19606). Attention with its
-indexer and compressors is one op, which writes and reads up to five caches. The first layers choose experts by the
-token itself.
+The class is vllm-ascend's. Attention with its indexer and compressors is one op, which writes and reads up to five
+caches. The first layers choose experts by the token itself.
 
 Tensor parallel, each layer has two all-reduces, which overlap as in other mixtures of experts: `comm` reduces one
 micro-batch's attention (or experts) while `compute` runs the next one's. Only what is reduced goes there; the streams,
@@ -16,30 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from dbo_models.collectives import record_gather, record_reduce
-from dbo_models.experts import record_dispatch, record_experts
+from dbo_models.collectives import record_gather
+from dbo_models.hyper_connections import Inputs, record_layer
 from dbo_models.layers import check_parts, get_layers
 from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
 KNOWN = frozenset({"DeepseekV4Model", "DeepseekV4DecoderLayer", "DeepseekV4Attention", "DeepseekV4MoE"})
-
-
-class Inputs(NamedTuple):
-    """What layers read besides the streams.
-
-    Attributes:
-        positions: of all tokens [tokens].
-        input_ids: the numbers of the tokens whose streams there are, or None if no layer reads them.
-        tokens: how many there are, if there are streams of this rank's chunk of them only; else None.
-    """
-
-    positions: Value
-    input_ids: Value | None
-    tokens: Value | None
 
 
 class DeepseekV4Adapter:
@@ -98,76 +82,8 @@ class DeepseekV4Adapter:
             first += part.shape[0]
 
 
-def record_layer(p: ProgramBuilder, layer: Any, collectives: Collectives, streams: Value, inputs: Inputs) -> Value:
-    """Declare one layer, [tokens, streams, hidden] or [chunk, streams, hidden] -> like it."""
-    x, post, comb = p.compute("attn_mix", partial(_mix_for_attention, layer), streams, outputs=3)
-    x = record_attention(p, layer, collectives, x, inputs)
-    streams = p.compute("attn_spread", layer.hc_post, x, streams, post, comb)
-    x, cast, post, comb = p.compute("mlp_mix", partial(_mix_for_experts, layer), streams, outputs=4)
-    x = record_mlp(p, layer.mlp, collectives, x, cast, inputs)
-    spread: Value = p.compute("mlp_spread", layer.hc_post, x, streams, post, comb)
-    return spread
-
-
-def record_attention(p: ProgramBuilder, layer: Any, collectives: Collectives, x: Value, inputs: Inputs) -> Value:
-    """Declare attention with what ranks communicate for it, [tokens, hidden] or [chunk, hidden] -> like *x*.
-
-    Context parallel (`enable_dsa_cp`), it gathers chunks and reduces to them itself, on vLLM's communicator.
-    """
-    attend = partial(_attend, layer.self_attn)
-    if inputs.tokens is None:
-        x = p.compute("attention", collectives.without_reduce(attend), inputs.positions, x, ordered=True)
-        reduced: Value = record_reduce(p, "attn_reduce", collectives, x)
-        return reduced
-    if layer.enable_dsa_cp:
-        attended: Value = p.compute("attention", attend, inputs.positions, x, ordered=True)
-        return attended
-    x = record_gather(p, "attn_gather", collectives, x, inputs.tokens)
-    x = p.compute("attention", attend, inputs.positions, x, ordered=True)  # which leaves its reduce to the layer
-    chunk: Value = p.comm("attn_scatter", collectives.reduce_scatter, x, outputs=2)[0]
-    return chunk
-
-
-def record_mlp(p: ProgramBuilder, mlp: Any, collectives: Collectives, x: Value, cast: Value, inputs: Inputs) -> Value:
-    """Declare the experts, [tokens, hidden] or [chunk, hidden] -> like *x*.
-
-    *cast* is *x* in float32, which the router reads; where its op has *x* only, it casts that itself.
-    """
-    ids = inputs.input_ids if mlp.hash else None
-    moe = collectives.decompose(mlp.experts, takes_chunks=True)
-    assert moe is not None or inputs.tokens is None, "experts of chunks are dispatched"
-    if moe is None:
-        run = collectives.without_reduce(partial(_run_experts, mlp))
-        x = p.compute("moe", run, x, cast, *(() if ids is None else (ids,)))
-    elif inputs.tokens is None:
-        x = record_experts(p, moe, collectives, x, ids)
-    else:
-        x = record_dispatch(p, moe, collectives, x, inputs.tokens, input_ids=ids)
-    if moe is None or not moe.is_sequence_parallel:
-        x = record_reduce(p, "mlp_reduce", collectives, x)
-    return x
-
-
 def _make_streams(count: int, x: Any) -> Any:
     return x.unsqueeze(1).repeat(1, count, 1)
-
-
-def _mix_for_attention(layer: Any, streams: Any) -> tuple[Any, Any, Any]:
-    x, post, comb = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base)
-    return layer.input_layernorm(x), post, comb
-
-
-def _mix_for_experts(layer: Any, streams: Any) -> tuple[Any, Any, Any, Any]:
-    x, post, comb = layer.hc_pre(streams, layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base)
-    return (*layer.rms_norm_cast(x), post, comb)
-
-
-def _attend(attention: Any, positions: Any, x: Any) -> Any:
-    return attention(positions, x, None)
-
-
-def _run_experts(mlp: Any, x: Any, cast: Any, input_ids: Any = None) -> Any:
-    return mlp(x, input_ids=input_ids, hidden_states_fp32=cast)
 
 
 def _finish(decoder: Any, streams: Any) -> Any:

@@ -144,6 +144,7 @@ SPARSE_ATTENTION = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Those whose attention sees keys that an indexer chooses; vLLM has no kernels for it on CPU."""
 
 MINIMAX_M3 = "MiniMaxM3SparseForConditionalGeneration"
+DEEPSEEK_V4 = "DeepseekV4ForCausalLM"  # of which vllm-ascend's class is split
 """Which vLLM has no class for on CPU; tests/ascend/minimax.py makes one."""
 
 

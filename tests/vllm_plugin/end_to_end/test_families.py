@@ -14,6 +14,7 @@ from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, a
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import (
+    DEEPSEEK_V4,
     FAMILIES,
     LINEAR_ATTENTION,
     MINIMAX_M3,
@@ -117,7 +118,14 @@ def test_the_language_model_of_internvl_answers_split_as_unsplit(
 
 def test_every_architecture_that_we_register_is_among_them() -> None:
     ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
-    others = {*LINEAR_ATTENTION, QWEN35, QWEN35_MOE, *SPARSE_ATTENTION, MINIMAX_M3}  # each in a file of its own
+    others = {
+        *LINEAR_ATTENTION,
+        QWEN35,
+        QWEN35_MOE,
+        *SPARSE_ATTENTION,
+        MINIMAX_M3,
+        DEEPSEEK_V4,
+    }  # in files of their own
     multimodal = {INTERNVL, KIMI, OMNI, QWEN25, QWEN3, QWEN3_MOE}  # four of them in test_qwen_vl.py
     assert ours == {*OURS, *multimodal, *others}
 

@@ -386,7 +386,7 @@ def test_padding_of_a_chunk_is_not_sent_to_experts(rank: int, sent: list[bool]) 
     """Of three tokens on two ranks the second chunk has one, and padding."""
 
     class Routed(MoeLayer):
-        def choose_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def choose_experts(self, x: torch.Tensor, input_ids: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
             return x.new_ones(len(x), 2), torch.zeros(len(x), 2, dtype=torch.int32)
 
     group: Any = SimpleNamespace(world_size=2, rank_in_group=rank)

@@ -23,7 +23,7 @@ OPTIONS.configure_mock(
     ("stages", "model", "reasons"),
     [
         (1, "DeepseekV3ForCausalLM", []),
-        (2, "DeepseekV3ForCausalLM", ["not supported yet: FlashComm (sequence-parallel MoE) in a pipeline"]),
+        (2, "DeepseekV3ForCausalLM", []),
         (
             1,
             "Qwen3VLMoeForConditionalGeneration",
