@@ -63,7 +63,6 @@ def read_additional_config(engine: Engine, rank: int) -> dict[str, Any]:
 
 
 FEATURES = {
-    "eplb_config.dynamic_eplb": (True, "dynamic expert load balancing (eplb_config)"),
     "eplb_config.expert_map_path": ("map.json", "an expert map (eplb_config)"),
     "enable_force_eplb": (True, "forced expert load balancing"),
     "mix_placement": (True, "shared experts among the routed ones (mix_placement)"),
