@@ -74,6 +74,34 @@ FEATURES = {
 }
 
 
+BALANCED = {  # by how experts are placed by load
+    "not supported yet: redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)": {
+        "num_redundant_experts": 16
+    },
+    "not supported yet: expert load balancing by the load of each step (eplb_policy_type: 3)": {"eplb_policy_type": 3},
+}
+
+
+@pytest.mark.parametrize("reason", [None, *BALANCED])
+def test_load_balancing_is_split_but_where_it_was_not_compared(reason: str | None, one_npu: Ranks) -> None:
+    options = {"dynamic_eplb": True, **(BALANCED[reason] if reason else {})}
+    assert one_npu.run(check_balancing, options) == [reason]
+
+
+def check_balancing(engine: Engine, rank: int, options: dict[str, Any]) -> str | None:
+    """Return why the model would run unsplit with these options of load balancing."""
+    from vllm_ascend.ascend_config import get_ascend_config
+
+    from dbo_runtime.vllm_plugin.step.unsupported import check_config
+
+    balancing = copy.copy(get_ascend_config().eplb_config)
+    for name, value in options.items():
+        object.__setattr__(balancing, name, value)
+    with patch.object(get_ascend_config(), "eplb_config", balancing):
+        found = check_config(engine.llm.llm_engine.vllm_config)
+    return None if found is None else str(found)
+
+
 def test_features_that_cannot_be_split_are_named(one_npu: Ranks) -> None:
     """On the very configuration object that vllm-ascend has made, one feature after the other."""
     (found,) = one_npu.run(list_unsupported)
