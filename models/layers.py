@@ -64,8 +64,8 @@ def record_decoder(
     layers. *route* is for blocks whose experts do not hold their gate.
 
     On a stage of a pipeline, only its layers are declared: a stage other than the first takes the `residual` as an
-    input, and a stage other than the last returns it, without the final norm. Where a drafter reads hidden states
-    between layers (`aux_hidden_state_layers`), they are named outputs.
+    input, and a stage other than the last returns it, without the final norm, both for all tokens. Where a drafter
+    reads hidden states between layers (`aux_hidden_state_layers`), they are named outputs.
     """
     layers = get_layers(decoder)
     stream = Stream(x) if 0 in layers else Stream(x, p.input(RESIDUAL))
@@ -77,8 +77,9 @@ def record_decoder(
                 stream = stream._replace(x=p.compute("add_features", add, stream.x, added[index]))
     if len(decoder.layers) - 1 not in layers:
         assert stream.residual is not None, "a stage has layers"
-        p.output(RESIDUAL, stream.residual)
-        return stream.x
+        p.output(RESIDUAL, record_gather(p, "stage_residual_gather", collectives, stream.residual, stream.tokens))
+        handed: Value = record_gather(p, "stage_gather", collectives, stream.x, stream.tokens)
+        return handed
     record_auxiliary(p, decoder, collectives, len(decoder.layers), stream)
     hidden = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream.values, overwrites=stream.values)
     gathered: Value = record_gather(p, "final_gather", collectives, hidden, stream.tokens)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import FOUR, start
+from tests.ascend.conftest import FOUR, PIPELINE, start
 from tests.ascend.jobs import answer, make_prompts
 from tests.ascend.minimax import TEXT_ONLY, draft_by_eagle3, make_minimax
 from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
@@ -81,6 +81,13 @@ def test_data_parallel_ranks_of_different_sizes_are_equal(tmp_path: Path) -> Non
 def test_data_parallel_ranks_of_chunks_are_equal(options: dict[str, Any], tmp_path: Path) -> None:
     for npus in start(2, make_minimax(tmp_path), FOUR, tensor_parallel_size=2, **options, **TEXT_ONLY):
         assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+def test_stages_pass_on_all_tokens(tmp_path: Path) -> None:
+    """Layers have chunks of them, which a stage gathers at its end."""
+    for npus in start(1, make_minimax(tmp_path), FOUR, **TWO, **{**TEXT_ONLY, **PIPELINE}, **FLASHCOMM):
+        assert_steps_are_equal(npus)
 
 
 @pytest.mark.slow
