@@ -16,6 +16,7 @@ import pytest
 
 from tests.ascend.conftest import OPTIONS, TINY, start
 from tests.ascend.jobs import answer, make_prompts
+from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
 from tests.vllm_plugin.engine import Engine, find_difference
 from tests.vllm_plugin.ranks import Ranks
 
@@ -45,6 +46,13 @@ def test_shared_experts_on_a_stream_of_their_own_stay_there() -> None:
         (kept,) = npus.run(read_additional_config)
         assert kept.items() >= options.items()
         assert "dbo" not in json.dumps(kept).lower(), "vllm-ascend refuses options that it does not know"
+
+
+def test_logits_that_data_parallel_ranks_share_out_are_those_of_unsplit_steps() -> None:
+    """The language model's head comes after the forward, which is split."""
+    options = {**OPTIONS["additional_config"], "finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}}
+    for npus in start(2, additional_config=options):
+        assert_data_parallel_prefills_are_close(npus, 0.0)
 
 
 def test_a_memory_profile_sees_a_split_step(capfd: pytest.CaptureFixture[str]) -> None:
