@@ -15,7 +15,7 @@ LANES = (COMPUTE, COMM, SIDE)
 X = "x"
 POSITIONS = "positions"
 INPUT_IDS = "input_ids"
-"""The input that an adapter's `record` may declare for the tokens' numbers [tokens], as vLLM calls it."""
+"""The input that an adapter's `record` may declare for token ids [tokens]; the name is vLLM's."""
 
 KEPT = "kept"
 """The output that an `OutputAdapter` declares."""
@@ -85,7 +85,7 @@ class ExpertParallel(Protocol):
     def gate(self, x: Any, tokens: Any = None, input_ids: Any = None) -> Any:
         """Choose the experts of each token of *x* [tokens, hidden] -> routing; *tokens* of all chunks if it is one.
 
-        *input_ids* are the numbers of the tokens of *x* [tokens], where experts are chosen by them.
+        *input_ids* are the token ids of *x* [tokens], where experts are chosen by them.
         """
 
     def exchange_sizes(self, routing: Any) -> Any:

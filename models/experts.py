@@ -16,7 +16,7 @@ def record_experts(
     """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
 
     Sequence parallel, each tensor parallel rank dispatches a chunk of the tokens, and an all-gather completes them.
-    *input_ids* are the numbers of the tokens [tokens], if experts are chosen by them.
+    *input_ids* are token ids [tokens], if experts are chosen by them.
     """
     if not moe.is_sequence_parallel:
         return record_dispatch(p, moe, collectives, x, input_ids=input_ids)
@@ -46,7 +46,7 @@ def record_dispatch(
 
     *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
     of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks. *input_ids* are
-    the numbers of the tokens of *x*, if experts are chosen by them.
+    the token ids of *x*, if experts are chosen by them.
     """
     if moe.is_fused:
         assert tokens is not None, "each rank gives its kernels a chunk"

@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         positions: of all tokens [tokens].
-        input_ids: the numbers of the tokens whose streams there are, or None if no layer reads them.
+        input_ids: token ids of those whose streams there are, or None if no layer reads them.
         tokens: how many there are, if there are streams of this rank's chunk of them only; else None.
     """
 

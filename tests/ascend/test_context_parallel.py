@@ -28,7 +28,7 @@ from tests.ascend.test_sparse_attention import (
     assert_steps_are_equal,
     share_rows,
 )
-from tests.ascend.test_speculative import answer_with_drafts
+from tests.ascend.test_speculative import assert_drafts_are_equal
 from tests.ascend.test_traps import keep_rotary_tables
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
 from tests.vllm_plugin.families import make_family
@@ -128,12 +128,7 @@ def test_vllm_ascends_own_stages_that_share_chosen_keys_are_wrong(tmp_path: Path
 def test_drafts_are_verified_by_chunks(name: str, tmp_path: Path) -> None:
     model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
     for npus in start(1, model, **SHARED_OUT, **DRAFTS):
-        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
-        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
-        assert (none, steps >= 10) == (0, True)
-        assert drafts["drafted"] > drafts["accepted"] > 0
-        assert split_drafts == drafts
-        assert find_difference(unsplit, split) == 0.0
+        assert_drafts_are_equal(npus)
 
 
 @pytest.mark.parametrize("name", [V32, GLM])

@@ -23,7 +23,7 @@ from tests.ascend.test_equivalence import (
 )
 from tests.ascend.test_families import OPTIONS_OF, make_model
 from tests.ascend.test_sparse_attention import GLM, SHARING, V32
-from tests.ascend.test_speculative import answer_with_drafts, leave_backend
+from tests.ascend.test_speculative import assert_drafts_are_equal, leave_backend
 from tests.vllm_plugin.drafters import draft_by_eagle3, draft_by_mtp
 from tests.vllm_plugin.engine import find_difference
 from tests.vllm_plugin.families import make_family
@@ -103,9 +103,4 @@ def test_drafts_are_accepted_as_unsplit(name: str, tmp_path: Path) -> None:
     else:
         model, drafts = TINY, leave_backend(draft_by_mtp(2) if name == "mtp" else draft_by_eagle3(3))
     for npus in start(1, model, **TWO, **{**drafts, **FLASHCOMM}):
-        ((unsplit, counts, none),) = npus.run(answer_with_drafts, False)
-        ((split, split_counts, steps),) = npus.run(answer_with_drafts, True)
-        assert (none, steps >= 8) == (0, True)
-        assert counts["drafted"] > counts["accepted"] > 0
-        assert split_counts == counts
-        assert find_difference(unsplit, split) == 0.0
+        assert_drafts_are_equal(npus, steps=8)

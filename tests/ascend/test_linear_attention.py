@@ -21,7 +21,7 @@ from tests.ascend.test_equivalence import (
     assert_prefills_are_equal,
 )
 from tests.ascend.test_families import OPTIONS_OF, make_model
-from tests.ascend.test_speculative import answer_with_drafts
+from tests.ascend.test_speculative import assert_drafts_are_equal
 from tests.vllm_plugin.drafters import NGRAM
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.ranks import Ranks
@@ -114,13 +114,9 @@ def test_drafts_are_verified_as_unsplit(name: str, drafter: str, tmp_path: Path)
     drafts = add_qwen_mtp_layer(model) if drafter == "mtp" else {"speculative_config": NGRAM}
     options = {**drafts, "async_scheduling": False, "tensor_parallel_size": 2, **OPTIONS_OF[name]}
     for npus in start(1, model, enable_expert_parallel=name == QWEN35_MOE, **options):
-        ((unsplit, counts, none),) = npus.run(answer_with_drafts, False)
-        ((split, split_counts, steps),) = npus.run(answer_with_drafts, True)
-        assert (none, steps >= 8) == (0, True)
+        counts = assert_drafts_are_equal(npus, steps=8, accepts=False)
         assert counts["drafted"] > counts["accepted"]
         assert drafter == "ngram" or counts["accepted"] > 0  # what a random model says is not said before
-        assert split_counts == counts
-        assert find_difference(unsplit, split) == 0.0
 
 
 @pytest.mark.slow
@@ -131,9 +127,4 @@ def test_drafts_that_are_scheduled_asynchronously_are_verified_as_unsplit(name: 
     options = {**add_qwen_mtp_layer(model), "async_scheduling": True, "tensor_parallel_size": 2, **OPTIONS_OF[name]}
     for npus in start(1, model, enable_expert_parallel=name == QWEN35_MOE, **options):
         npus.run(order_corrections)
-        ((unsplit, counts, none),) = npus.run(answer_with_drafts, False)
-        ((split, split_counts, steps),) = npus.run(answer_with_drafts, True)
-        assert (none, steps >= 8) == (0, True)
-        assert counts["drafted"] > counts["accepted"] > 0
-        assert split_counts == counts
-        assert find_difference(unsplit, split) == 0.0
+        assert_drafts_are_equal(npus, steps=8)

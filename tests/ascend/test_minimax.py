@@ -18,7 +18,7 @@ from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
 from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
 from tests.ascend.test_flashcomm import FLASHCOMM, REPLICATED, TWO
 from tests.ascend.test_sparse_attention import QUANTIZED, assert_steps_are_equal, share_out
-from tests.ascend.test_speculative import answer_with_drafts
+from tests.ascend.test_speculative import assert_drafts_are_equal
 from tests.vllm_plugin.engine import find_difference
 
 VISION_PROJECTIONS = (*(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")), "fc1", "fc2")
@@ -36,12 +36,7 @@ def test_drafts_are_verified_in_chunks_of_tokens(tmp_path: Path) -> None:
     """FlashComm v1, in which the dense MLP, too, gathers a chunk, and an Eagle3 head that reads gathered tokens."""
     drafting = draft_by_eagle3(3, tmp_path / "drafter")
     for npus in start(1, make_minimax(tmp_path / "model"), **TWO, **FLASHCOMM, **drafting, **TEXT_ONLY):
-        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
-        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
-        assert (none, steps >= 10) == (0, True)
-        assert drafts["drafted"] > 0
-        assert split_drafts == drafts
-        assert find_difference(unsplit, split) == 0.0
+        assert_drafts_are_equal(npus, accepts=False)
 
 
 def describe_vision_tower(model: Path) -> None:

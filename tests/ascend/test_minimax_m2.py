@@ -14,7 +14,7 @@ from tests.ascend.jobs import answer, make_prompts
 from tests.ascend.modelslim import DYNAMIC, quantize_model
 from tests.ascend.test_families import OPTIONS_OF
 from tests.ascend.test_sparse_attention import answer_without, share_rows
-from tests.ascend.test_speculative import answer_with_drafts, leave_backend
+from tests.ascend.test_speculative import assert_drafts_are_equal, leave_backend
 from tests.vllm_plugin.drafters import draft_by_head_of
 from tests.vllm_plugin.engine import find_difference
 from tests.vllm_plugin.families import make_family
@@ -31,12 +31,7 @@ def test_minimax_m2_in_int8_with_drafts_is_equal_to_the_bit(tmp_path: Path) -> N
     drafts = leave_backend(draft_by_head_of(3, tmp_path / "drafter", source))
     options = {**OPTIONS_OF[MINIMAX], **drafts, "quantization": "ascend", "enable_expert_parallel": True}
     for npus in start(1, model, tensor_parallel_size=2, **options):
-        ((unsplit, drafted, none),) = npus.run(answer_with_drafts, False)
-        ((split, split_drafted, steps),) = npus.run(answer_with_drafts, True)
-        assert (none, steps >= 10) == (0, True)
-        assert drafted["drafted"] > 0
-        assert split_drafted == drafted
-        assert find_difference(unsplit, split) == 0.0
+        assert_drafts_are_equal(npus, accepts=False)
 
 
 def test_where_micro_batches_read_the_first_rows_of_the_tables_answers_are_wrong(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ FEATURES = {
 }
 
 
-BALANCED = {  # by how experts are placed by load
+BALANCED = {  # by why steps are not split
     "not supported yet: redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)": {
         "num_redundant_experts": 16
     },

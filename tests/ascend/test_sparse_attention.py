@@ -34,7 +34,7 @@ from tests.ascend.test_equivalence import (
     assert_prefills_are_equal,
 )
 from tests.ascend.test_side import GRAPHS
-from tests.ascend.test_speculative import answer_with_drafts
+from tests.ascend.test_speculative import assert_drafts_are_equal
 from tests.ascend.test_traps import keep_rotary_tables
 from tests.vllm_plugin.engine import Answer, Engine, find_difference
 from tests.vllm_plugin.families import INDEXED, make_family
@@ -156,12 +156,7 @@ def test_stages_that_share_chosen_keys_run_unsplit(tmp_path: Path, capfd: pytest
 def test_drafts_of_an_mtp_layer_are_accepted_alike(name: str, workers: int, tmp_path: Path) -> None:
     model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
     for npus in start(1, model, **share_out(workers), **DRAFTS):
-        ((unsplit, drafts, none),) = npus.run(answer_with_drafts, False)
-        ((split, split_drafts, steps),) = npus.run(answer_with_drafts, True)
-        assert (none, steps >= 10) == (0, True)
-        assert drafts["drafted"] > drafts["accepted"] > 0
-        assert split_drafts == drafts
-        assert find_difference(unsplit, split) == 0.0
+        assert_drafts_are_equal(npus)
         assert npus.run(count_tables) == [[1] * workers]
 
 

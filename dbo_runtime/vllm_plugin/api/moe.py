@@ -69,8 +69,8 @@ class MoeLayer:
         return self.is_sequence_parallel  # vLLM makes them so for chunks of tokens
 
     @property
-    def is_placed_by_load(self) -> bool:
-        """Whether experts may be copied or move between ranks: ids are then of places, which stay where they are."""
+    def is_load_balanced(self) -> bool:
+        """Whether expert load balancing (EPLB) moves experts: ids are then of physical experts, which stay in place."""
         return False
 
     @property
@@ -111,9 +111,9 @@ class MoeLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token].
 
-        *input_ids* are the numbers of the tokens [tokens], for experts that are chosen by them.
+        *input_ids* are token ids [tokens], for experts that are chosen by them.
         """
-        assert input_ids is None, "only a platform's own layers choose experts by the token"
+        assert input_ids is None, "only a platform's own layers choose experts by token ids"
         runner = self._runner
         route = self.get_logits if runner.gate is None else None
         logits = runner.gate(x)[0] if route is None else route(x)

@@ -153,7 +153,7 @@ class ContextSplitter:
         builders = self._get_builders(source, len(slices))
         if isinstance(builders, Decline):
             return builders
-        sliced = zip(self._slice_common(common, slices), sizes, strict=False)
+        sliced = zip(self._slice_common(common, slices), sizes[: len(slices)], strict=True)
         parts = [self.platform.complete_metadata(part, tokens) for part, tokens in sliced]
         if has_states(source.builder):
             decline = check_starts(parts) or check_drafts(common, slices, source.arguments)
@@ -164,7 +164,7 @@ class ContextSplitter:
         built: list[AttentionMetadata | None] = []
         further = self.platform.get_build_arguments(metadata)
         with self.platform.building_metadata():
-            for builder, piece, part, own in zip(builders, slices, parts, shared, strict=False):
+            for builder, piece, part, own in zip(builders, slices, parts, shared[: len(slices)], strict=True):
                 arguments = slice_arguments({**source.arguments, **further}, piece, own)
                 if isinstance(arguments, Decline):
                     return arguments

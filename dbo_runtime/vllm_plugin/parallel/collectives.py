@@ -198,8 +198,8 @@ class ModelCollectives:
 
     def _fuse(self, layer: MoeLayer, takes_chunks: bool) -> FusedExperts:
         """Return an MoE layer whose dispatch no op can hide, and with it what tensor parallel ranks communicate."""
-        if layer.is_placed_by_load:
-            raise DeclineError("MoE communication is fused into its kernels", "and experts are placed by load")
+        if layer.is_load_balanced:
+            raise DeclineError("MoE communication is fused into its kernels", "and experts are load balanced")
         if self._expert_parallel is None or not takes_chunks:
             why = "without tensor parallel there is nothing else" if takes_chunks else "the adapter takes no chunks"
             raise DeclineError("MoE communication is fused into its kernels", why)

@@ -107,9 +107,8 @@ def take_kept(
     """Return the outputs of micro-batches [micro-batches][outputs] without the `KEPT` one, and that one of each."""
     if KEPT not in program.named:
         return [[*each] for each in outputs], []
-    number = program.named.index(KEPT) - len(program.named)  # named ones are the last
-    kept = [each[number] for each in outputs]
-    return [[one for one in each if one is not own] for each, own in zip(outputs, kept, strict=True)], kept
+    number = 1 + program.named.index(KEPT)  # after the result
+    return [[*each[:number], *each[number + 1 :]] for each in outputs], [each[number] for each in outputs]
 
 
 def get_stage(model: SupportsPP, vllm_config: VllmConfig) -> Stage:

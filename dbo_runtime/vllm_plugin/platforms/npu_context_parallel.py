@@ -1,4 +1,4 @@
-"""Sparse attention whose tokens (DSA-CP) or cached keys (DCP) are shared out among tensor parallel ranks, or both.
+"""Sparse attention whose tokens (DSA-CP) or KV cache (DCP) are sharded among tensor parallel ranks, or both.
 
 With DSA-CP, each rank attends with all heads from a chunk of the tokens, and reaches the other ranks inside attention,
 through vLLM's own group: keys are gathered, and then either the weights of the last projection are gathered, too, or
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
 ATTENTIONS = ("AscendSFADSACPImpl", "AscendSFADSADCPImpl")
-SHARED_OUT = ("AscendSFADCPMetadata", "AscendSFADSADCPMetadata")
-"""Metadata of attention whose keys are shared out."""
+SHARDED = ("AscendSFADCPMetadata", "AscendSFADSADCPMetadata")
+"""Metadata of attention whose KV cache is sharded."""
 
 
 def shares_out_tokens() -> bool:
@@ -49,6 +49,6 @@ def keep_exchange(metadata: AttentionMetadata) -> dict[str, Any]:
     A slice without a prefill would gather queries instead, and merged results differ in rounding. vllm-ascend has an
     argument for ranks that have no prefill while others do (prefill context parallel): a slice is told the same.
     """
-    if type(metadata).__name__ not in SHARED_OUT or not getattr(metadata, "num_prefills", 0):
+    if type(metadata).__name__ not in SHARDED or not getattr(metadata, "num_prefills", 0):
         return {}
     return {"pcp_context": SimpleNamespace(global_batch=SimpleNamespace(is_prefilling_np=np.ones(1, dtype=bool)))}

@@ -48,7 +48,7 @@ MANY_TOKENS = 1 << 30  # more than MC2 takes
 
 
 class AlignedTokens:
-    """In the place of a method of communication while a router asks it for the numbers of tokens: they stay."""
+    """In the place of a method of communication while a router asks it for token ids: they stay."""
 
     @property
     def prepare_finalize(self) -> AlignedTokens:
@@ -56,11 +56,11 @@ class AlignedTokens:
         return self
 
     def all_gather_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the numbers [tokens] as they are."""
+        """Return token ids [tokens] as they are."""
         return input_ids
 
     def pad_and_split_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the numbers [tokens] as they are."""
+        """Return token ids [tokens] as they are."""
         return input_ids
 
 
@@ -76,16 +76,16 @@ class AscendMoeLayer(MoeLayer):
     def expert_map(self) -> torch.Tensor | None:
         """The number on this rank of each expert [experts]; see `MoeLayer.expert_map`.
 
-        Of experts that are placed by load it is the number of each place, whichever of them is there: vllm-ascend maps
-        them to places when it routes, and keeps this map as the layer was made with it, in order.
+        With expert load balancing it is the map of physical experts: vllm-ascend maps logical ones to them when it
+        routes, and keeps this map as the layer was made with it, in order.
         """
         routed = self._runner.routed_experts
         placed: torch.Tensor | None = getattr(routed, "ascend_expert_map", routed.expert_map)
         return placed
 
     @property
-    def is_placed_by_load(self) -> bool:
-        """Whether the router's experts are mapped to places (`log2phy`), of physical experts in vllm-ascend's terms."""
+    def is_load_balanced(self) -> bool:
+        """Whether the router's logical experts are mapped to physical ones (`log2phy`)."""
         return self._runner.routed_experts.log2phy is not None
 
     def check(self) -> Decline | None:
@@ -107,8 +107,8 @@ class AscendMoeLayer(MoeLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token].
 
-        For experts that are chosen by the numbers of the tokens, vllm-ascend's router gathers or chunks those as its
-        own steps do *x*: here they are those of *x* already.
+        For experts that are chosen by token ids, vllm-ascend's router gathers or chunks those as its own steps do *x*:
+        here they are those of *x* already.
         """
         runner = self._runner
         route = self.get_logits if runner.gate is None else None

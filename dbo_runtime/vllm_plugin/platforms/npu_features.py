@@ -109,7 +109,7 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
     from vllm_ascend.ascend_config import is_mega_moe_supported
 
     in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
-    shares_out_keys = vllm_config.parallel_config.decode_context_parallel_size > 1
+    shards_cache = vllm_config.parallel_config.decode_context_parallel_size > 1
     is_sparse = vllm_config.model_config.architecture in SPARSE_MODELS
     has_fused_mc2 = vllm_config.model_config.is_moe and config.enable_fused_mc2  # which is 1 where 2 was asked for
     balancing = config.eplb_config
@@ -128,8 +128,8 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
         (balancing.expert_map_path is not None, "an expert map (eplb_config)"),
         (config.enable_force_eplb, "forced expert load balancing"),
         (config.sparse_kv_offload_config.enabled, "sparse KV offload"),
-        (shares_out_keys and not is_sparse, "decode context parallel without sparse attention"),
-        (shares_out_keys and in_pipeline, "decode context parallel in a pipeline"),
+        (shards_cache and not is_sparse, "decode context parallel without sparse attention"),
+        (shards_cache and in_pipeline, "decode context parallel in a pipeline"),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
     )
     yield from _decline_used(features)
@@ -140,9 +140,9 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
 
 def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     """Yield features in use that 0.23.0 has, and 0.30 has not, or in another form."""
-    shares_out_keys = vllm_config.parallel_config.decode_context_parallel_size > 1
+    shards_cache = vllm_config.parallel_config.decode_context_parallel_size > 1
     features = (
-        (shares_out_keys, "decode context parallel with vllm-ascend 0.23"),
+        (shards_cache, "decode context parallel with vllm-ascend 0.23"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map as in vllm-ascend 0.23 (eplb_config)"),
         (config.enable_flashcomm1, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),

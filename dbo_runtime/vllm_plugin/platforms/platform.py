@@ -56,8 +56,8 @@ class Platform:
         cuts_decodes: whether its attention backends were shown to take pieces of a decode with drafts.
         drafts_from_states: whether models with linear attention verify drafts there, and split steps that do were
             compared with unsplit ones. vLLM 0.30's own fail on CPU.
-        supports_dcp: whether its attention backends may share out the keys of a request among ranks (decode
-            context parallel), and split steps with that were compared with unsplit ones.
+        supports_dcp: whether split steps with decode context parallel, where ranks shard the KV cache, were compared
+            with unsplit ones.
         splits_lora: whether its LoRA mapping is known, and split steps with it were compared with unsplit ones.
     """
 

@@ -176,15 +176,15 @@ class SplitForward:
 
     @property
     def _takes_input_ids(self) -> bool:
-        """Whether the program takes the numbers of the tokens as well."""
+        """Whether the program takes token ids as well."""
         return any(value.name == INPUT_IDS for value in self.runtime.program.inputs)
 
     def _check_input_ids(self, input_ids: torch.Tensor | None, tokens: int) -> Decline | None:
-        """Return why a step of *tokens* tokens has not the numbers that the program takes, or None if it has them."""
+        """Return why a step of *tokens* tokens lacks the token ids that the program takes, or None."""
         if not self._takes_input_ids or (input_ids is not None and input_ids.shape == (tokens,)):
             return None
         given = "none" if input_ids is None else str(list(input_ids.shape))
-        return Decline("layers choose experts by the token, and its number is not given", given)
+        return Decline("layers choose experts by token ids, which are not given", given)
 
     def _take_inputs(
         self,

@@ -41,6 +41,12 @@ def draw_scales(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.rand(shape, generator=generator) + 0.1
 
 
+def draw_groups(generator: torch.Generator) -> list[torch.Tensor]:
+    """Draw rows of three experts in int8, their matrices, the scales of both, and where each expert's rows end."""
+    rows, matrices = make_int8(generator, 9, 8), make_int8(generator, 3, 8, 6)
+    return [rows, matrices, draw_scales(generator, 3, 6), draw_scales(generator, 9), torch.tensor([2, 5, 9])]
+
+
 def make_distinct(generator: torch.Generator, below: int, count: int) -> torch.Tensor:
     return torch.randperm(below, generator=generator)[:count]
 
@@ -498,25 +504,13 @@ CASES = [
     ),
     Case(
         "_C_ascend::grouped_matmul_swiglu_quant_weight_nz",
-        lambda g: [
-            make_int8(g, 9, 8),
-            make_int8(g, 3, 8, 6),
-            draw_scales(g, 3, 6),
-            draw_scales(g, 9),
-            torch.tensor([2, 5, 9]),
-        ],
+        draw_groups,
         lambda *tensors: torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(*tensors)[:2],
         is_described=False,
     ),
     Case(
         "_C_ascend::grouped_matmul_swiglu_quant_weight_nz_tensor_list",
-        lambda g: [
-            make_int8(g, 9, 8),
-            make_int8(g, 3, 8, 6),
-            draw_scales(g, 3, 6),
-            draw_scales(g, 9),
-            torch.tensor([2, 5, 9]),
-        ],
+        draw_groups,
         lambda x, weights, scales, *rows: torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list(
             x, list(weights), list(scales), *rows
         )[:2],

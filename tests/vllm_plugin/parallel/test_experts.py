@@ -371,13 +371,13 @@ def test_merge_scales_and_adds_as_the_runner_does() -> None:
 
 def test_kernels_that_dispatch_do_not_take_experts_that_are_placed_by_load() -> None:
     class Balanced(MoeLayer):
-        is_placed_by_load = True
+        is_load_balanced = True
 
         def check(self) -> None:
             return None
 
     platform: Any = SimpleNamespace(get_moe_layer=Balanced, exchanges_sizes_separately=False)
-    with pytest.raises(DeclineError, match="fused into its kernels \\(and experts are placed by load"):
+    with pytest.raises(DeclineError, match="fused into its kernels \\(and experts are load balanced"):
         ModelCollectives(platform, TWO, TWO, "fused", FOUR).decompose(make_runner(), takes_chunks=True)
 
 

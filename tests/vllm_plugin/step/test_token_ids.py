@@ -1,4 +1,4 @@
-"""A program that takes the numbers of the tokens, and leaves data for another model, besides its result."""
+"""A program that takes token ids, and leaves data for another model, besides its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines,
 
 
 class Model:
-    """Adds the tokens' numbers to embedded tokens, and leaves twice the embedded tokens in a buffer."""
+    """Adds token ids to embedded tokens, and leaves twice the embedded tokens in a buffer."""
 
     def __init__(self) -> None:
         self.buffer = torch.zeros(len(IDS), 1)
@@ -77,7 +77,7 @@ def test_a_step_without_the_numbers_of_its_tokens_runs_unsplit(ids: Any, detail:
     decline = forward._check_input_ids(ids, len(POSITIONS))
     assert decline is not None
     assert (decline.reason, decline.detail) == (
-        "layers choose experts by the token, and its number is not given",
+        "layers choose experts by token ids, which are not given",
         detail,
     )
 
