@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.setting_values import (
+    CHECK,
     CORES,
     MARGIN,
     NAMES,
@@ -19,6 +20,7 @@ from dbo_runtime.setting_values import (
     PATH,
     POLICY,
     SWITCH,
+    Check,
     Values,
     allow_count,
     allow_names,
@@ -186,12 +188,14 @@ class RuntimeConfig:
     trace_steps: int = _setting(
         "DBO_TRACE_STEPS", 32, allow_count(1), "at start", "How many split steps DBO_TRACE writes."
     )
-    check: bool = _setting(
+    check: Check = _setting(  # noqa: RUF009 - members of an enum do not change
         "DBO_CHECK",
-        False,
-        SWITCH,
+        Check.OFF,
+        CHECK,
         "each step",
-        "Run every split step a second time unsplit and compare the results; compare all decisions across ranks. Slow. "
+        "`1` runs every split step a second time unsplit and compares the results, and compares all decisions across "
+        "ranks. `races` does that, too, watches every value of a split step for races and undeclared writes, and runs "
+        "every other one in the issue order that leaves most to chance (docs/reliability.md). Slow. "
         "Platforms and models that are not proven are split only if this is set at start.",
     )
 

@@ -19,6 +19,10 @@ class ScheduleError(DboError):
     """A schedule would race, hang, or differ from what its programs say."""
 
 
+class SanitizerError(DboError):
+    """An op, or what issued it, did at run time what it did not declare, or what is not ordered."""
+
+
 class SplitError(DboError):
     """A batch cannot be split as asked, or a split step gave other results than an unsplit one."""
 

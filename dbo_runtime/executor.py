@@ -54,7 +54,7 @@ class Executor:
         self._outputs = [
             [self._index(mb, value) for value in program.outputs] for mb, program in enumerate(schedule.programs)
         ]
-        self._instructions: list[tuple[int, Lane, tuple[Event, ...], _BoundOp, Event | None]] = [
+        self._instructions: list[tuple[int, Lane, tuple[Event, ...], BoundOp, Event | None]] = [
             (
                 instruction.issue.micro_batch,
                 lanes[instruction.op.lane],
@@ -125,10 +125,10 @@ class Executor:
         for awaited in self._joins:
             self._first_lane.wait(awaited)
 
-    def _compile(self, instruction: Instruction) -> _BoundOp:
+    def _compile(self, instruction: Instruction) -> BoundOp:
         mb, op = instruction.issue.micro_batch, instruction.op
         frees = [self._index(*slot) for slot in instruction.frees]
-        return _BoundOp(
+        return BoundOp(
             instruction, [self._index(mb, v) for v in op.reads], [self._index(mb, v) for v in op.writes], frees
         )
 
@@ -136,24 +136,34 @@ class Executor:
         return self._slots[Slot(micro_batch, value)]
 
 
-class _BoundOp:
-    """An op bound to the slots of a run's values: a task of a device."""
+class BoundOp:
+    """An op bound to the slots of a run's values: a task of a device.
 
-    __slots__ = ("_fn", "_frees", "_reads", "_single", "_writes", "instruction")
+    Attributes:
+        instruction: that it is of.
+        reads, writes, frees: the slots that the op reads and writes, and those that are freed before it runs.
+    """
+
+    __slots__ = ("_fn", "_single", "frees", "instruction", "reads", "writes")
 
     def __init__(self, instruction: Instruction, reads: list[int], writes: list[int], frees: list[int]) -> None:
         self.instruction = instruction
+        self.reads = reads
+        self.writes = writes
+        self.frees = frees
         self._fn = instruction.op.fn
-        self._reads = reads
-        self._writes = writes
-        self._frees = frees
         self._single = writes[0] if len(writes) == 1 else None
 
     def __call__(self, values: Values) -> None:
-        for slot in self._frees:
+        """Free what is freed by now, and run the op."""
+        for slot in self.frees:
             values[slot] = None
+        self.run(values)
+
+    def run(self, values: Values) -> None:
+        """Run the op on the values of one run [slots]."""
         try:
-            result = self._fn(*[values[slot] for slot in self._reads])
+            result = self._fn(*[values[slot] for slot in self.reads])
             if self._single is not None:
                 values[self._single] = result
             else:
@@ -163,7 +173,7 @@ class _BoundOp:
             raise
 
     def _store(self, values: Values, result: Any) -> None:
-        for slot, value in zip(self._writes, unpack(result, len(self._writes)), strict=True):
+        for slot, value in zip(self.writes, unpack(result, len(self.writes)), strict=True):
             values[slot] = value
 
 

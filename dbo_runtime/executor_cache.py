@@ -32,12 +32,20 @@ class ExecutorCache:
         device: where they run.
         log: for each new one.
         ranks: how many ranks run the same schedules, with collectives among them.
+        kind: of executors.
     """
 
-    def __init__(self, device: Device, log: FilteringBoundLogger, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        device: Device,
+        log: FilteringBoundLogger,
+        ranks: int = 1,
+        kind: type[Executor] = GeneratedExecutor,
+    ) -> None:
         self._device = device
         self._log = log
         self._ranks = ranks
+        self._kind = kind
         self._events = EventTable(device)
         self._digests: BoundedDict[tuple[object, ...], str] = BoundedDict(MAX_PLANS)
         self._executors: BoundedDict[str, Executor] = BoundedDict(MAX_PLANS)
@@ -95,7 +103,7 @@ class ExecutorCache:
             validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same plan, so two represent any number
         else:
             validate(schedule)
-        self._executors[name] = GeneratedExecutor(schedule, self._device, self._events)
+        self._executors[name] = self._kind(schedule, self._device, self._events)
         self._log.info(
             "new plan",
             micro_batches=len(schedule.programs),

@@ -13,6 +13,8 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.program import COMPUTING, Program
 from dbo_runtime.schedule import Issue
 
+LATEST_FIRST = "latest_first"
+
 Order = tuple[Issue, ...]
 Policy = Callable[[Sequence[Program]], Order]
 
@@ -43,6 +45,20 @@ def alternate(programs: Sequence[Program]) -> Order:
     return staggered(programs, lead=0)
 
 
+def latest_first(programs: Sequence[Program]) -> Order:
+    """Issue the ops of the last micro-batch first, as far as `ordered` ops allow: no order to serve by.
+
+    What needs an order and does not declare it is wrong in this one: a micro-batch whose attention is not `ordered`
+    runs before the one whose keys it needs.
+    """
+    positions = [0] * len(programs)
+    order: list[Issue] = []
+    while ready := [mb for mb in range(len(programs)) if _is_ready(programs, positions, mb)]:
+        order.append(Issue(ready[-1], positions[ready[-1]]))
+        positions[ready[-1]] += 1
+    return tuple(order)
+
+
 def get_policy(name: str, lead: int) -> Policy:
     """Return the policy of a setting such as ("staggered", 1).
 
@@ -56,10 +72,24 @@ def get_policy(name: str, lead: int) -> Policy:
         "sequential": sequential,
         "alternate": alternate,
         "staggered": partial(staggered, lead=lead),
+        LATEST_FIRST: latest_first,
     }
     if name not in policies:
         raise ConfigError(f"there is no policy {name!r}; known are {', '.join(policies)}.")
     return policies[name]
+
+
+def _is_ready(programs: Sequence[Program], positions: Sequence[int], micro_batch: int) -> bool:
+    """Return whether a micro-batch has a next op, and all earlier ones have run theirs of its name if it is ordered."""
+    ops = programs[micro_batch].ops[positions[micro_batch] :]
+    return bool(ops) and not (
+        ops[0].ordered
+        and any(
+            other.ordered and other.label == ops[0].label
+            for program, position in zip(programs[:micro_batch], positions, strict=False)
+            for other in program.ops[position:]
+        )
+    )
 
 
 def _split_segments(micro_batch: int, program: Program) -> list[list[Issue]]:

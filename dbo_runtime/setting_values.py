@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +22,23 @@ class Values(Generic[T]):
 
     parse: Callable[[str], T]
     allowed: str
+
+
+class Check(IntEnum):
+    """What is checked while steps run: each level also does what is below it.
+
+    OFF: nothing.
+    RESULTS: results of split steps, against unsplit ones, and decisions across ranks.
+    RACES: every value and every op; see `dbo_runtime.sanitizer`.
+    """
+
+    OFF = 0
+    RESULTS = 1
+    RACES = 2
+
+    def __str__(self) -> str:
+        """Return the text that it is set by."""
+        return "races" if self is Check.RACES else str(int(self))
 
 
 def allow_names(*names: str) -> Values[str]:
@@ -49,6 +67,12 @@ def _parse_switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(text)
     return text == "1"
+
+
+def _parse_check(text: str) -> Check:
+    if text == "races":
+        return Check.RACES
+    return Check.RESULTS if _parse_switch(text) else Check.OFF
 
 
 def _parse_cores(text: str) -> tuple[int, ...]:
@@ -87,6 +111,7 @@ def _parse_policy(text: str) -> tuple[str, int]:
 
 
 SWITCH = Values(_parse_switch, "0 or 1")
+CHECK = Values(_parse_check, "0, 1 or races")
 PATH = Values(str, "a path")
 CORES = Values(_parse_cores, "CUBE:VECTOR, such as 8:16")
 PARTS = Values(_parse_parts, f"auto, or {allow_count(2).allowed}")

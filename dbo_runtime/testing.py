@@ -3,6 +3,7 @@
 Importing this module imports vLLM.
 """
 
-from dbo_runtime.vllm_plugin.verify.verification import Mismatch, Verification, verify_adapter
+from dbo_runtime.vllm_plugin.verify.comparing_forward import Mismatch, Verification
+from dbo_runtime.vllm_plugin.verify.verification import verify_adapter
 
 __all__ = ["Mismatch", "Verification", "verify_adapter"]

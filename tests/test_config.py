@@ -6,6 +6,7 @@ import pytest
 
 from dbo_runtime.config import RuntimeConfig, Setting, list_settings, read_environment, reread_environment
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.setting_values import Check
 
 GOOD = [
     ("VLLM_ASCEND_ENABLE_DBO", "1", "enabled", True),
@@ -45,7 +46,8 @@ GOOD = [
     ("DBO_GENERIC", "1", "generic", True),
     ("DBO_TRACE", "traces", "trace", "traces"),
     ("DBO_TRACE_STEPS", "1", "trace_steps", 1),
-    ("DBO_CHECK", "1", "check", True),
+    ("DBO_CHECK", "1", "check", Check.RESULTS),
+    ("DBO_CHECK", "races", "check", Check.RACES),
 ]
 
 BAD = [
@@ -81,7 +83,7 @@ BAD = [
     ("DBO_SIDE_CORES", "8:0", "CUBE:VECTOR, such as 8:16"),
     ("DBO_SIDE_CORES", "8:16:1", "CUBE:VECTOR, such as 8:16"),
     ("DBO_DISPATCH", "alltoall", "auto, all_gather or all_to_all"),
-    ("DBO_CHECK", "yes", "0 or 1"),
+    ("DBO_CHECK", "yes", "0, 1 or races"),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,23 @@ def slice_context(
     part.ubatch_slices, part.batch_descriptor = None, None
     part.moe_layer_index = 0  # some builds count MoE layers through it
     return part
+
+
+def guard_context(context: ForwardContext, check: Callable[[str], None]) -> ForwardContext:
+    """Return a copy that calls *check* with the name of each attribute before it is read; it raises what must not be.
+
+    Only ops on `compute` may read the forward context: on other lanes it may be another micro-batch's by then.
+    """
+
+    class GuardedContext(type(context)):  # type: ignore[misc]  # its class is vLLM's, or what a platform has made of it
+        def __getattribute__(self, name: str) -> Any:
+            if not name.startswith("__"):
+                check(name)
+            return super().__getattribute__(name)
+
+    own = copy.copy(context)
+    own.__class__ = GuardedContext
+    return own
 
 
 def get_padding(context: ForwardContext) -> torch.Tensor | None:

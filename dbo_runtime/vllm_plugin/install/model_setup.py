@@ -251,7 +251,7 @@ def _announce(adapter: ModelAdapter, rank: RankContext, collectives: ModelCollec
         side=config.side,
         min_tokens=config.min_tokens,
         min_prefill_tokens=config.min_prefill_tokens,
-        check=int(config.check),
+        check=str(config.check),
     )
     if rank.platform.notice and not config.check:
         rank.log.warning(rank.platform.notice, advice="compare steps once, with DBO_CHECK=1")

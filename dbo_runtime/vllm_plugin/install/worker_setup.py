@@ -53,7 +53,7 @@ def _install_host_lengths(vllm_config: VllmConfig, platform: Platform, config: R
         return
     compilation = vllm_config.compilation_config
     if not (compilation.compile_mm_encoder or compilation.cudagraph_mm_encoder):
-        install_host_lengths(config.check)
+        install_host_lengths(bool(config.check))
 
 
 def _wrap_load_model(runner: GPUModelRunner, config: RuntimeConfig) -> None:

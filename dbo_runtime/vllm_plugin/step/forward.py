@@ -22,7 +22,8 @@ from dbo_runtime.devices import Device, Timer
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
-from dbo_runtime.vllm_plugin.api.forward_context import enter_context
+from dbo_runtime.sanitizer.executor import SanitizedExecutor
+from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
@@ -140,7 +141,7 @@ class SplitForward:
         start = time.perf_counter()
         plan, contexts, statement, kind = self.decider.decide(tokens, unsupported)
         planning = time.perf_counter() - start
-        is_checked = self.runtime.config.check
+        is_checked = bool(self.runtime.config.check)
         first_steps = None if is_checked else self.decider.find_first_steps(kind)
         is_compared = is_checked or first_steps is not None
         if is_checked:
@@ -207,6 +208,8 @@ class SplitForward:
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
         step = forward_context.get_forward_context()
+        if isinstance(plan.executor, SanitizedExecutor):
+            contexts = [guard_context(context, plan.executor.check_context) for context in contexts]
         hooks = transfer_once(step, contexts) if self.decider.has_layer_hooks else nullcontext()
         select_lora = nullcontext(None) if self._lora is None else self._lora.split(plan.slices)
         # At the end, the step's own forward context is restored.

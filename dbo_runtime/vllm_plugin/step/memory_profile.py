@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.observe.logs import open_log
+from dbo_runtime.setting_values import Check
 from dbo_runtime.vllm_plugin.step.decision import Phase
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
@@ -53,7 +54,7 @@ def run_both(runner: GPUModelRunner, own: SplitForward, profile_run: Callable[[]
 
 def copy_for_profile(served: SplitForward, group: GroupCoordinator) -> SplitForward:
     """Return a forward of the same model that splits every step, and compares none."""
-    config = replace(served.runtime.config, check=False)  # without attention metadata results mean nothing
+    config = replace(served.runtime.config, check=Check.OFF)  # without attention metadata results mean nothing
     own = served.copy_for(served.runtime.device, config, group)
     own.decider.phase = Phase.PROFILING
     return own

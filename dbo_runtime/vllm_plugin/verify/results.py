@@ -1,28 +1,18 @@
-"""Keep the results of ops while a program or a model runs, and compare them."""
+"""Keep the results of modules while a model runs, and compare those of ops with them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from dbo_runtime.executor import run_sequential
 from dbo_runtime.program import Op, Program, Value
 
 TOLERANCE = 1e-4  # in float32, relative to the largest value: what rounding in other shapes gives
-
-
-def run_ops(program: Program, inputs: Sequence[Any]) -> dict[Value, Any]:
-    """Run a program op after op; return copies of all values that its ops wrote, which later ops may overwrite."""
-    kept: dict[Value, Any] = {}
-    ops = tuple(replace(op, fn=partial(_run_and_keep, op, kept)) for op in program.ops)
-    run_sequential([replace(program, ops=ops)], [inputs])
-    return kept
 
 
 def find_first_mismatch(
@@ -82,11 +72,3 @@ def listen(model: torch.nn.Module, results: list[torch.Tensor]) -> Iterator[None
 def _keep(results: list[torch.Tensor], module: torch.nn.Module, inputs: object, result: object) -> None:
     items = result if isinstance(result, tuple) else (result,)
     results.extend(item.detach().clone() for item in items if isinstance(item, torch.Tensor))
-
-
-def _run_and_keep(op: Op, kept: dict[Value, Any], *reads: Any) -> Any:
-    result = op.fn(*reads)
-    items = (result,) if len(op.writes) == 1 else result
-    copies = (item.clone() if isinstance(item, torch.Tensor) else item for item in items)
-    kept.update(zip(op.writes, copies, strict=False))  # the executor checks their number
-    return result

@@ -15,7 +15,8 @@ from dbo_runtime.errors import ProgramError
 from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage, take_inputs
-from dbo_runtime.vllm_plugin.verify.results import TOLERANCE, compute_relative_error, run_ops
+from dbo_runtime.vllm_plugin.verify.results import TOLERANCE, compute_relative_error
+from dbo_runtime.vllm_plugin.verify.watched_run import run_ops
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel

@@ -12,7 +12,8 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
-from dbo_runtime.vllm_plugin.verify.verification import Mismatch, Verification, verify_adapter
+from dbo_runtime.vllm_plugin.verify.comparing_forward import Mismatch, Verification
+from dbo_runtime.vllm_plugin.verify.verification import verify_adapter
 from tests.vllm_plugin.engines import TINY
 from tests.vllm_plugin.families import make_family
 from tests.vllm_plugin.vision_families import QWEN3, make_vision_family

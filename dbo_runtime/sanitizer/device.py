@@ -1,0 +1,174 @@
+"""A device on which everything that is issued is watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+from dbo_runtime.devices import Device, Event, Graph, Lane, Note, Result, Task, Timer, Values, make_capture_error
+from dbo_runtime.errors import SanitizerError, add_context
+from dbo_runtime.executor import BoundOp, describe
+from dbo_runtime.sanitizer.accesses import Clock
+from dbo_runtime.sanitizer.effects import Held, OpCall, describe_change
+from dbo_runtime.sanitizer.memory import Freed, poison
+from dbo_runtime.sanitizer.monitor import Monitor
+
+
+class WatchedEvent:
+    """An event of the other device, and what had happened when it was last recorded."""
+
+    __slots__ = ("clock", "event")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.clock: Clock = {}
+
+
+class WatchedTask:
+    """An op whose reads, results and frees are checked where it runs."""
+
+    def __init__(self, task: BoundOp, monitor: Monitor, number: int) -> None:
+        self._task = task
+        self._monitor = monitor
+        self._number = number
+
+    def __call__(self, values: Values) -> None:
+        """Free, run the op, and compare what it did with what it declares."""
+        task, monitor = self._task, self._monitor
+        instruction = task.instruction
+        for slot in task.frees:
+            self._free(values, slot)
+        try:
+            for slot in task.reads:
+                if isinstance(values[slot], Freed):
+                    monitor.fail(instruction, f"it reads what is gone: {values[slot].what}")
+            call = OpCall(instruction.op, [values[slot] for slot in task.reads])
+            with monitor.run(instruction):
+                task.run(values)
+            for value, change in call.find_changes():
+                monitor.note_change(instruction, value, change)
+            shared = call.find_shared([values[slot] for slot in task.writes], self._list_held(values))
+            if shared is not None:
+                monitor.fail(instruction, shared)
+        except BaseException as error:
+            add_context(error, f"watched by DBO_CHECK=races: {describe(instruction)}")
+            raise
+
+    def _free(self, values: Values, slot: int) -> None:
+        holder, values[slot] = [values[slot]], None
+        poison(holder)
+        values[slot] = Freed(f"{self._monitor.name(slot)}, freed before {self._task.instruction.label}")
+
+    def _list_held(self, values: Values) -> Iterable[Held]:
+        """Yield the values in use that the op neither reads nor writes."""
+        own = {*self._task.reads, *self._task.writes}
+        for slot, value in enumerate(values):
+            if slot not in own and not self._monitor.is_overwritten(slot, self._number):
+                yield Held(self._monitor.name(slot), value)
+
+
+class WatchedLane:
+    """A lane of the other device, all of whose launches, records and waits the monitor sees."""
+
+    def __init__(self, lane: Lane, monitor: Monitor) -> None:
+        self.name = lane.name
+        self._lane = lane
+        self._monitor = monitor
+
+    def launch(self, task: Task, values: Values) -> None:
+        """Check the op, and launch it."""
+        self._lane.launch(self._watch(task), values)
+
+    def measure(self, task: Task, values: Values, note: Note) -> None:
+        """Check the op, and measure it with what is checked while it runs."""
+        self._lane.measure(self._watch(task), values, note)
+
+    def record(self, event: WatchedEvent) -> None:
+        """Record the event."""
+        event.clock = self._monitor.record(self.name)
+        self._lane.record(event.event)
+
+    def wait(self, event: WatchedEvent) -> None:
+        """Wait for the event."""
+        self._lane.wait(event.event)
+        self._monitor.wait(self.name, event.clock)
+
+    def get_direct_calls(self) -> None:
+        """Return None: each op is launched, to be seen."""
+
+    def _watch(self, task: Task) -> WatchedTask:
+        bound = cast("BoundOp", task)  # executors launch nothing else
+        return WatchedTask(bound, self._monitor, self._monitor.issue(bound))
+
+
+class SanitizingDevice:
+    """Another device, watched by a monitor. Runs are slow, and cannot be captured."""
+
+    can_capture = False
+
+    def __init__(self, device: Device, monitor: Monitor) -> None:
+        self.name = device.name
+        self._device = device
+        self._monitor = monitor
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the other device is capturing."""
+        return self._device.is_capturing
+
+    def open_lanes(self, names: Sequence[str]) -> list[Lane]:
+        """Return the other device's lanes, watched."""
+        return [WatchedLane(lane, self._monitor) for lane in self._device.open_lanes(names)]
+
+    def make_event(self) -> WatchedEvent:
+        """Make an event of the other device."""
+        return WatchedEvent(self._device.make_event())
+
+    def start_timer(self) -> Timer:
+        """Start a timer of the other device."""
+        return self._device.start_timer()
+
+    def begin(self) -> None:
+        """Begin a run."""
+        self._device.begin()
+        self._monitor.begin()
+
+    def release_to_caller(self, values: Iterable[Any]) -> None:
+        """Release values of the other device, as tuples for each micro-batch.
+
+        Raises:
+            SanitizerError: if one of them was freed.
+        """
+        outputs = list(values)
+        for micro_batch, given in enumerate(outputs):
+            for value in given:
+                if isinstance(value, Freed):
+                    raise SanitizerError(f"micro-batch {micro_batch} returns what is gone: {value.what}.")
+        self._device.release_to_caller(outputs)
+
+    def finish(self) -> None:
+        """End a run, wait for it, and raise what was found in it.
+
+        Raises:
+            SanitizerError: if a lane may still be running, or an op changed what it only reads.
+        """
+        self._monitor.finish()
+        self._device.finish()
+        for instruction, value, change in self._monitor.take_changes():
+            if change:
+                self._monitor.fail(instruction, describe_change(value))
+
+    def abort(self) -> None:
+        """Abort a run of the other device."""
+        self._device.abort()
+
+    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
+        """Raise DeviceError: a replay runs no op that could be watched."""
+        raise make_capture_error(self.name)
+
+    def synchronize(self) -> None:
+        """Wait for the other device."""
+        self._device.synchronize()
+
+    def close(self) -> None:
+        """Do nothing: the other device belongs to the caller."""

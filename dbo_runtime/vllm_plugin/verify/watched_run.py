@@ -1,0 +1,112 @@
+"""Run the ops of micro-batches one after the other, in any issue order, and watch what each of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from dbo_runtime.executor import Enter, stay, unpack
+from dbo_runtime.policies import sequential
+from dbo_runtime.program import Op, Program, Value
+from dbo_runtime.sanitizer.effects import Held, OpCall, describe_change
+from dbo_runtime.sanitizer.memory import copy_tensors, find_change, list_tensors
+from dbo_runtime.schedule import Issue
+
+Kept = dict[Value, Any]
+
+
+class Fault(NamedTuple):
+    """What an op did that it does not declare."""
+
+    op: Op
+    what: str
+
+
+@dataclass
+class WatchedRun:
+    """A run, and what was found.
+
+    Attributes:
+        programs: one per micro-batch.
+        kept: copies of what each micro-batch's ops wrote [micro-batches], which later ops may overwrite.
+        faults: in the order in which they were found.
+    """
+
+    programs: Sequence[Program]
+    kept: list[Kept] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    _values: list[dict[Value, Any]] = field(default_factory=list)
+    _done: list[int] = field(default_factory=list)
+
+    def run(self, inputs: Sequence[Sequence[Any]], order: Iterable[Issue], enter: Enter) -> None:
+        """Run the ops in *order*; *enter* makes a micro-batch the current one."""
+        self._values = [dict(zip(p.inputs, given, strict=True)) for p, given in zip(self.programs, inputs, strict=True)]
+        self.kept = [{} for _ in self.programs]
+        self._done = [0] * len(self.programs)
+        for micro_batch, position in order:
+            enter(micro_batch)
+            self._run_op(micro_batch, self.programs[micro_batch].ops[position])
+            self._done[micro_batch] = position + 1
+
+    def _run_op(self, micro_batch: int, op: Op) -> None:
+        values = self._values[micro_batch]
+        reads = [values[value] for value in op.reads]
+        call, given = OpCall(op, reads), copy_tensors(reads) if op.communicator is not None else []
+        results = unpack(op.fn(*reads), len(op.writes))
+        self.faults += [Fault(op, describe_change(value)) for value, change in call.find_changes() if change]
+        shared = call.find_shared(results, self._list_held(micro_batch, op))
+        if shared is not None:
+            self.faults.append(Fault(op, shared))
+        if op.communicator is not None and not _are_among(results, given):
+            self.faults.append(Fault(op, _describe_computing(op)))
+        values.update(zip(op.writes, results, strict=True))
+        copies = (item.clone() if isinstance(item, torch.Tensor) else item for item in results)
+        self.kept[micro_batch].update(zip(op.writes, copies, strict=True))
+
+    def _list_held(self, own: int, running: Op) -> Iterator[Held]:
+        """Yield the values that a later op or the caller will read, without those that the running op reads."""
+        for micro_batch, program in enumerate(self.programs):
+            later = program.ops[self._done[micro_batch] :]
+            needed = {*program.outputs, *(value for op in later for value in op.reads)}
+            for value in needed & self._values[micro_batch].keys():
+                if micro_batch != own or value not in running.reads:
+                    yield Held(f"{value} of micro-batch {micro_batch}", self._values[micro_batch][value])
+
+
+def run_watched(
+    programs: Sequence[Program],
+    inputs: Sequence[Sequence[Any]],
+    order: Iterable[Issue] | None = None,
+    enter: Enter = stay,
+) -> WatchedRun:
+    """Run micro-batches op by op on one rank, in *order*, by default one after the other.
+
+    Raises:
+        What an op raises.
+    """
+    run = WatchedRun(programs)
+    run.run(inputs, sequential(programs) if order is None else order, enter)
+    return run
+
+
+def run_ops(program: Program, inputs: Sequence[Any]) -> Kept:
+    """Run a program op after op; return copies of all values that its ops wrote."""
+    return run_watched([program], [inputs]).kept[0]
+
+
+def _are_among(results: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Return whether each tensor that was returned equals one that was given."""
+    return all(
+        any(item.shape == other.shape and not find_change(item, [other]) for other in given)
+        for item in list_tensors(list(results))
+    )
+
+
+def _describe_computing(op: Op) -> str:
+    return (
+        f"it computes on communicator {op.communicator!r}: on one rank a collective returns what it is given. Declare "
+        "what computes with p.compute"
+    )
