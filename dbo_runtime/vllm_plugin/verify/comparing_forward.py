@@ -160,11 +160,11 @@ class ComparingForward:
             self._note(f"{step}, in two stages", None, self._stages.compare(program, unsplit, x, positions))
         for cut in range(1, batch.tokens):
             self._restore(before)
-            run = self._run_cut(context, batch, cut, x, positions)
-            if run is not None:
+            parts = self._run_cut(context, batch, cut, x, positions)
+            if parts is not None:
                 self.verification.cuts += 1
-                self._note_faults(step, cut, run.faults)
-                self._note(step, cut, find_first_mismatch(program, unsplit, run.kept))
+                self._note_faults(step, cut, parts.faults)
+                self._note(step, cut, find_first_mismatch(program, unsplit, parts.kept))
 
     def _run_cut(
         self, context: ForwardContext, batch: Batch, cut: int, x: torch.Tensor, positions: torch.Tensor
