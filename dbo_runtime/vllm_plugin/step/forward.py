@@ -25,6 +25,7 @@ from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
+from dbo_runtime.vllm_plugin.context.consistency import check_contexts
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
 from dbo_runtime.vllm_plugin.context.splitter import count_tokens
@@ -150,6 +151,8 @@ class SplitForward:
             self.runtime.decline(plan)
             results = run_unsplit()
         else:
+            if is_checked:
+                check_contexts(contexts, plan.slices)
             if is_compared:  # norms may add in place, and the unsplit run needs the same inputs
                 inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
                 intermediate_tensors = copy_tensors(intermediate_tensors)
