@@ -48,6 +48,7 @@ def _list_problems(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[s
     starts, lengths = (getattr(metadata, name, None) for name in ("query_start_loc", "seq_lens"))
     if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or len(starts) < 2:
         return
+    starts = starts.cpu()
     queries = starts.diff()
     if int(starts[0]) != 0 or bool((queries < 0).any()):
         yield f"queries start at tokens {starts.tolist()}"
@@ -55,5 +56,5 @@ def _list_problems(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[s
         yield f"queries end at token {int(starts[-1])}, of {limit}"
     if len(queries) < requests:
         yield f"it has {len(queries)} requests, of {requests}"
-    if isinstance(lengths, torch.Tensor) and lengths.shape == queries.shape and bool((lengths < queries).any()):
+    if isinstance(lengths, torch.Tensor) and lengths.shape == queries.shape and bool((lengths.cpu() < queries).any()):
         yield f"sequences of {lengths.tolist()} tokens are shorter than their queries, of {queries.tolist()}"
