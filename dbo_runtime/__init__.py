@@ -13,6 +13,7 @@ from dbo_runtime.errors import (
     DeviceError,
     ProgramError,
     ScheduleError,
+    SanitizerError,
     SplitError,
     TransferError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "RuntimeConfig",
     "Schedule",
     "ScheduleError",
+    "SanitizerError",
     "SplitError",
     "TransferError",
     "Value",
