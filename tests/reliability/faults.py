@@ -8,6 +8,7 @@ temporary folder of their own, so that what is left there is theirs.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import threading
@@ -57,26 +58,33 @@ def main() -> int:
     parser.add_argument("--write-page", action="store_true", help="write the section of docs/reliability.md")
     parser.add_argument("--only", default="", metavar="WORD", help="sessions with this in their title")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an error would: nothing is left behind
     table = Table(arguments.write_page)
     for session in SESSIONS:
         if arguments.only in session.title:
-            run_both(lambda side, session=session: run_session(session, side, table.add))
+            run_both(session, table.add)
     for refusal in REFUSALS:
         if arguments.only in refusal.title:
             run_refusal(refusal, table.add)
     return 0
 
 
-def run_both(run: Callable[[str], None]) -> None:
+def run_both(session: Session, tell: Tell) -> None:
     """Run a session with overlap and with vLLM alone, at the same time: most of it is waiting."""
-    threads = [threading.Thread(target=run, args=(side,)) for side in ("on", "off")]
+    started: list[Servers] = []
+    threads = [threading.Thread(target=run_session, args=(session, side, tell, started)) for side in ("on", "off")]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # interrupted: let both leave nothing behind
+        for servers in started:
+            servers.give_up()
+        raise
 
 
-def run_session(session: Session, side: str, tell: Tell) -> None:
+def run_session(session: Session, side: str, tell: Tell, started: list[Servers]) -> None:
     """Start servers, let each fault of a session happen to them, and start them again after each that ends them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rel-")))
@@ -87,6 +95,7 @@ def run_session(session: Session, side: str, tell: Tell) -> None:
         if session.is_full_disk and side == "on":
             variables |= make_full_disk_variables(room)
         servers = Servers(session.layout, find_place(hosts), room, variables)
+        started.append(servers)
         stack.callback(servers.stop_load)
         if session.is_full_disk:
             room.fill_disk()

@@ -22,13 +22,16 @@ ROOT = Path(__file__).parents[2]
 STARTS_WITHIN = 400.0  # seconds, on a machine that is busy with other things
 WARM_ANSWERS = 40  # before a fault
 CLIENTS = 8
+LINE_LETTERS = 360  # of a log, on the page
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 # Where a message between vLLM's processes is late, it gives up after this, not after 300 s.
 PATIENCE = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "40"}
 ON = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_MODE": "always", "DBO_MIN_TOKENS": "2"}
 OFF = {"VLLM_ASCEND_ENABLE_DBO": "0"}
-_ERROR = re.compile(r"\b(\w+Error|\w+Exception|\w+Warning|Exception): .+")
-_OURS = re.compile(r"(ERROR|WARNING) \S+ \S+ \[dbo_runtime\] .+")
+_ERROR = re.compile(r"\b(?:\w+Error|\w+Exception|Exception): .+")
+_REFUSAL = re.compile(r"\bConfigError: .+")
+_OURS = re.compile(r"(?:ERROR|WARNING) \S+ \S+ \[dbo_runtime\] (.+)")
+_BUILD_PATH = re.compile(r"\[/\S+/(\w+\.cc:\d+)\]")  # of the machine that built torch
 
 
 class NotUpError(RuntimeError):
@@ -54,6 +57,7 @@ class Servers:
         self.faults = room.folder / "faults"
         self.faults.mkdir(exist_ok=True)
         self.nodes: list[subprocess.Popen[bytes]] = []
+        self._is_given_up = False
         self._clients: list[subprocess.Popen[bytes]] = []
         self._answers = room.folder / "answers"
 
@@ -75,7 +79,13 @@ class Servers:
             time.sleep(0.5)
 
     def launch(self, each: Mapping[int, Mapping[str, str]] = MappingProxyType({})) -> None:
-        """Start them."""
+        """Start them.
+
+        Raises:
+            NotUpError: after `give_up`.
+        """
+        if self._is_given_up:
+            raise NotUpError("the run is interrupted")
         for file in self.faults.iterdir():
             file.unlink()
         common = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONUNBUFFERED": "1"}
@@ -88,6 +98,11 @@ class Servers:
                 self.nodes.append(
                     subprocess.Popen(words, env=own, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
                 )
+
+    def give_up(self) -> None:
+        """End them, and never start them again."""
+        self._is_given_up = True
+        self.room.end_all()
 
     def load(self, clients: int = CLIENTS) -> None:
         """Let clients ask without end, and return when they have had some answers."""
@@ -176,9 +191,15 @@ class Servers:
 
 
 def find_cause(log: str) -> str:
-    """Return the line of a log that says what went wrong first: ours, or the first error."""
-    for pattern in (_OURS, _ERROR):
+    """Return the line of a log that says what went wrong first: a refusal, what else we say, or the first error."""
+    for pattern in (_REFUSAL, _OURS, _ERROR):
         found = pattern.search(log)
         if found:
-            return found[0][:300]
+            said = found[found.lastindex or 0].replace(f"{ROOT}/", "")
+            return _shorten(_BUILD_PATH.sub(r"[\1]", said))
     return ""
+
+
+def _shorten(line: str) -> str:
+    """Leave out the middle of a long line: its end says where."""
+    return line if len(line) <= LINE_LETTERS else f"{line[: LINE_LETTERS // 2]} ... {line[-LINE_LETTERS // 2 :]}"
