@@ -8,12 +8,15 @@ temporary folder of their own, so that what is left there is theirs.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import json
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from examples.network_hosts import TwoHosts
@@ -29,27 +32,48 @@ from tests.reliability.scenarios import SESSIONS, Session, Setting, make_full_di
 from tests.reliability.servers import OFF, ON, NotUpError, Servers
 
 COMMAND = "python -m tests.reliability.faults --write-page"
+RESULTS = ROOT / "build" / "faults.json"
 PAGE = ROOT / "docs" / "reliability.md"
 Tell = Callable[[str, str, str, Outcome], None]
 
 
 class Table:
-    """The outcomes so far; the page shows them after each."""
+    """The outcomes so far, kept in a file, so that sessions may be run apart; the page shows them after each."""
 
     def __init__(self, is_written: bool) -> None:
-        self._rows: dict[tuple[str, str], Row] = {}
         self._is_written = is_written
-        self._lock = threading.Lock()
 
     def add(self, fault: str, layout: str, side: str, outcome: Outcome) -> None:
         """Add what became of a fault, with overlap (`on`) or with vLLM alone (`off`)."""
-        with self._lock:
-            row = self._rows.setdefault((fault, layout), Row(fault, layout))
-            row.outcomes[side] = outcome
-            print(f"{side}: {fault} ({layout}): {outcome}", flush=True)
-            complete = [row for row in self._rows.values() if row.is_complete]
-            if complete:
-                tell_section(self._is_written, "faults", COMMAND, make_lines(complete), PAGE)
+        print(f"{side}: {fault} ({layout}): {outcome}", flush=True)
+        RESULTS.parent.mkdir(exist_ok=True)
+        with RESULTS.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may run other sessions
+            file.seek(0)
+            rows = read_rows(file.read())
+            rows.setdefault((fault, layout), Row(fault, layout)).outcomes[side] = outcome
+            file.truncate(0)
+            file.write(json.dumps([asdict(row) for row in rows.values()], indent=1))
+            file.flush()
+            shown = sorted((row for row in rows.values() if "on" in row.outcomes), key=_find_place)
+            tell_section(self._is_written, "faults", COMMAND, make_lines(shown), PAGE)
+
+
+def read_rows(text: str) -> dict[tuple[str, str], Row]:
+    """Return the rows of a file of outcomes by fault and layout."""
+    rows = {}
+    for row in json.loads(text or "[]"):
+        outcomes = {side: Outcome(**outcome) for side, outcome in row["outcomes"].items()}
+        rows[row["fault"], row["layout"]] = Row(row["fault"], row["layout"], outcomes)
+    return rows
+
+
+def _find_place(row: Row) -> int:
+    """Return where a row stands: as faults are listed in `SESSIONS` and `REFUSALS`."""
+    listed = [(fault.title, session.layout.title) for session in SESSIONS for fault in session.faults]
+    listed += [(refusal.title, refusal.layout.title) for refusal in REFUSALS]
+    key = (row.fault, row.layout)
+    return listed.index(key) if key in listed else len(listed)
 
 
 def main() -> int:

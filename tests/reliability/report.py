@@ -20,11 +20,6 @@ class Row:
     layout: str
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the outcome with overlap is there."""
-        return "on" in self.outcomes
-
 
 def make_lines(rows: Sequence[Row]) -> list[str]:
     """Return a table for each layout."""

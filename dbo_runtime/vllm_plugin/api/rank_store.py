@@ -6,8 +6,12 @@ Unlike a collective, waiting for a key ends by itself where a rank never sets it
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _KEY = "dbo_runtime/rank-{}"
 
@@ -34,7 +38,7 @@ def find_silent_ranks(patience: float) -> list[int]:
     return []
 
 
-def _get_store() -> dist.Store:
+def _get_store() -> Store:
     """Return the store of the default process group, which is that of vLLM's world in all these versions."""
     from torch.distributed.distributed_c10d import _get_default_store
 
