@@ -22,7 +22,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults docs lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -112,6 +112,9 @@ bench-two-hosts: setup ## measure overlap between two hosts, serving over them, 
 
 planted-faults: setup ## plant faults into schedules, ranks, adapters and metadata, and write docs/reliability.md (minutes)
 	$(BIN)/python -m tests.reliability.planted_faults --write-page
+
+faults: setup ## kill, stop, fill and cut off real servers under load, split and not; an hour (root); writes docs/reliability.md
+	$(BIN)/python -m tests.reliability.faults --write-page
 
 docs: setup ## write the tables of README.md and docs/ that come from code
 	$(BIN)/python tools/write_docs.py

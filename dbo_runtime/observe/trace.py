@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,11 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # there may be no such folder any more, or what is in its place
+            partial.unlink()
         raise ConfigError(
-            f"the trace cannot be written to path {str(path)!r} ({error.strerror}): name a file in a folder that "
-            "exists and that you may write to."
+            f"the trace cannot be written to path {str(path)!r} (errno {error.errno}, {error.strerror}): name a file "
+            "in a folder that exists, has room, and that you may write to."
         ) from error
 
 

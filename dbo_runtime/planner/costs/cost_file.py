@@ -6,6 +6,7 @@ import json
 import os
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from glob import escape
 from pathlib import Path
@@ -36,7 +37,8 @@ def save_costs(table: CostTable, path: str | os.PathLike[str]) -> None:
         draft.write_text(format_costs(table), encoding="utf-8")
         os.replace(draft, target)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # there may be no such folder, or what is in its place
+            draft.unlink()
         raise ConfigError(f"cost file {path} cannot be written ({error}). Name a file in a writable folder.") from None
 
 
