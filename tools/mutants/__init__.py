@@ -9,5 +9,6 @@ properties), mutates the texts of errors, and numbers mutants by their place in 
 equivalent mutants goes stale with each change. cosmic-ray 8.7 writes each mutant into the tree and starts pytest for
 it, which here is seconds of imports for each. So these modules do what is needed: `mutations` finds mutants and takes
 the sample, `equivalents` knows those that no test can kill, `server` imports what a module's tests need once and forks
-a process for each mutant, in which `trial` runs pytest, and `report` tells the outcome.
+a process for each mutant, `finder` puts the mutant into that process, `trial` has the plugins of pytest, and `report`
+tells the outcome.
 """

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from .operators import GUARDS, propose
 
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 LOGGERS = frozenset({"log", "_log", "logger", "warnings"})
 TYPES = frozenset({"TypeVar", "cast", "NewType", "ParamSpec"})  # they are for type checkers only
 
@@ -24,7 +23,6 @@ class Mutation(NamedTuple):
         number: of the line, from 1.
         lines: first and last line of the statement.
         position: among the module's mutations.
-        is_in_function: or else it is executed when the module is imported.
     """
 
     place: str
@@ -33,7 +31,6 @@ class Mutation(NamedTuple):
     number: int
     lines: tuple[int, int]
     position: int
-    is_in_function: bool
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -49,7 +46,6 @@ class _Spot(NamedTuple):
     entry: int | None
     place: str
     statement: ast.stmt
-    is_in_function: bool
 
     @property
     def node(self) -> ast.AST:
@@ -76,7 +72,7 @@ def list_mutations(source: str) -> list[Mutation]:
         change = f"{_show(spot.node)} -> {_show(new)}"
         line = texts[number - 1].strip()
         lines = _find_lines(spot.statement)
-        found.append(Mutation(spot.place, line, change, number, lines, index, spot.is_in_function))
+        found.append(Mutation(spot.place, line, change, number, lines, index))
     return found
 
 
@@ -100,21 +96,20 @@ def take_sample(mutations: list[Mutation], count: int, seed: int) -> list[Mutati
 
 
 def _list_changes(tree: ast.Module) -> Iterator[tuple[_Spot, ast.AST]]:
-    for spot in _list_spots(tree, "", None, False):
+    for spot in _list_spots(tree, "", None):
         yield from ((spot, new) for new in propose(spot.node) if not _is_type_union(spot))
 
 
-def _list_spots(parent: ast.AST, place: str, statement: ast.stmt | None, is_in_function: bool) -> Iterator[_Spot]:
+def _list_spots(parent: ast.AST, place: str, statement: ast.stmt | None) -> Iterator[_Spot]:
     for field, value in ast.iter_fields(parent):
         if field in ("annotation", "returns", "decorator_list", "type_params") or _is_left_out(parent, field):
             continue
         for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(node, ast.AST) and not isinstance(node, ast.expr_context | ast.JoinedStr | ast.Assert):
                 within = node if isinstance(node, ast.stmt) else statement
-                is_inside = is_in_function or (field == "body" and isinstance(parent, FUNCTIONS))
                 if within is not None and not _is_for_type_checkers(node):
-                    yield _Spot(parent, field, index, place, within, is_inside)
-                    yield from _list_spots(node, _enter(place, node), within, is_inside)
+                    yield _Spot(parent, field, index, place, within)
+                    yield from _list_spots(node, _enter(place, node), within)
 
 
 def _enter(place: str, node: ast.AST) -> str:

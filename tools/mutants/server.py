@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from .finder import put_in
 from .mutations import Mutation
-from .trial import LEFT_OUT, OPTIONS, Baseline, Choice, MutantFinder, Watch
+from .trial import LEFT_OUT, OPTIONS, Baseline, Choice, Watch
 
-KILLED, SURVIVED, HUNG, UNREACHED = "killed", "survived", "hung", "unreached"
+KILLED, SURVIVED, HUNG = "killed", "survived", "hung"
 START_SECONDS = 300  # to import a module and its tests
 
 
@@ -51,7 +52,7 @@ class Verdict(NamedTuple):
     """What became of a mutant.
 
     Attributes:
-        outcome: KILLED, HUNG (which is killed, too), SURVIVED, or UNREACHED: no test executes it.
+        outcome: KILLED, HUNG (which is killed, too), or SURVIVED.
         by: the test that failed; None if none did, or the mutant could not be imported.
         seconds: that its tests take on the module as it is.
     """
@@ -115,12 +116,10 @@ def run_baseline(order: Order) -> dict[str, Any]:
 def try_mutant(order: Order, baseline: Baseline, mutation: Mutation) -> Verdict:
     """Run the tests that execute what is mutated."""
     tests = baseline.choose(mutation)
-    if not tests:
-        return Verdict(UNREACHED, None, 0.0)
     seconds = sum(baseline.seconds[test] for test in tests)
 
     def run() -> tuple[int, str | None]:
-        sys.meta_path.insert(0, MutantFinder(order.name, order.path, mutation))
+        put_in(order.name, order.path, mutation)
         choice = Choice(tests, baseline.seconds)
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
         return int(run_pytest(files, [], choice)), choice.failed

@@ -1,4 +1,4 @@
-"""Plugins: of pytest, to see which test executes which line and to choose tests; of imports, to put a mutant in."""
+"""Plugins of pytest: to see which test executes which line of a module, and to choose tests by it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 
-from .mutations import Mutation, apply_mutation
+from .mutations import Mutation
 
 # Nothing is written beside the tests, and asserts stay plain: what exactly was different is of no interest here.
 OPTIONS = ("-q", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist")
@@ -40,12 +37,12 @@ class Baseline(NamedTuple):
     def choose(self, mutation: Mutation) -> list[str]:
         """Return the tests that may notice a mutation, the quickest first.
 
-        They are those that execute its statement, or all if only the import does.
+        They are those that execute its statement, or all if none does: it may be executed by the import, or in a
+        process that a test starts.
         """
         first, last = mutation.lines
         reached = [test for test, lines in self.lines.items() if any(first <= line <= last for line in lines)]
-        is_at_import = not reached and not mutation.is_in_function
-        return sorted(self.seconds if is_at_import else reached, key=lambda test: self.seconds[test])
+        return sorted(reached or self.seconds, key=lambda test: self.seconds[test])
 
 
 class Watch:
@@ -102,33 +99,3 @@ class Choice:
         """Note which test fails."""
         if report.failed:
             self.failed = report.nodeid
-
-
-class MutantFinder(MetaPathFinder):
-    """Lets an import of a module find the mutant instead."""
-
-    def __init__(self, name: str, path: Path, mutation: Mutation) -> None:
-        self._name = name
-        self._path = path
-        self._mutation = mutation
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the mutant's spec; None for any other module."""
-        if fullname != self._name:
-            return None
-        loader = _MutantLoader(fullname, str(self._path), self._mutation)
-        return spec_from_file_location(fullname, self._path, loader=loader)
-
-
-class _MutantLoader(SourceFileLoader):
-    def __init__(self, name: str, path: str, mutation: Mutation) -> None:
-        super().__init__(name, path)
-        self._mutation = mutation
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the mutant's code, which is kept nowhere."""
-        tree = apply_mutation(Path(self.path).read_text(encoding="utf-8"), self._mutation)
-        code: CodeType = compile(tree, self.path, "exec", dont_inherit=True)
-        return code
