@@ -107,7 +107,7 @@ def _list_spots(parent: ast.AST, place: str, statement: ast.stmt | None) -> Iter
         for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(node, ast.AST) and not isinstance(node, ast.expr_context | ast.JoinedStr | ast.Assert):
                 within = node if isinstance(node, ast.stmt) else statement
-                if within is not None and not _is_for_type_checkers(node):
+                if within is not None and not _is_left_out_whole(node):
                     yield _Spot(parent, field, index, place, within)
                     yield from _list_spots(node, _enter(place, node), within)
 
@@ -130,11 +130,14 @@ def _is_left_out(parent: ast.AST, field: str) -> bool:
     return False
 
 
-def _is_for_type_checkers(node: ast.AST) -> bool:
+def _is_left_out_whole(node: ast.AST) -> bool:
+    """Return whether a node is for type checkers, readers or logs."""
     match node:
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return True
         case ast.Call(func=ast.Name(id=name)) if name in TYPES:
+            return True
+        case ast.Assign(targets=[ast.Name(id="__all__")]):
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))) if name in LOGGERS:
             return True

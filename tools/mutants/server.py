@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,12 +36,14 @@ class Order(NamedTuple):
         name: of the module.
         tests: files.
         mutations: of the module.
+        slack: seconds that each test may take on top of many times what it takes on the module as it is.
     """
 
     root: str
     name: str
     tests: list[str]
     mutations: list[Mutation]
+    slack: float = 20.0
 
     @property
     def path(self) -> Path:
@@ -100,9 +103,14 @@ def collect(order: Order) -> dict[str, Any]:
     """Return the names of all modules that the tests import from outside of the repository, and their environment."""
     if run_pytest(order.tests, ["--collect-only"]) != pytest.ExitCode.OK:
         raise Failed(f"{order.name}: its tests cannot be imported.")
-    ours = {name.partition(".")[0] for name in ("tests", "tools", "dbo_runtime", "dbo_models", "examples", "__main__")}
-    modules = [name for name in sys.modules if name.partition(".")[0] not in ours]
+    modules = [name for name, module in sys.modules.items() if is_foreign(module, Path(order.root))]
     return {"modules": modules, "environment": dict(os.environ)}
+
+
+def is_foreign(module: ModuleType, root: Path) -> bool:
+    """Return whether a module comes from a file outside of the repository, or from a package installed inside."""
+    file = getattr(module, "__file__", None)
+    return file is not None and (root not in Path(file).parents or "site-packages" in Path(file).parts)
 
 
 def run_baseline(order: Order) -> dict[str, Any]:
@@ -120,7 +128,7 @@ def try_mutant(order: Order, baseline: Baseline, mutation: Mutation) -> Verdict:
 
     def run() -> tuple[int, str | None]:
         put_in(order.name, order.path, mutation)
-        choice = Choice(tests, baseline.seconds)
+        choice = Choice(tests, baseline.seconds, order.slack)
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
         return int(run_pytest(files, [], choice)), choice.failed
 
