@@ -47,7 +47,7 @@ class GeneratedExecutor(Executor):
         for number, (_, _, _, task, event) in enumerate(self._instructions):
             namespace[f"task_{number}"] = task
             namespace[f"event_{number}"] = event
-        exec(compile(source.text, source.file, "exec", dont_inherit=True), namespace)
+        exec(compile(source.text, source.file, "exec"), namespace)
         function: Callable[[Values, Enter], None] = namespace.pop(FUNCTION)  # out of its own globals: no cycle
         return function
 

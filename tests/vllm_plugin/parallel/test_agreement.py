@@ -59,6 +59,7 @@ class SimulatedPair:
 
     def gather_number(self, gathered: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
         self.compared += 1
+        assert [one.dtype for one in gathered] == [own.dtype] * 2, "gloo would mix up the bytes"
         gathered[0].copy_(own)
         gathered[1].fill_(0 if isinstance(self.other, Decline) else _fingerprint(self.other or "split"))
 
