@@ -18,7 +18,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online import named_order, predictor, probation, simulation
-from dbo_runtime.planner.online.bounded import BoundedDict
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
