@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.devices import Device
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.lowering import lower
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.policies import get_policy
 from dbo_runtime.program import Program

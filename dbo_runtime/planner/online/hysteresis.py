@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from dbo_runtime.planner.online.bounded import BoundedDict
+from dbo_runtime.bounded import BoundedDict
 
 MAX_KINDS = 4096  # of steps of which is remembered that they are split
 REMAIN_SHARE_OF_MARGIN = 0.5  # what steps that are split already have to gain

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.placements import is_moved, list_placements

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly, slice_batch
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
 from dbo_runtime.planner.online.cuts import CostSums, balance_targets, compute_density, measure_slices

@@ -33,12 +33,12 @@ class Proposal(NamedTuple):
 
     Attributes:
         is_timed: whether any step of this rank was timed.
-        pairs: by kind, logarithms of how much longer than predicted a split step took, by how much longer than
-            predicted an unsplit one did; in the order in which they ran.
+        pairs: by the text of the kind, logarithms of how much longer than predicted a split step took, by how much
+            longer than predicted an unsplit one did; in the order in which they ran.
     """
 
     is_timed: bool
-    pairs: Mapping[Kind, Sequence[float]]
+    pairs: Mapping[str, Sequence[float]]
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class Probation:
     def propose(self) -> Proposal:
         """Return what this rank measured on which the ranks have not agreed yet."""
         return Proposal(
-            self._has_measured, {kind: tuple(record.own) for kind, record in self._records.items() if record.own}
+            self._has_measured, {repr(kind): list(record.own) for kind, record in self._records.items() if record.own}
         )
 
     def apply(self, proposals: Sequence[Proposal]) -> None:
@@ -153,7 +153,7 @@ class Probation:
         self._is_timed = all(proposal.is_timed for proposal in proposals)
         for kind, record in self._records.items():
             record.trials = 0
-            measured = [proposal.pairs.get(kind, ()) for proposal in proposals]
+            measured = [proposal.pairs.get(repr(kind), ()) for proposal in proposals]
             for pair in zip(*measured, strict=False):  # a rank may be behind with the last ones
                 record.pairs.append(median(pair))
                 record.own.popleft()

@@ -21,6 +21,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Timer
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
+from dbo_runtime.planner.online.probation import Proposal
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
@@ -251,7 +252,7 @@ class SplitForward:
                 self._metrics.count_time(mode, expected, seconds)
         if planner is not None and planner.correction.count():
             proposals = self._agreement.gather((planner.correction.propose(), planner.probation.propose()))
-            planner.probation.apply([pairs for _, pairs in proposals])
+            planner.probation.apply([Proposal(*measured) for _, measured in proposals])
             planner.correct([errors for errors, _ in proposals])
 
 
