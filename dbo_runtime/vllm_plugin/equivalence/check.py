@@ -179,7 +179,7 @@ def _run_split(
                 Bug(tally.micro_batches, each.number, None, None, Difference("failure", None, None, str(error)))
             )
             break
-        tally.note_answers(answers)
+        tally.note_answers(each, answers)
         tally.counts.add(counts)
         for number, request in each.requests.items():
             found = compare_answers(request, expected[each.number][number], answers[number], setup.tolerance)

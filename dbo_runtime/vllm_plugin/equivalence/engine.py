@@ -109,7 +109,7 @@ class Engine:
             tuple(words),
             find_image_prompt(config, tokenizer),
             len(self._loras),
-            has_seeds=not current_platform.is_cpu(),  # a seed and a chunked prefill end vLLM 0.30's CPU build
+            _list_lacking(bool(self._loras)),
         )
 
 
@@ -177,6 +177,13 @@ class _Running:
             [None if each is None else _read_log_probs(each) for each in prompts[-1]] if prompts else None,
             number in self._aborted,
         )
+
+
+def _list_lacking(has_loras: bool) -> frozenset[str]:
+    """Return what ends vLLM 0.30's CPU build: seeds with chunked prefills, log-probabilities of prompts with LoRA."""
+    if not current_platform.is_cpu():
+        return frozenset()
+    return frozenset({"seed", "prompt_logprobs"} if has_loras else {"seed"})
 
 
 def _read_completion(completion: Any) -> Completion:

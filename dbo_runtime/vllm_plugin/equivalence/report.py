@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Counts
 from dbo_runtime.vllm_plugin.equivalence.comparison import Difference
-from dbo_runtime.vllm_plugin.equivalence.request import Request
+from dbo_runtime.vllm_plugin.equivalence.request import Request, Round
 
 SHOWN = 5  # bugs that are described in full
 
@@ -49,6 +49,7 @@ class Tally:
         requests: that were compared.
         tokens: of the answers from split steps.
         counts: what happened in the engine that splits.
+        features: requests by what they had besides a prompt.
         aborted: requests that were running when they were aborted.
         refused: requests that vLLM did not take, split and unsplit alike.
         equal: requests without any difference.
@@ -63,6 +64,7 @@ class Tally:
     requests: int = 0
     tokens: int = 0
     counts: Counts = field(default_factory=Counts)
+    features: Counter[str] = field(default_factory=Counter)
     aborted: int = 0
     refused: int = 0
     equal: int = 0
@@ -72,10 +74,11 @@ class Tally:
     largest: float = 0.0
     seconds: float = 0.0
 
-    def note_answers(self, answers: dict[int, Answer]) -> None:
-        """Count what was answered."""
-        for answer in answers.values():
+    def note_answers(self, traffic: Round, answers: dict[int, Answer]) -> None:
+        """Count what was asked and answered."""
+        for number, answer in answers.items():
             self.requests += 1
+            self.features.update(traffic.requests[number].features)
             self.tokens += sum(len(completion.tokens) for completion in answer.completions)
             self.aborted += answer.was_aborted
             self.refused += answer.refusal is not None
@@ -91,8 +94,8 @@ class Tally:
             f"  answers: {self.equal} equal, {self.ties} ties, {self.own} vLLM's own, {len(self.bugs)} bugs; "
             f"log-probabilities within {self.largest:.1e}",
         ]
-        if counts.declined:
-            lines.append(f"  not split: {', '.join(f'{reason} ({n})' for reason, n in counts.declined.most_common())}")
+        lines += [f"  not split: {_list(counts.declined)}"] if counts.declined else []
+        lines += [f"  among the requests: {_list(self.features)}"] if self.features else []
         return "\n".join(lines)
 
 
@@ -159,16 +162,36 @@ class EquivalenceReport:
         }
 
 
+def _list(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+
+
 def _describe(tally: Tally) -> dict[str, Any]:
-    facts = asdict(tally)
-    counts = facts.pop("counts")
-    facts["bugs"] = [
-        {
-            "round": bug.round,
-            "request": bug.number,
-            "asked": repr(bug.request),
-            "difference": bug.difference._asdict(),
-        }
-        for bug in tally.bugs
-    ]
-    return {**facts, **counts, "declined": dict(counts["declined"])}
+    counts = tally.counts
+    return {
+        "micro_batches": tally.micro_batches,
+        "requests": tally.requests,
+        "tokens": tally.tokens,
+        "split": counts.split,
+        "parts": counts.micro_batches,
+        "declined": dict(counts.declined),
+        "preempted": counts.preempted,
+        "cached": counts.cached,
+        "features": dict(tally.features),
+        "aborted": tally.aborted,
+        "refused": tally.refused,
+        "equal": tally.equal,
+        "ties": tally.ties,
+        "own": tally.own,
+        "largest": tally.largest,
+        "seconds": tally.seconds,
+        "bugs": [
+            {
+                "round": bug.round,
+                "request": bug.number,
+                "asked": repr(bug.request),
+                "difference": bug.difference._asdict(),
+            }
+            for bug in tally.bugs
+        ],
+    }

@@ -20,7 +20,7 @@ class Abilities:
         words: short texts that answers may have, for stop strings and bad words; none without a tokenizer.
         image_prompt: the text of a prompt with one image; none if the model takes no images.
         loras: how many LoRA adapters are served.
-        has_seeds: whether requests may have seeds.
+        lacking: features that this vLLM does not have here, which traffic leaves out.
     """
 
     vocabulary: int
@@ -29,7 +29,7 @@ class Abilities:
     words: tuple[str, ...] = ()
     image_prompt: str | None = None
     loras: int = 0
-    has_seeds: bool = True
+    lacking: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,16 @@ class Request:
     arrives: int = 0
     leaves: int | None = None
     lora: int | None = None
+
+    @property
+    def features(self) -> list[str]:
+        """What it has besides a prompt and a greedy answer, for counts."""
+        found = [name for name in self.sampling if name not in ("temperature", "max_tokens", "logprobs", "top_k")]
+        found += ["structured_outputs"] if self.structure is not None else []
+        found += ["image"] if self.prompt.image is not None else []
+        found += ["lora"] if self.lora is not None else []
+        found += ["shared prefix"] if self.prompt.prefix is not None else []
+        return [name for name in found if not (name == "n" and self.sampling["n"] == 1)]
 
     @property
     def is_greedy(self) -> bool:

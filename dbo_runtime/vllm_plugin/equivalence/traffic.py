@@ -41,7 +41,7 @@ UNSTRUCTURED = {"bad_words", "logit_bias", "min_tokens", "stop", "stop_token_ids
 """What could leave a structured answer without any token that it may go on with."""
 
 
-def draw_round(abilities: Abilities, number: int, size: int, run_seed: int, ranks: int = 1) -> Round:
+def draw_round(abilities: Abilities, number: int, size: int, run_seed: int) -> Round:
     """Return the round of that number, which does not depend on others.
 
     Args:
@@ -49,14 +49,13 @@ def draw_round(abilities: Abilities, number: int, size: int, run_seed: int, rank
         number: from 0.
         size: how many requests.
         run_seed: of all rounds.
-        ranks: data parallel ranks, which share the requests out; each keeps to what one engine is asked.
     """
     name = f"{run_seed}/{number}"
     with_allowed = number % ALLOWED_EVERY == ALLOWED_EVERY - 1
     strategy = _requests(abilities, with_allowed)
     drawn: list[Request] = []
 
-    @seed(f"{name}")
+    @seed(name)
     @settings(
         max_examples=size,
         database=None,
@@ -96,7 +95,7 @@ def _requests(draw: st.DrawFn, abilities: Abilities, with_allowed: bool) -> Requ
 
 
 def _list_features(abilities: Abilities) -> list[str]:
-    lacking = set()
+    lacking = set(abilities.lacking)
     if not abilities.words:
         lacking |= {"bad_words", "stop", "structured"}
     if abilities.image_prompt is None:
@@ -141,7 +140,7 @@ def _draw_sampling(draw: st.DrawFn, abilities: Abilities, features: set[str]) ->
 def _draw_copies(draw: st.DrawFn, abilities: Abilities) -> dict[str, Any]:
     """Draw several answers, which vLLM gives to no greedy request: with a seed, or of the most likely tokens."""
     sampling = {"temperature": draw(st.sampled_from([0.5, 1.0])), "n": draw(st.integers(1, COPIES)), "top_k": 1}
-    if abilities.has_seeds and draw(st.booleans()):
+    if "seed" not in abilities.lacking and draw(st.booleans()):
         sampling |= {"seed": draw(st.integers(0, 2**31)), "top_k": draw(st.sampled_from([0, 5, 40]))}
     return sampling
 
