@@ -204,8 +204,10 @@ def _judge(
             here = [suspect for suspect in suspects if suspect.round == each.number]
             if not here:
                 continue
-            numbers = sorted({suspect.number for suspect in here})
-            kinds = find_own_differences(engine, each, expected[each.number], numbers, setup.tolerance)
+            kinds_by_request: dict[int, set[str]] = {}
+            for suspect in here:
+                kinds_by_request.setdefault(suspect.number, set()).add(suspect.difference.kind)
+            kinds = find_own_differences(engine, each, expected[each.number], kinds_by_request, setup.tolerance)
             for tally, _, number, request, difference in here:
                 if is_own(difference.kind, number, kinds):
                     tally.own += 1

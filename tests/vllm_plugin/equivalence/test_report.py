@@ -12,7 +12,7 @@ from dbo_runtime import __main__ as program
 from dbo_runtime.vllm_plugin.equivalence import check, judge
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, Counts
 from dbo_runtime.vllm_plugin.equivalence.comparison import Difference
-from dbo_runtime.vllm_plugin.equivalence.judge import find_own_differences, is_own
+from dbo_runtime.vllm_plugin.equivalence.judge import contradicts_itself, find_own_differences, is_own
 from dbo_runtime.vllm_plugin.equivalence.report import Bug, EquivalenceReport, Tally
 from dbo_runtime.vllm_plugin.equivalence.request import Prompt, Request, Round
 
@@ -86,12 +86,46 @@ def answer(token: int) -> Answer:
 def test_unsplit_runs_differ_in_arrivals_and_have_each_suspect_alone() -> None:
     traffic = Round(0, "0/0", {n: replace(REQUEST, arrives=n) for n in range(4)})
     expected = {n: answer(0) for n in range(4)}
-    engine = Unsteady(2)
-    kinds = find_own_differences(engine, traffic, expected, [1, 2], 1e-4)  # type: ignore[arg-type]
+    engine, suspects = Unsteady(2), {1: {"finish"}, 2: {"log-probability"}}
+    kinds = find_own_differences(engine, traffic, expected, suspects, 1e-4)  # type: ignore[arg-type]
     assert kinds == {0: set(), 1: set(), 2: {"log-probability"}, 3: set()}
     arrivals = [[request.arrives for request in each.requests.values()] for each in engine.rounds]
     assert arrivals == [[0, 1, 2, 3], [0, judge.SPREAD, 2 * judge.SPREAD, 3 * judge.SPREAD], [3, 2, 1, 0], [0], [0]]
     assert [list(each.requests) for each in engine.rounds[3:]] == [[1], [2]]
+
+
+def test_of_a_sampler_that_differs_more_orders_are_tried() -> None:
+    traffic = Round(0, "0/0", {n: replace(REQUEST, arrives=n) for n in range(4)})
+    expected = {n: answer(0) for n in range(4)}
+    engine = Unsteady(9)
+    kinds = find_own_differences(engine, traffic, expected, {1: {"token"}}, 1e-4)  # type: ignore[arg-type]
+    assert not any(kinds.values())
+    orders = {tuple(request.arrives for request in each.requests.values()) for each in engine.rounds[4:]}
+    assert len(engine.rounds) == 4 + judge.SHUFFLES
+    assert len(orders) > judge.SHUFFLES / 2
+    wrong = {**expected, 3: Answer([Completion([5], [{0: -1.0, 5: -2.0}], "", "length")])}
+    engine.rounds.clear()
+    kinds = find_own_differences(engine, traffic, wrong, {1: {"token"}}, 1e-4)  # type: ignore[arg-type]
+    assert "contradiction" in kinds[3]
+    assert is_own("token", 1, kinds)
+    assert len(engine.rounds) == 4
+
+
+def test_answers_contradict_themselves_if_a_better_token_was_allowed() -> None:
+    def ask(**sampling: object) -> Request:
+        return replace(REQUEST, sampling={**REQUEST.sampling, **sampling})
+
+    best, second = (Answer([Completion([token], [{0: -1.0, 1: -2.0}])]) for token in (0, 1))
+    assert not contradicts_itself(ask(), best, 1e-4)
+    assert contradicts_itself(ask(), second, 1e-4)
+    assert not contradicts_itself(ask(logit_bias={1: 2.0}), second, 1e-4)
+    assert contradicts_itself(ask(logit_bias={1: 2.0}), best, 1e-4)
+    assert not contradicts_itself(ask(allowed_token_ids=[1, 7]), second, 1e-4)
+    assert contradicts_itself(ask(allowed_token_ids=[1, 7]), best, 1e-4)
+    assert contradicts_itself(ask(allowed_token_ids=[7]), second, 1e-4)
+    for unsure in (ask(bad_words=["a"]), ask(min_tokens=1), ask(temperature=1.0)):
+        assert not contradicts_itself(unsure, second, 1e-4)
+    assert not contradicts_itself(replace(ask(), structure={"choice": ["a"]}), second, 1e-4)
 
 
 @pytest.mark.parametrize(
