@@ -12,7 +12,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +32,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 COMMAND = "python -m tests.reliability.traffic --write-page"
 REQUESTS = 5000
 MICRO_BATCHES = (2, 3, 4)
+JOBS = 2  # models and layouts at a time: one rank leaves a core to others
 CACHED = {"attention_backend": "CPU_ATTN", "block_size": 32}  # small blocks, so that prefixes are found in the cache
 LATENT = {"attention_backend": "CPU_MLA"}  # which reuses no prefix on CPU
 EXPERTS = {"data_parallel_size": 2, "enable_expert_parallel": True}
@@ -66,27 +70,36 @@ def get_deepseek(folder: Path) -> Path:
 
 
 CASES = (
-    Case("Llama, one rank", make_llama, 30, CACHED),
-    Case("Llama, one rank, two LoRA adapters", make_llama, 15, {**CACHED, **LORA}, loras=2),
-    Case("Qwen3-VL, one rank, images", make_vision, 15, CACHED),
     Case("Llama, TP=2", make_llama, 10, {**CACHED, "tensor_parallel_size": 2}),
+    Case("Llama, one rank", make_llama, 30, CACHED),
     Case("DeepSeek V3, TP=2", get_deepseek, 8, {**LATENT, "tensor_parallel_size": 2}),
+    Case("Llama, one rank, two LoRA adapters", make_llama, 15, {**CACHED, **LORA}, loras=2),
     Case("DeepSeek V3, DP=2 with experts", get_deepseek, 6, {**LATENT, **EXPERTS}),
+    Case("Qwen3-VL, one rank, images", make_vision, 15, CACHED),
     Case("Qwen3-MoE, DP=2 with experts", make_moe, 6, {**CACHED, **EXPERTS}),
     Case("DeepSeek V3, PP=2", get_deepseek, 10, {**LATENT, "pipeline_parallel_size": 2}),
 )
 
 
-def run_case(case: Case, folder: Path, requests: int, seed: int) -> EquivalenceReport:
+def run_case(number: int, requests: int, seed: int) -> EquivalenceReport:
     """Run one case and print its report."""
-    model = folder / "model"
-    model.mkdir()
-    loras = []
-    for number in range(case.loras):
-        adapter = folder / f"lora-{number}"
-        adapter.mkdir()
-        loras.append(str(make_lora(adapter, number)))
-    report = check_equivalence(str(case.make(model)), {}, requests, MICRO_BATCHES, seed, loras=loras, **case.options)
+    case = CASES[number]
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name, "model")
+        model.mkdir()
+        loras = [Path(name, f"lora-{number}") for number in range(case.loras)]
+        for seed_of_weights, adapter in enumerate(loras):
+            adapter.mkdir()
+            make_lora(adapter, seed_of_weights)
+        report = check_equivalence(
+            str(case.make(model)),
+            {},
+            requests * case.share // 100,
+            MICRO_BATCHES,
+            seed,
+            loras=[str(adapter) for adapter in loras],
+            **case.options,
+        )
     sys.stderr.write(f"{case.title}: {report}\n")
     return report
 
@@ -126,39 +139,41 @@ def sum_up(rows: Sequence[Sequence[Any]], parts: int) -> list[Any]:
     return ["all", parts, *sums, max(row[11] for row in some), sum(row[12] for row in some)]
 
 
-def describe(rows: list[list[Any]], reports: Sequence[EquivalenceReport], seconds: float) -> list[str]:
-    """Return the lines of the section."""
-    rows = [*rows, *(sum_up(rows, parts) for parts in MICRO_BATCHES)]
+def describe(reports: Mapping[int, EquivalenceReport], seconds: float) -> list[str]:
+    """Return the lines of the section, of the cases that are done, by number."""
+    rows = [row for number in sorted(reports) for row in make_rows(CASES[number].title, reports[number])]
+    rows += [sum_up(rows, parts) for parts in MICRO_BATCHES]
     table = make_table(HEADER, [[*row[:11], f"{row[11]:.1e}", row[12]] for row in rows])
-    features: dict[str, int] = {}
-    for tally in (tally for report in reports for tally in report.tallies):
-        for name, count in tally.features.items():
-            features[name] = features.get(name, 0) + count
-    asked = ", ".join(f"{name} {count:,}" for name, count in sorted(features.items(), key=lambda item: -item[1]))
-    bugs = [f"Bug: {bug}".replace("\n", " ") for report in reports for bug in report.bugs[:3]]
-    done = "" if len(reports) == len(CASES) else f"The first {len(reports)} of {len(CASES)} models and layouts. "
+    features: Counter[str] = Counter()
+    for report in reports.values():
+        for tally in report.tallies:
+            features.update(tally.features)
+    asked = ", ".join(f"{name} {count:,}" for name, count in features.most_common())
+    bugs = [f"Bug: {bug}".replace("\n", " ") for report in reports.values() for bug in report.bugs[:3]]
+    done = "" if len(reports) == len(CASES) else f"{len(reports)} of {len(CASES)} models and layouts. "
     times = f"{done}{seconds / 60:.0f} minutes, with the starts of engines and the unsplit runs."
     return [*table, "", f"Among the requests were: {asked}.", "", times, *bugs]
 
 
 def main() -> int:
-    """Run all cases; return 1 if one failed."""
+    """Run all cases, some at a time; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="with each number of micro-batches")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=JOBS, help="models and layouts at a time")
     parser.add_argument("--write-page", action="store_true")
     arguments = parser.parse_args()
     start = time.monotonic()
-    rows: list[list[Any]] = []
-    reports: list[EquivalenceReport] = []
-    for case in CASES:  # what is done is written, so that a run that is ended has not been in vain
-        with tempfile.TemporaryDirectory() as folder:
-            report = run_case(case, Path(folder), arguments.requests * case.share // 100, arguments.seed)
-        rows += make_rows(case.title, report)
-        reports.append(report)
-        lines = describe(rows, reports, time.monotonic() - start)
-        tell_section(arguments.write_page, "traffic", COMMAND, lines, PAGE)
-    return 0 if all(reports) else 1
+    reports: dict[int, EquivalenceReport] = {}
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+        asked = {
+            pool.submit(run_case, number, arguments.requests, arguments.seed): number for number in range(len(CASES))
+        }
+        for done in as_completed(asked):  # what is done is written: a run that is ended has not been in vain
+            reports[asked[done]] = done.result()
+            lines = describe(reports, time.monotonic() - start)
+            tell_section(arguments.write_page, "traffic", COMMAND, lines, PAGE)
+    return 0 if all(reports.values()) else 1
 
 
 if __name__ == "__main__":
