@@ -112,7 +112,7 @@ def _parse_int(digits: str) -> int:
 
 
 def _check_depth(content: Any) -> None:
-    """Raise ConfigError if lists and objects are nested more than `MAX_DEPTH` deep: whoever walks them may recurse."""
+    """Raise ConfigError if lists and objects are nested more than `MAX_DEPTH` deep: what walks them may recurse."""
     level = [content]
     for _ in range(MAX_DEPTH):
         level = [
