@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError, DeviceError
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer
-from dbo_runtime.vllm_plugin.equivalence.comparison import TOLERANCE, Difference, compare_answers
+from dbo_runtime.vllm_plugin.equivalence.comparison import FAILURE, TOLERANCE, Difference, compare_answers
 from dbo_runtime.vllm_plugin.equivalence.engine_process import EngineProcess
 from dbo_runtime.vllm_plugin.equivalence.judge import find_own_differences, is_own
 from dbo_runtime.vllm_plugin.equivalence.report import Bug, EquivalenceReport, Tally
@@ -76,11 +76,20 @@ class Setup:
         return self.start("off" if self.reference == OFF else "")
 
     def draw(self, engine: EngineProcess) -> list[Round]:
-        """Return all rounds to run."""
+        """Return all rounds to run.
+
+        Raises:
+            ConfigError: if a round is asked for that there is not.
+        """
         from dbo_runtime.vllm_plugin.equivalence.traffic import draw_round  # late: it needs hypothesis
 
         size = ROUND_REQUESTS * self.ranks
-        numbers = range(-(-self.requests // size)) if self.rounds is None else sorted(self.rounds)
+        numbers: Sequence[int] = range(-(-self.requests // size))
+        if self.rounds is not None:
+            wrong = sorted(set(self.rounds) - set(numbers))
+            if wrong:
+                raise ConfigError(f"there is no round {wrong[0]} in {self.requests} requests: {len(numbers)}, from 0.")
+            numbers = sorted(self.rounds)
         return [
             draw_round(engine.abilities, number, min(size, self.requests - number * size), self.seed)
             for number in numbers
@@ -136,7 +145,7 @@ def check_equivalence(
         engine_options: of vLLM's `LLM`, such as `tensor_parallel_size`; also `data_parallel_size`.
 
     Raises:
-        ConfigError: if hypothesis is not installed.
+        ConfigError: if hypothesis is not installed, or there is no such round.
         DeviceError: if vLLM does not start, or fails without overlap.
     """
     if find_spec("hypothesis") is None:
@@ -166,32 +175,39 @@ def _run_split(
     traffic: Sequence[Round],
     expected: Mapping[int, dict[int, Answer]],
 ) -> list[Suspect]:
-    """Answer all rounds split; count them, and return what differs."""
+    """Answer all rounds split; count them, and return what differs. An engine that fails is a bug, and the end."""
     start = time.monotonic()
     suspects: list[Suspect] = []
-    for each in traffic:
-        try:
-            if each is traffic[0]:
-                engine.configure({**setup.settings, "DBO_MICRO_BATCHES": str(tally.micro_batches)})
+    number = traffic[0].number
+    try:
+        engine.configure({"DBO_MICRO_BATCHES": str(tally.micro_batches)})
+        for each in traffic:
+            number = each.number
             answers, counts = engine.run(each)
-        except DeviceError as error:
-            tally.bugs.append(
-                Bug(tally.micro_batches, each.number, None, None, Difference("failure", None, None, str(error)))
-            )
-            break
-        tally.note_answers(each, answers)
-        tally.counts.add(counts)
-        for number, request in each.requests.items():
-            found = compare_answers(request, expected[each.number][number], answers[number], setup.tolerance)
-            if found.difference is not None:
-                suspects.append(Suspect(tally, each.number, number, request, found.difference))
-                continue
-            tally.largest = max(tally.largest, found.largest)
-            if found.tie is None:
-                tally.equal += 1
-            else:
-                tally.ties += 1
+            tally.note_answers(each, answers)
+            tally.counts.add(counts)
+            suspects += _compare_round(setup, tally, each, expected[number], answers)
+    except DeviceError as error:
+        tally.bugs.append(Bug(tally.micro_batches, number, None, None, Difference(FAILURE, None, None, str(error))))
     tally.seconds = time.monotonic() - start
+    return suspects
+
+
+def _compare_round(
+    setup: Setup, tally: Tally, traffic: Round, expected: Mapping[int, Answer], answers: Mapping[int, Answer]
+) -> list[Suspect]:
+    """Count what is equal, and ties; return what differs."""
+    suspects: list[Suspect] = []
+    for number, request in traffic.requests.items():
+        found = compare_answers(request, expected[number], answers[number], setup.tolerance)
+        if found.difference is not None:
+            suspects.append(Suspect(tally, traffic.number, number, request, found.difference))
+            continue
+        tally.largest = max(tally.largest, found.largest)
+        if found.tie is None:
+            tally.equal += 1
+        else:
+            tally.ties += 1
     return suspects
 
 

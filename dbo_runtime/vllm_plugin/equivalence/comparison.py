@@ -10,7 +10,7 @@ from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, LogPr
 from dbo_runtime.vllm_plugin.equivalence.request import Request
 
 TOLERANCE = 1e-4  # of log-probabilities in float32, where the shapes of matrix products differ
-TOKEN = "token"
+TOKEN, FAILURE = "token", "failure"
 
 
 class Difference(NamedTuple):
@@ -18,7 +18,7 @@ class Difference(NamedTuple):
 
     Attributes:
         kind: what differs: `log-probability`, `prompt log-probability`, `token`, `length`, `finish`, `text`, `answers`,
-            `refusal`.
+            `refusal`; `failure` if the engine failed.
         completion: which of the request's answers.
         position: the token's; None if it is about the whole.
         detail: both values, in words.

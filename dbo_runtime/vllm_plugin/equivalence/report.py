@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Counts
-from dbo_runtime.vllm_plugin.equivalence.comparison import Difference
+from dbo_runtime.vllm_plugin.equivalence.comparison import FAILURE, Difference
 from dbo_runtime.vllm_plugin.equivalence.request import Request, Round
 
 SHOWN = 5  # bugs that are described in full
@@ -127,6 +127,8 @@ class EquivalenceReport:
     @property
     def failure(self) -> str | None:
         """Why this is no proof of equivalence, in words; None if it is one."""
+        if any(bug.difference.kind == FAILURE for bug in self.bugs):
+            return "vLLM failed where steps were split"
         if self.bugs:
             return f"{len(self.bugs)} requests were answered otherwise where steps were split"
         unsplit = [tally.micro_batches for tally in self.tallies if not tally.counts.split]

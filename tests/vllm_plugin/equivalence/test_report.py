@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dbo_runtime import __main__ as program
+from dbo_runtime.errors import ConfigError
 from dbo_runtime.vllm_plugin.equivalence import check, judge
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, Counts
 from dbo_runtime.vllm_plugin.equivalence.comparison import Difference
@@ -41,6 +42,13 @@ def test_where_nothing_was_split_nothing_was_compared() -> None:
     report = make_report(make_tally(), make_tally(micro_batches=3, counts=Counts()))
     assert not report
     assert "FAILED: no step was split into 3 micro-batches" in str(report)
+
+
+def test_a_failed_engine_is_no_answer() -> None:
+    bug = Bug(2, 7, None, None, Difference("failure", None, None, "vLLM's process (rank 0) has died."))
+    text = str(make_report(make_tally(bugs=[bug])))
+    assert "round 7, 2 micro-batches: failure: vLLM's process (rank 0) has died." in text
+    assert text.endswith("FAILED: vLLM failed where steps were split")
 
 
 def test_a_bug_is_told_with_what_repeats_it() -> None:
@@ -141,6 +149,12 @@ def test_wrong_numbers_are_refused(words: tuple[str, ...], error: str, capsys: p
     name, value = words
     assert program.main(["soak", "model", f"{name}={value}"]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_round_that_there_is_not_is_refused_before_anything_is_drawn() -> None:
+    setup = check.Setup("model", requests=100, rounds=[2, 3])
+    with pytest.raises(ConfigError, match="there is no round 3 in 100 requests: 3, from 0"):
+        setup.draw(None)  # type: ignore[arg-type]
 
 
 def test_without_hypothesis_the_extra_is_named(
