@@ -22,7 +22,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults soak docs lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults soak mutants docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -95,6 +95,9 @@ test-nightly: setup ## run the tests that start no engine with many more example
 
 soak: setup ## answer 5,000 random requests split and unsplit, and compare; writes docs/reliability.md
 	$(BIN)/python -m tests.reliability.traffic --write-page
+
+mutants: setup ## try mutants of the core's modules: mistakes that its tests must notice; writes docs/reliability.md (minutes)
+	$(BIN)/python -m tools.mutants --write-page $(MUTANTS_OPTIONS)
 
 demo-sweep: setup ## auto against off and always over link rates and prompt lengths; about 20 minutes (root)
 	$(BIN)/python examples/sweep_rates.py

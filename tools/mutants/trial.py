@@ -34,14 +34,14 @@ class Baseline(NamedTuple):
     lines: dict[str, list[int]]
 
     def choose(self, mutation: Mutation) -> list[str]:
-        """Return the tests that may notice a mutation, the quickest first.
+        """Return the tests in the order that soon finds one to notice a mutation.
 
-        They are those that execute its statement, or all if none does: it may be executed by the import, or in a
-        process that a test starts.
+        Those that execute its statement come first, quick ones before slow ones. The others come after them: the import
+        may execute it, or a process that a test starts, or a test whose result another one has kept.
         """
         first, last = mutation.lines
-        reached = [test for test, lines in self.lines.items() if any(first <= line <= last for line in lines)]
-        return sorted(reached or self.seconds, key=lambda test: self.seconds[test])
+        reached = {test for test, lines in self.lines.items() if any(first <= line <= last for line in lines)}
+        return sorted(self.seconds, key=lambda test: (test not in reached, self.seconds[test]))
 
 
 class Watch:
