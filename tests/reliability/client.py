@@ -63,7 +63,7 @@ def _read_error(content: bytes) -> str:
         message: str = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         return ""
-    return message.partition("\n")[0][:80]
+    return message.partition(".")[0][:80]
 
 
 def read(file: Path) -> list[Seen]:

@@ -77,18 +77,25 @@ def _find_place(row: Row) -> int:
 
 
 def main() -> int:
-    """Run all sessions, or those whose title has a word in it."""
+    """Run all faults, or those whose title has a word in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-page", action="store_true", help="write the section of docs/reliability.md")
-    parser.add_argument("--only", default="", metavar="WORD", help="sessions with this in their title")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORDS", help="faults with one of these in layout and title"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an error would: nothing is left behind
     table = Table(arguments.write_page)
+
+    def is_chosen(title: str) -> bool:
+        return any(words in title for words in arguments.only)
+
     for session in SESSIONS:
-        if arguments.only in session.title:
-            run_both(session, table.add)
+        chosen = tuple(fault for fault in session.faults if is_chosen(session.name(fault)))
+        if chosen:
+            run_both(session._replace(faults=chosen), table.add)
     for refusal in REFUSALS:
-        if arguments.only in refusal.title:
+        if is_chosen(f"{refusal.layout.title}: {refusal.title}"):
             run_refusal(refusal, table.add)
     return 0
 
@@ -129,7 +136,7 @@ def run_session(session: Session, side: str, tell: Tell, started: list[Servers])
             for fault in session.faults:
                 tell(fault.title, session.layout.title, side, observe(setting, fault))
         except NotUpError as error:
-            print(f"{side}: {session.title}: {error}\n{servers.read_log([0] * session.layout.nodes)}")
+            print(f"{side}: {session.layout.title}: {error}\n{servers.read_log([0] * session.layout.nodes)}")
 
 
 def make_variables(folder: Path, side: str) -> dict[str, str]:

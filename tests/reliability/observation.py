@@ -78,7 +78,7 @@ def _name_kind(name: str) -> str:
     """Return a file's name without what differs from run to run."""
     folder, _, last = name.rpartition("/")
     head = last.partition("_")[0].partition("-")[0]
-    return f"{folder}/{head if not _is_random(head) else '<random>'}"
+    return f"`{folder}/{head}*`" if not _is_random(head) else f"`{folder}/*`"
 
 
 def _is_random(name: str) -> bool:

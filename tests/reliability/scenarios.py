@@ -45,10 +45,9 @@ class Session(NamedTuple):
     jumps: bool = False
     is_full_disk: bool = False
 
-    @property
-    def title(self) -> str:
-        """Say it for readers."""
-        return f"{self.layout.title}: {', '.join(fault.title for fault in self.faults)}"
+    def name(self, fault: Fault) -> str:
+        """Return the title of a fault with that of the layout."""
+        return f"{self.layout.title}: {fault.title}"
 
 
 def kill_worker(setting: Setting) -> None:

@@ -196,7 +196,7 @@ def find_cause(log: str) -> str:
         found = pattern.search(log)
         if found:
             said = found[found.lastindex or 0].replace(f"{ROOT}/", "")
-            return _shorten(_BUILD_PATH.sub(r"[\1]", said))
+            return _shorten(_BUILD_PATH.sub(r"[\1]", said).strip())
     return ""
 
 
