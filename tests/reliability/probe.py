@@ -30,7 +30,7 @@ VERIFY = "verify"
 CHECKS = (VERIFY, "1", "races")
 ENDED = "a rank died, or did not answer"
 STEPS = 4  # of each fault, each a prefill and a decode
-SECONDS = 60.0  # without a word, after which a fault counts as a hang
+SECONDS = 150.0  # without a word, after which a fault counts as a hang
 
 
 class Outcome(NamedTuple):
