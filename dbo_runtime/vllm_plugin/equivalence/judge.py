@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.equivalence.engine_process import EngineProcess
 
 SPREAD = 4  # times as many turns between arrivals
+ALONE = 8  # suspects of a round, at most, that are asked alone: of more, something is wrong with all
 SHUFFLES = 12  # of arrivals, at most
 CONTRADICTION = "contradiction"
 UNCERTAIN = ("bad_words", "min_tokens")  # what forbids tokens that a request does not name
@@ -101,13 +102,13 @@ def _note(
 
 
 def _vary(traffic: Round, suspects: Mapping[int, set[str]]) -> Iterator[Round]:
-    """Return the round as it was, with arrivals spread out and in reverse, and each suspect alone."""
+    """Return the round as it was, with arrivals spread out and in reverse, and suspects alone."""
     last = traffic.turns - 1
     requests = traffic.requests
     yield traffic
     yield replace(traffic, requests={n: replace(each, arrives=SPREAD * each.arrives) for n, each in requests.items()})
     yield replace(traffic, requests={n: replace(each, arrives=last - each.arrives) for n, each in requests.items()})
-    for number in sorted(suspects):
+    for number in sorted(suspects)[:ALONE]:
         yield replace(traffic, requests={number: replace(requests[number], arrives=0)})
 
 
