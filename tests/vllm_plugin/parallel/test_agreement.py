@@ -115,3 +115,8 @@ def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = SimulatedPair(monkeypatch, DECLINE)
     assert Agreement(type("One", (), {"world_size": 1})).agree(PLAN, KEY, "split") is PLAN
     assert pair.compared == 0
+
+
+def test_ranks_tell_each_other_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    SimulatedPair(monkeypatch, "there")
+    assert Agreement(Pair).gather("here") == ["here", "there"]
