@@ -148,3 +148,8 @@ def test_a_rank_that_sends_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "all_gather", lambda gathered, *_, **__: [one.fill_(1 << 60) for one in gathered])
     with pytest.raises(ScheduleError, match=str(MAX_GATHERED_BYTES)):
         gather(Pair, "split")
+
+
+def test_ranks_tell_each_other_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    SimulatedPair(monkeypatch, "there")
+    assert Agreement(Pair).gather("here") == ["here", "there"]
