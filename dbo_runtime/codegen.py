@@ -27,6 +27,7 @@ from dbo_runtime.schedule import Instruction, Issue, Schedule, Slot
 Key = TypeVar("Key")
 
 FUNCTION = "issue"  # the name of the function that is written
+FILE_PREFIX = "<schedule "  # of the names that tracebacks have for sources
 
 
 class Issuing(Enum):
@@ -130,7 +131,9 @@ class _Writer:
             for instruction in self._schedule.instructions
         }
         lanes = {f"lane_{name}": lane for lane, name in self._lanes.items()}
-        return Source(f"<{title}>", "\n".join(self._lines) + "\n", self._calls, functions, lanes)
+        return Source(
+            f"{FILE_PREFIX}{digest(self._schedule)}>", "\n".join(self._lines) + "\n", self._calls, functions, lanes
+        )
 
     def _add(self, statement: str) -> None:
         self._lines.append(f"    {statement}")
