@@ -19,7 +19,6 @@ from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.correction import PERIOD_STEPS
-from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.whatif.published_cases import get_case
 from dbo_runtime.runtime import MicroBatchRuntime
@@ -57,19 +56,18 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dbo-growth-") as folder:
         served = serve_both(arguments.minutes, Path(folder))
-    planned = {name: plan_many(open_runtime(name), arguments.batches) for name in ("prepared", "searching")}
+    planned = plan_many(open_runtime(), arguments.batches)
     command = f"python -m tests.reliability.growth --minutes {arguments.minutes:g} --batches {arguments.batches}"
-    tell_section(
-        arguments.write_page, "growth", command, [*describe_planned(planned), "", *describe_served(served)], PAGE
-    )
+    lines = [*describe_planned(planned), "", *describe_served(served)]
+    tell_section(arguments.write_page, "growth", command, lines, PAGE)
 
 
-def open_runtime(planner: str = "prepared") -> MicroBatchRuntime:
-    """Return a runtime that plans by published costs: with orders that are prepared, or found while a step waits."""
+def open_runtime() -> MicroBatchRuntime:
+    """Return a runtime that plans by published costs."""
     table = get_case(CASE).table
     program = build_program(table.program)
     runtime = MicroBatchRuntime(program, VirtualDevice(), RuntimeConfig(enabled=True), open_log(quiet=True))
-    runtime.planner = PreparedPlanner(program, table) if planner == "prepared" else Planner(program, table, 1_000)
+    runtime.planner = PreparedPlanner(program, table)
     runtime.prepare(runtime.config)
     return runtime
 
@@ -117,17 +115,13 @@ def measure_memory() -> int:
     return int(status.partition("VmRSS:")[2].split()[0]) * KIB
 
 
-def describe_planned(planned: dict[str, PlannedGrowth]) -> list[str]:
+def describe_planned(planned: PlannedGrowth) -> list[str]:
     """Return the lines of what planning left."""
     warm = f"after {WARM_SHARE:.0%} of them"
-    rows = [
-        (name, each.batches, f"{each.before / MIB:.1f}", f"{each.after / MIB:.1f}", _describe_fullest(each.caches))
-        for name, each in planned.items()
-    ]
+    memory = f"{planned.before / MIB:.1f} MiB resident {warm}, {planned.after / MIB:.1f} MiB at the end"
     return [
-        f"Distinct batches planned by one runtime (MiB resident {warm}, and at the end):",
-        "",
-        *make_table(["orders", "batches", warm, "at the end", "entries of caches, of at most"], rows),
+        f"{planned.batches} distinct batches planned by one runtime: {memory}. Entries of its caches, of at most: "
+        f"{_describe_fullest(planned.caches)}.",
     ]
 
 

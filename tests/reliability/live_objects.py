@@ -14,7 +14,7 @@ _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int,
 
 
 def list_overfull(root: object) -> list[str]:
-    """Return what is larger than it may be, or has no bound where nothing but a bound limits it: caches of functions."""
+    """Return what is larger than it may be, and caches of functions without a bound."""
     found = []
     for path, node in _walk(root):
         most = _get_bound(node)
