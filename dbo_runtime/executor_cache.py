@@ -59,6 +59,11 @@ class ExecutorCache:
         """How many executors there are, and how many there may be."""
         return len(self._executors), self._executors.max_size
 
+    @property
+    def events(self) -> int:
+        """How many events there are: one for each op of each micro-batch."""
+        return len(self._events)
+
     def forget_orders(self) -> None:
         """Forget which order has which schedule: by other costs, an order of the same name may be another."""
         self._digests.clear()

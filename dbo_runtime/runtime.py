@@ -21,7 +21,7 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.policies import LATEST_FIRST
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
-from dbo_runtime.setting_values import Check
+from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -160,7 +160,14 @@ class MicroBatchRuntime:
     def describe_caches(self) -> dict[str, tuple[int, int]]:
         """Return how many entries each cache of plans has, and how many it may have."""
         planned = {} if self._planner is None else self._planner.describe_caches()
-        return {"executors": self._executors.fill, "sanitized executors": self._sanitized.fill, **planned}
+        events = self._executors.events + self._sanitized.events
+        most = 2 * len(self.program.ops) * MAX_MICRO_BATCHES
+        return {
+            "executors": self._executors.fill,
+            "sanitized executors": self._sanitized.fill,
+            "events": (events, most),
+            **planned,
+        }
 
     def prepare(self, config: RuntimeConfig) -> None:
         """Obey *config* from the next step on, and do before that what would take long in a step.

@@ -57,6 +57,11 @@ class SplitHysteresis:
     def __init__(self) -> None:
         self._split: BoundedDict[Hashable, None] = BoundedDict(MAX_KINDS)
 
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many kinds are split, and how many may be."""
+        return len(self._split), self._split.max_size
+
     def decide(self, key: Hashable, prediction: Prediction, margin: float) -> bool:
         """Return whether to split steps like *key*, for which *margin* is a share of the unsplit time."""
         still_pays = (

@@ -43,12 +43,12 @@ class Orders:
         self._predictor = predictor
         self._candidates = [Candidates(program, max_states) for program in self.placements]
         self._found: BoundedDict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = BoundedDict(MAX_FOUND)
-        self._policies: dict[tuple[int, int, tuple[str, int]], NamedOrder] = {}
+        self._policies: BoundedDict[tuple[int, int, tuple[str, int]], NamedOrder] = BoundedDict(MAX_FOUND)
 
     @property
     def caches(self) -> dict[str, BoundedDict[Any, Any]]:
         """What is remembered, by name."""
-        return {"orders": self._found, "simulations": self._predictor.simulated}
+        return {"orders": self._found, "policies": self._policies, "simulations": self._predictor.simulated}
 
     def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
         """Return the program with its ops on the lanes that the settings allow and the costs cover."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.online.correction import SPLIT
@@ -93,7 +94,7 @@ class Probation:
     """
 
     def __init__(self) -> None:
-        self._records: dict[Kind, _Record] = {}
+        self._records: BoundedDict[Kind, _Record] = BoundedDict(MAX_KINDS)
         self._has_measured = False
         self._is_timed = False
 
@@ -142,6 +143,11 @@ class Probation:
         record.own.append(difference if mode == SPLIT else -difference)
         record.unpaired = None
 
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many kinds are known, and how many may be."""
+        return len(self._records), self._records.max_size
+
     def propose(self) -> Proposal:
         """Return what this rank measured on which the ranks have not agreed yet."""
         return Proposal(
@@ -162,8 +168,6 @@ class Probation:
         """Return the record of a kind, which is now the one that was met last."""
         record = self._records.pop(kind, None) or _Record()
         self._records[kind] = record
-        if len(self._records) > MAX_KINDS:
-            del self._records[next(iter(self._records))]
         return record
 
     def _is_due(self, record: _Record, measured: bool | None) -> bool:

@@ -42,6 +42,11 @@ class Agreement:
         self._votes = votes
         self._agreed: BoundedDict[Hashable, None] = BoundedDict(MAX_AGREED_PLANS)
 
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many plans are agreed on, and how many may be."""
+        return len(self._agreed), self._agreed.max_size
+
     def copy_for(self, group: GroupCoordinator) -> Agreement:
         """Return an agreement on which nothing is agreed yet."""
         return Agreement(group, self._votes)

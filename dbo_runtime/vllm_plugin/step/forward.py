@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.models.interfaces_base import VllmModel
 
+MAX_TIMED_STEPS = 64  # whose times are still to be read; of more, the oldest are not counted
+
 
 class StepTime(NamedTuple):
     """Predicted (if there was a prediction) and measured seconds of a step that ran `split` or `unsplit`."""
@@ -96,7 +98,7 @@ class SplitForward:
         self.decider = decider
         self.recording = Recording() if recording is None else recording
         self.last_step: StepTime | None = None
-        self._timers: deque[tuple[ExecutionPlan | Decline, Timer]] = deque()
+        self._timers: deque[tuple[ExecutionPlan | Decline, Timer]] = deque(maxlen=MAX_TIMED_STEPS)
         self._model = model
         self._forward = forward
         self._agreement = agreement
@@ -112,9 +114,19 @@ class SplitForward:
         own.runtime = MicroBatchRuntime(
             self.runtime.program, device, config, open_log(quiet=True), ranks=group.world_size
         )
-        own.decider, own._timers = self.decider.copy_for(own.runtime, group), deque()
+        own.decider, own._timers = self.decider.copy_for(own.runtime, group), deque(maxlen=MAX_TIMED_STEPS)
         own.recording, own._metrics = Recording(), None
         return own
+
+    def describe_caches(self) -> dict[str, tuple[int, int]]:
+        """Return how many entries each cache has, and how many it may have."""
+        first_steps = self.decider.first_steps
+        return {
+            **self.runtime.describe_caches(),
+            "agreed plans": self._agreement.fill,
+            "timed steps": (len(self._timers), MAX_TIMED_STEPS),
+            **({} if first_steps is None else {"first steps": first_steps.fill}),
+        }
 
     def start_serving(self) -> None:
         """Split steps from now on: vLLM has warmed up."""
