@@ -119,7 +119,7 @@ def run_session(session: Session, side: str, tell: Tell, started: list[Servers])
     """Start servers, let each fault of a session happen to them, and start them again after each that ends them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rel-")))
-        hosts = stack.enter_context(TwoHosts(None)) if session.layout.nodes > 1 else ()
+        hosts = stack.enter_context(TwoHosts(None, side)) if session.layout.nodes > 1 else ()
         room = stack.enter_context(Room(folder))
         clock = Clock(folder)
         variables = {**make_variables(folder, side), **(clock.variables if session.jumps else {})}
