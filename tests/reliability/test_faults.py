@@ -41,7 +41,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
 @pytest.mark.parametrize("number", [0], ids=[REFUSALS[0].title])
 def test_ranks_that_differ_are_refused(room: Room, number: int) -> None:
     refusal = REFUSALS[number]
-    outcome = refuse(Servers(refusal.layout, find_place(), room, make_variables(room.folder, "on")), refusal)
+    outcome = refuse(Servers(refusal.layout, find_place(), room, make_variables(room.folder)), refusal)
     assert (
         "ConfigError: rank 1 of vLLM's world did not answer within 20 s. Set VLLM_ASCEND_ENABLE_DBO=1" in outcome.cause
     )
@@ -55,7 +55,7 @@ def test_two_ranks_outlast_a_pause_and_hang_ups_and_end_when_an_op_raises(
     monkeypatch.setattr(scenarios, "STOP_SECONDS", 3.0)
     monkeypatch.setattr(scenarios, "VISITORS", 60)
     clock = Clock(room.folder)
-    variables = {**make_variables(room.folder, "on"), **clock.variables}
+    variables = {**make_variables(room.folder), **clock.variables}
     servers = Servers(TENSOR, find_place(), room, variables)
     setting = Setting(servers, (), clock)
     servers.start()
