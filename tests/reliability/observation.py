@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tests.reliability.client import Seen
 from tests.reliability.scenarios import Fault, Setting, do_nothing, set_link
-from tests.reliability.servers import NotUpError, Servers, find_cause
+from tests.reliability.servers import NotUpError, Servers, find_cause, find_warnings
 
 PATIENCE_SECONDS = 120.0  # after which what is left counts as hanging
 SERVING_ANSWERS = 40  # to requests that came after the fault: then it serves on
@@ -47,7 +47,8 @@ def observe(setting: Setting, fault: Fault, restarts: bool = True) -> Outcome:
     end, left = _watch(servers, began)
     servers.stop_load()
     seen = [one for one in servers.read_answers() if one.asked + one.seconds >= began]
-    cause = find_cause(servers.read_log([0] * len(log) if fault.happen is do_nothing else log))
+    is_old = fault.happen is do_nothing  # then it has been there since the start
+    cause = find_warnings(servers.read_log([0] * len(log))) if is_old else find_cause(servers.read_log(log))
     if end == "serves on":
         return Outcome(summarise(seen), cause, end, "")
     return Outcome(summarise(seen), cause, end, left, _start_again(setting) if restarts else "")

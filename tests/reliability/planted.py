@@ -1,6 +1,6 @@
 """A plugin of vLLM's that lets a test plant faults into ops: the processes of a faulty server load it.
 
-An order is a file in the folder `FAULTS`: on which rank and lane, and what the next op there does. With dbo_runtime on,
+An order is a file in the folder `FAULTS`: on which rank and lane, and what the next op there does. With overlap on,
 that is an op of a split step. The op renames the file, to the id of its process, before it obeys.
 """
 
@@ -89,7 +89,7 @@ def _wrap_ops(planted: Planted) -> None:
 
     wrap = functools.partial(_obey_before, planted)
     DeepseekV2MLAAttention.forward = wrap("compute", DeepseekV2MLAAttention.forward)
-    if os.environ.get("VLLM_ASCEND_ENABLE_DBO") != "1":
+    if os.environ.get("VLLM_ASCEND_ENABLE_DBO") != "1" or os.environ.get("DBO_MODE") == "off":
         planted.is_step = True
         GroupCoordinator.all_reduce = wrap("comm", GroupCoordinator.all_reduce)
         return

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.reliability.layouts import Layout
 from tests.reliability.observation import Outcome, describe_left
-from tests.reliability.servers import Servers, find_cause
+from tests.reliability.servers import STARTS_WITHIN, Servers, find_cause
 
-PATIENCE_SECONDS = 200.0
+PATIENCE_SECONDS = 120.0  # after a refusal
 
 
 class Refusal(NamedTuple):
@@ -27,11 +28,18 @@ def refuse(servers: Servers, refusal: Refusal) -> Outcome:
     each = dict(enumerate(refusal.nodes))
     if refusal.other_version:
         each[1] = {**each[1], "PYTHONPATH": f"{install_other(servers.room.folder)}:{servers.python_path}"}
+    begin, log = time.monotonic(), [0] * refusal.layout.nodes
     servers.launch(each)
+    while "ConfigError: " not in servers.read_log(log) and servers.room.find_processes():
+        if time.monotonic() > begin + STARTS_WITHIN:
+            break
+        time.sleep(0.1)
+    refused = time.monotonic() - begin
     seconds, left = servers.watch_end(PATIENCE_SECONDS)
-    end = f"hangs for {PATIENCE_SECONDS:.0f} s and longer" if seconds is None else f"gone after {seconds:.0f} s"
-    cause = find_cause(servers.read_log([0] * refusal.layout.nodes))
-    return Outcome("nothing yet: it does not start", cause, end, describe_left(servers, left))
+    cause = find_cause(servers.read_log(log))
+    end = f"there {PATIENCE_SECONDS:.0f} s after that" if seconds is None else f"gone {seconds:.0f} s after that"
+    said = f"refused {refused:.0f} s after the start" if cause else f"nothing in {refused:.0f} s"
+    return Outcome("connection refused", cause, f"{said}, {end}", describe_left(servers, left))
 
 
 def install_other(folder: Path) -> str:

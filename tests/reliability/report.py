@@ -9,7 +9,6 @@ from tests.benchmarks.page import make_table
 from tests.reliability.observation import Outcome
 
 HEADER = ("fault, in a split step", "", "clients see", "processes", "left behind", "starts again", "the log says")
-SIDES = {"on": "split", "off": "vLLM alone"}
 
 
 @dataclass
@@ -32,7 +31,8 @@ def make_lines(rows: Sequence[Row]) -> list[str]:
 
 def _fill(row: Row) -> list[list[str]]:
     cells = []
-    for side, name in SIDES.items():
+    alone = "unsplit" if row.layout.startswith("DP") else "vLLM alone"
+    for side, name in (("on", "split"), ("off", alone)):
         outcome = row.outcomes.get(side)
         if outcome is not None:
             title = row.fault if not cells else ""
