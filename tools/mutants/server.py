@@ -98,20 +98,22 @@ def preload(order: Order) -> None:
     for name in found["modules"]:
         with suppress(Exception):  # some can be imported from their packages only; the tests do that again
             importlib.import_module(name)
+    if order.name in sys.modules:
+        raise Failed(f"{order.name} is imported by an installed module, so no mutant would be.")
 
 
 def collect(order: Order) -> dict[str, Any]:
     """Return the names of all modules that the tests import from outside of the repository, and their environment."""
     if run_pytest(order.tests, ["--collect-only"], BASELINE_SECONDS) != pytest.ExitCode.OK:
         raise Failed(f"{order.name}: its tests cannot be imported.")
-    modules = [name for name, module in sys.modules.items() if is_foreign(module, Path(order.root))]
+    modules = [name for name, module in sys.modules.items() if is_foreign(module)]
     return {"modules": modules, "environment": dict(os.environ)}
 
 
-def is_foreign(module: ModuleType, root: Path) -> bool:
-    """Return whether a module comes from a file outside of the repository, or from a package installed inside."""
+def is_foreign(module: ModuleType) -> bool:
+    """Return whether a module is installed, or Python's own: neither the repository's nor installed to be edited."""
     file = getattr(module, "__file__", None)
-    return file is not None and (root not in Path(file).parents or "site-packages" in Path(file).parts)
+    return file is not None and ("site-packages" in Path(file).parts or Path(sys.base_prefix) in Path(file).parents)
 
 
 def run_baseline(order: Order) -> dict[str, Any]:
