@@ -25,7 +25,8 @@ from .mutations import Mutation
 from .trial import LEFT_OUT, OPTIONS, Baseline, Choice, Watch
 
 KILLED, SURVIVED, HUNG = "killed", "survived", "hung"
-START_SECONDS = 300  # to import a module and its tests
+START_SECONDS = 300  # for a mutant to be imported with its tests
+BASELINE_SECONDS = 1800  # for all tests on the module as it is
 
 
 class Order(NamedTuple):
@@ -81,7 +82,7 @@ def main() -> int:
     os.chdir(order.root)
     try:
         preload(order)
-        baseline = Baseline(**run_apart(lambda: run_baseline(order)))
+        baseline = Baseline(**insist(run_apart(lambda: run_baseline(order))))
     except Failed as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -92,31 +93,33 @@ def main() -> int:
 
 def preload(order: Order) -> None:
     """Import whatever the tests import, except for the repository's own modules, with the environment that they set."""
-    found = run_apart(lambda: collect(order))
+    found = insist(run_apart(lambda: collect(order)))
     os.environ.update(found["environment"])
     for name in found["modules"]:
         with suppress(Exception):  # some can be imported from their packages only; the tests do that again
             importlib.import_module(name)
+    if order.name in sys.modules:
+        raise Failed(f"{order.name} is imported by an installed module, so no mutant would be.")
 
 
 def collect(order: Order) -> dict[str, Any]:
     """Return the names of all modules that the tests import from outside of the repository, and their environment."""
-    if run_pytest(order.tests, ["--collect-only"]) != pytest.ExitCode.OK:
+    if run_pytest(order.tests, ["--collect-only"], BASELINE_SECONDS) != pytest.ExitCode.OK:
         raise Failed(f"{order.name}: its tests cannot be imported.")
-    modules = [name for name, module in sys.modules.items() if is_foreign(module, Path(order.root))]
+    modules = [name for name, module in sys.modules.items() if is_foreign(module)]
     return {"modules": modules, "environment": dict(os.environ)}
 
 
-def is_foreign(module: ModuleType, root: Path) -> bool:
-    """Return whether a module comes from a file outside of the repository, or from a package installed inside."""
+def is_foreign(module: ModuleType) -> bool:
+    """Return whether a module is installed, or Python's own: neither the repository's nor installed to be edited."""
     file = getattr(module, "__file__", None)
-    return file is not None and (root not in Path(file).parents or "site-packages" in Path(file).parts)
+    return file is not None and ("site-packages" in Path(file).parts or Path(sys.base_prefix) in Path(file).parents)
 
 
 def run_baseline(order: Order) -> dict[str, Any]:
     """Run the tests on the module as it is."""
     watch = Watch(order.path)
-    if run_pytest(order.tests, [], watch) != pytest.ExitCode.OK:
+    if run_pytest(order.tests, [], BASELINE_SECONDS, watch) != pytest.ExitCode.OK:
         raise Failed(f"{order.name}: its tests fail on the module as it is.")
     return watch.get_baseline()._asdict()
 
@@ -130,7 +133,7 @@ def try_mutant(order: Order, baseline: Baseline, mutation: Mutation) -> Verdict:
         put_in(order.name, order.path, mutation)
         choice = Choice(tests, baseline.seconds, order.slack)
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-        return int(run_pytest(files, [], choice)), choice.failed
+        return int(run_pytest(files, [], START_SECONDS, choice)), choice.failed
 
     ran = run_apart(run)
     if ran is None:
@@ -139,9 +142,9 @@ def try_mutant(order: Order, baseline: Baseline, mutation: Mutation) -> Verdict:
     return Verdict(SURVIVED if code == pytest.ExitCode.OK else KILLED, failed, seconds)
 
 
-def run_pytest(files: Sequence[str], options: Sequence[str], *plugins: object) -> int:
-    """Run pytest in this process."""
-    signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
+def run_pytest(files: Sequence[str], options: Sequence[str], seconds: float, *plugins: object) -> int:
+    """Run pytest in this process, which ends after so many seconds unless a plugin gives it others."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     return int(pytest.main([*OPTIONS, "-m", f"not ({LEFT_OUT})", *options, *files], plugins=plugins))
 
 
@@ -164,6 +167,13 @@ def run_apart(function: Callable[[], Any]) -> Any:
         if os.WEXITSTATUS(status) or not result.exists():
             raise Failed(output.read_text(errors="replace")[-4000:])
         return json.loads(result.read_text())
+
+
+def insist(result: Any) -> Any:
+    """Return a result, unless the process that should have made it was ended."""
+    if result is None:
+        raise Failed(f"its tests end by a signal, or take longer than {BASELINE_SECONDS} s, on the module as it is.")
+    return result
 
 
 def _run_and_exit(function: Callable[[], Any], result: Path, output: Path) -> None:
