@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, cast
 
 from dbo_runtime.errors import ConfigError, DboError
+from dbo_runtime.outside_files import make_printable
 
 FAILED = 2  # what argparse exits with, too
 SCRIPT = "dbo"  # what pip installs
@@ -85,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return _run(words[0], words)
     except DboError as error:
-        sys.stderr.write(f"dbo_runtime {words[0]}: {error}\n")
+        sys.stderr.write(f"dbo_runtime {words[0]}: {make_printable(str(error))}\n")
         return FAILED
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from dbo_runtime.decline import Decline, DeclineError
-from dbo_runtime.errors import ProgramError
+from dbo_runtime.errors import DboError, ProgramError
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program, ProgramBuilder, Value
 
 LANES = (COMPUTE, COMM, SIDE)
@@ -263,7 +263,7 @@ def record_program(
         The program, or the decline if the model turns out not to be splittable while it is recorded.
 
     Raises:
-        ProgramError: if it breaks the contract, with the line where it does.
+        ProgramError: if it breaks the contract, with the line where it does, or fails.
     """
     p = ProgramBuilder(has_side)
     inputs = _declare_inputs(p, adapter)
@@ -271,6 +271,11 @@ def record_program(
         result = adapter.record(p, model, collectives, *inputs)
     except DeclineError as error:
         return error.decline
+    except DboError:
+        raise
+    except Exception as error:
+        where = locate_source(type(adapter))
+        raise ProgramError(f"record() of {name_adapter(adapter)} failed: {error!r:.1000}. ({where})") from error
     if not isinstance(result, Value):
         where = inspect.getsourcefile(type(adapter)) or type(adapter).__name__
         raise ProgramError(f"record() of {name_adapter(adapter)} must return one Value, not {result!r}. ({where})")

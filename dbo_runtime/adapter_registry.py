@@ -49,13 +49,13 @@ def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
     if not inspect.isclass(cls):
         raise ProgramError(f"adapter {origin} must be a class, not {cls!r}.")
     needed = _list_methods(contract)
-    offered = {name: method for name, method in _list_methods(InputAdapter).items() if hasattr(cls, name)}
+    offered = {name: method for name, method in _list_methods(InputAdapter).items() if _find(cls, name) is not None}
     for name, method in {**needed, **offered}.items():
-        declared = getattr(cls, name, None)
+        declared = _find(cls, name)
         if not callable(declared):
             raise ProgramError(f"adapter {origin} has no method {name}(). ({locate_source(cls)})")
         expected = list(inspect.signature(method).parameters)
-        actual = list(inspect.signature(declared).parameters)
+        actual = _list_parameters(declared)
         if actual != expected:
             raise ProgramError(
                 f"adapter {origin}: {name}({', '.join(actual)}) must take ({', '.join(expected)}). "
@@ -68,6 +68,19 @@ def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
             f"adapter {origin} cannot be made by {cls.__name__}(): {error!r}. ({locate_source(cls)})"
         ) from error
     return adapter
+
+
+def _find(cls: type, name: str) -> Any:
+    """Return an attribute of an adapter's class, without running what the class has to say about it; None without."""
+    return inspect.getattr_static(cls, name, None)
+
+
+def _list_parameters(method: Any) -> list[str]:
+    """Return the names of what a method takes; none if it does not say, as those that are written in C."""
+    try:
+        return list(inspect.signature(method).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _get_entry(group: str, name: str) -> EntryPoint | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -28,6 +29,7 @@ from dbo_runtime.setting_values import (
 
 ENABLE = "VLLM_ASCEND_ENABLE_DBO"
 PREFIX = "DBO_"
+MAX_SHOWN = 200  # characters of a variable or a value in messages
 
 T = TypeVar("T")
 When = Literal["at start", "each step"]
@@ -246,11 +248,14 @@ def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
         ConfigError: names the variable, its value and what is allowed.
     """
     known = {setting.metadata["variable"]: setting for setting in fields(RuntimeConfig)}
+    for variable, value in environ.items():
+        if not (isinstance(variable, str) and isinstance(value, str)):
+            raise ConfigError(f"{variable!r} is set to {reprlib.repr(value)}; names and values of settings are text.")
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known:
             close = difflib.get_close_matches(variable, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
-            raise ConfigError(f"{variable} is not a setting of dbo_runtime; {hint} Correct or unset it.")
+            raise ConfigError(f"{variable[:MAX_SHOWN]} is not a setting of dbo_runtime; {hint} Correct or unset it.")
     values: dict[str, Any] = {
         setting.name: _parse(setting, environ) for name, setting in known.items() if name in environ
     }
@@ -280,5 +285,9 @@ def _parse(setting: Field[object], environ: Mapping[str, str]) -> object:
         return values.parse(environ[variable].strip())
     except ValueError:
         raise ConfigError(
-            f"{variable}={environ[variable]!r} is not allowed; it takes {values.allowed}. Correct or unset it."
+            f"{variable}={_shorten(environ[variable])} is not allowed; it takes {values.allowed}. Correct or unset it."
         ) from None
+
+
+def _shorten(value: str) -> str:
+    return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}... ({len(value)} characters)"

@@ -90,6 +90,13 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise
 
 
+def make_printable(text: str) -> str:
+    """Return lines of text with escapes for what does not print as such: it may come from a file of someone else."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
 def _quote(path: str | os.PathLike[str]) -> str:
     """Return a path as it is, unless it has characters that would not print as such."""
     text = os.fspath(path)

@@ -19,6 +19,7 @@ __all__ = ["COMM", "COMPUTE", "COMPUTING", "SIDE", "Op", "Program", "ProgramBuil
 COMPUTE = "compute"
 COMM = "comm"
 SIDE = "side"
+MAX_OUTPUTS = 1_000  # of one op
 COMPUTING = (COMPUTE, SIDE)  # lanes on which nothing communicates
 
 
@@ -161,6 +162,8 @@ class ProgramBuilder:
         Raises:
             ProgramError: if there is an op already, or an input of that name.
         """
+        if not isinstance(name, str):
+            raise ProgramError(f"the name of an input is {name!r}; it must be text. ({locate_caller()})")
         if self._ops:
             raise ProgramError(
                 f"input {name!r} comes after the first op; declare all inputs first. ({locate_caller()})"
@@ -174,6 +177,8 @@ class ProgramBuilder:
 
     def output(self, name: str, value: Value) -> None:
         """Declare a named result of the program; it follows those that `build` is given."""
+        if not isinstance(name, str):
+            raise ProgramError(f"the name of an output is {name!r}; it must be text. ({locate_caller()})")
         if name in self._outputs:
             raise ProgramError(f"output {name!r} was declared already, as {self._outputs[name]}. ({locate_caller()})")
         self._outputs[name] = value
@@ -185,6 +190,8 @@ class ProgramBuilder:
             raise ProgramError(
                 f"layer {index} opens inside layer {self._layer}; layers do not nest. ({locate_caller()})"
             )
+        if not isinstance(index, int):
+            raise ProgramError(f"a layer is {index!r}; it must be a whole number. ({locate_caller()})")
         self._layer = index
         try:
             yield
@@ -239,6 +246,7 @@ class ProgramBuilder:
             ProgramError: with the `file:line` of the declaration.
         """
         where = locate_caller()
+        _check_declaration(name, outputs, exclusive, communicator, overwrites, where)
         writes = tuple(self._make_value(name) for _ in range(outputs))
         op = Op(
             name,
@@ -308,3 +316,16 @@ class ProgramBuilder:
                 f"{reader} reads {value} after op {writer.label!r} ({writer.declared_at}) overwrote it; "
                 f"read the result of {writer.label!r} instead. ({where})"
             )
+
+
+def _check_declaration(
+    name: object, outputs: object, exclusive: object, communicator: object, overwrites: object, where: str
+) -> None:
+    """Raise ProgramError if an op is declared with something of another type than it takes."""
+    if type(outputs) is not int or not 0 <= outputs <= MAX_OUTPUTS:
+        raise ProgramError(f"op {name!r} has outputs={outputs!r}; they are from 0 to {MAX_OUTPUTS}. ({where})")
+    for what, word in (("exclusive", exclusive), ("communicator", communicator)):
+        if not (word is None or isinstance(word, str)):
+            raise ProgramError(f"op {name!r} has {what}={word!r}; it is a name or None. ({where})")
+    if not isinstance(overwrites, tuple) or not all(isinstance(value, Value) for value in overwrites):
+        raise ProgramError(f"op {name!r} has overwrites={overwrites!r}; they are a tuple of values. ({where})")

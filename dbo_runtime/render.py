@@ -18,6 +18,8 @@ from dbo_runtime.errors import ScheduleError
 from dbo_runtime.program import Program, Value
 from dbo_runtime.schedule import Instruction, Issue, Schedule, Slot, list_lanes
 
+MAX_LINES_OF_OP = 4  # that are parsed: an op is issued once
+
 _MARK = "   <-- here"
 _HEAD = "   #"  # of the column of numbers
 _HASHED_HEAD = "step"  # the same in digests, which must not change from release to release
@@ -64,7 +66,10 @@ def parse(text: str, programs: Sequence[Program]) -> Schedule:
     instructions: list[Instruction] = []
     forks: tuple[str, ...] = ()
     joins: tuple[Issue, ...] = ()
-    for number, line in enumerate(text.splitlines()):
+    lines = text.splitlines()
+    if len(lines) > MAX_LINES_OF_OP * len(issues) + MAX_LINES_OF_OP:
+        raise ScheduleError(f"the schedule has {len(lines)} lines, but its programs only {len(issues)} ops.")
+    for number, line in enumerate(lines):
         try:
             first, *words = line.removesuffix(_MARK).split()
             if first == "fork":
@@ -74,7 +79,9 @@ def parse(text: str, programs: Sequence[Program]) -> Schedule:
             elif first != _HEAD.strip():
                 instructions.append(_parse_instruction(words, programs, issues, values))
         except (KeyError, IndexError, ValueError) as error:
-            raise ScheduleError(f"line {number + 1} of the schedule cannot be read ({error}): {line!r}") from None
+            raise ScheduleError(
+                f"line {number + 1} of the schedule cannot be read ({error!s:.100}): {line[:200]!r}"
+            ) from None
     unknown = set(forks) - set(list_lanes(programs))
     if unknown:
         raise ScheduleError(f"the schedule forks {', '.join(sorted(unknown))}, which no program has.")
@@ -126,4 +133,6 @@ def _parse_instruction(
 
 def _parse_slot(word: str, values: list[dict[int, Value]]) -> Slot:
     index, _, micro_batch = word.removeprefix("%").partition("/")
+    if not micro_batch.isdecimal():  # a negative number would count from the end
+        raise ValueError(f"no micro-batch {micro_batch}")
     return Slot(int(micro_batch), values[int(micro_batch)][int(index)])

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+MAX_DIGITS = 20
 MAX_COUNT = 1 << 31  # of anything; what is larger is a mistake
 MAX_MICRO_BATCHES = 64
 MAX_LEAD = 10_000  # overlap points; more than any model has
@@ -45,6 +46,11 @@ class Check(IntEnum):
         return "races" if self is Check.RACES else str(int(self))
 
 
+def read_count(text: str) -> int | None:
+    """Return the whole number that a text is; None if it is none, or has more digits than any count has."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
+
+
 def allow_names(*names: str) -> Values[str]:
     """Allow these names and nothing else."""
 
@@ -60,9 +66,10 @@ def allow_count(minimum: int, maximum: int = MAX_COUNT) -> Values[int]:
     """Allow whole numbers from *minimum* to *maximum*."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or not minimum <= int(text) <= maximum:
+        number = read_count(text)
+        if number is None or not minimum <= number <= maximum:
             raise ValueError(text)
-        return int(text)
+        return number
 
     most = "" if maximum == MAX_COUNT else f", at most {maximum}"
     return Values(parse, f"a whole number, at least {minimum}{most}")

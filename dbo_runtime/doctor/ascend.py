@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from dbo_runtime.doctor.finding import Finding, FindingState
 from dbo_runtime.doctor.packages import get_version
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.outside_files import read_text
 from dbo_runtime.vllm_plugin.api.window import parse_release
 
 HOME_VARIABLES = (
@@ -35,10 +38,10 @@ def check_cann(environ: Mapping[str, str]) -> Finding:
     missing: FindingState = "fail" if get_version("torch_npu") else "warn"
     name, home = next(((name, environ[name]) for name in HOME_VARIABLES if environ.get(name)), ("", ""))
     if home:
-        if not Path(home).is_dir():
+        if not os.path.isdir(home):
             return Finding("CANN", missing, f"{name}={home}, but there is no such folder", "source CANN's set_env.sh")
         return Finding("CANN", "ok", f"{_find_cann_version(Path(home)) or 'of unknown version'}, in {home} ({name})")
-    script = next((path for path in _list_scripts(environ) if path.is_file()), None)
+    script = next((path for path in _list_scripts(environ) if os.path.isfile(path)), None)
     if script is None:
         return Finding("CANN", missing, "not found", "install CANN, and source its set_env.sh")
     return Finding("CANN", missing, f"in {script.parent}, but its set_env.sh was not sourced", f"source {script}")
@@ -80,8 +83,8 @@ def _find_cann_version(home: Path) -> str | None:
     for pattern in ("*/ascend_toolkit_install.info", "*/ascend_*_install.info", "version.info", "*/version.info"):
         for path in sorted(home.glob(pattern)):
             try:
-                found = re.search(r"^version=(\S+)", path.read_text(errors="replace"), re.MULTILINE | re.IGNORECASE)
-            except OSError:
+                found = re.search(r"^version=(\S+)", read_text(path, "version"), re.MULTILINE | re.IGNORECASE)
+            except ConfigError:
                 continue
             if found:
                 return found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -67,7 +68,7 @@ def _check_quantization(config: dict[str, Any]) -> list[Finding]:
         return []
     method = declared.get("quant_method", "unknown") if isinstance(declared, dict) else declared
     found = (
-        f"{method}; where tokens are dispatched to experts on other ranks, experts with another method than "
+        f"{method!s:.100}; where tokens are dispatched to experts on other ranks, experts with another method than "
         f"{', '.join(MOE_METHODS)} cannot be decomposed, and every step runs unsplit"
     )
     remedy = "nothing under tensor parallel alone, nor with vllm-ascend; otherwise serve weights that are not quantized"
@@ -76,13 +77,10 @@ def _check_quantization(config: dict[str, Any]) -> list[Finding]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
-    try:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder")
-        if not path.exists():
-            raise ConfigError(f"{folder} has no {CONFIG}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{folder} is not a folder")
+    if not os.path.exists(path):
+        raise ConfigError(f"{folder} has no {CONFIG}")
     text = read_text(path, "configuration")
     try:
         config = parse_json(text)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import reprlib
 import signal
 import subprocess
 import sys
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dbo_runtime.doctor.probe import MARK
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.outside_files import parse_json
 
 TIMEOUT_SECONDS = 300.0  # a first import of vLLM from a slow disk takes minutes
 MAX_ERROR_CHARACTERS = 400
@@ -33,15 +35,24 @@ def run_probe(subject: str, environ: Mapping[str, str], *arguments: str, **varia
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {TIMEOUT_SECONDS:.0f} s"}
     answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    facts: dict[str, Any] = json.loads(answers[-1]) if answers else {"error": _describe_end(done)}
+    facts = _read_facts(answers[-1]) if answers else {"error": _describe_end(done)}
     if "error" in facts:
         facts["error"] = _shorten(facts["error"])
     return facts
 
 
+def _read_facts(answer: str) -> dict[str, Any]:
+    try:
+        facts = parse_json(answer)
+    except ConfigError as error:
+        return {"error": f"its answer cannot be read: {error}"}
+    return facts if isinstance(facts, dict) else {"error": f"its answer is {reprlib.repr(facts)}"}
+
+
 def _describe_end(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
-        return f"the process that imported it was ended by {signal.Signals(-done.returncode).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"the process that imported it was ended by {names.get(-done.returncode, f'signal {-done.returncode}')}"
     last = done.stderr.strip().splitlines()[-1:]
     return f"the process that imported it ended with {done.returncode}: {' '.join(last)}"
 

@@ -58,11 +58,11 @@ def check_costs(config: RuntimeConfig) -> Finding:
         return Finding("costs", "info", found, "" if config.calibrate else f"{CALIBRATE}, for DBO_COSTS")
     path = Path(config.costs)
     if config.calibrate:
-        if os.access(path.absolute().parent, os.W_OK) and not path.is_dir():
+        if os.access(path.absolute().parent, os.W_OK) and not os.path.isdir(path):
             return Finding("costs", "ok", f"calibration writes {path} at the start")
         found = f"{path} cannot be written: calibration would run, and its result be lost"
         return Finding("costs", "warn", found, "name a file in a writable folder")
-    files = [] if path.exists() else list_stage_files(config.costs)
+    files = [] if os.path.exists(path) else list_stage_files(config.costs)
     try:
         tables = {file: load_costs(file) for file in files or [config.costs]}
     except ConfigError as error:
@@ -81,7 +81,7 @@ def check_trace(config: RuntimeConfig) -> list[Finding]:
     if not config.trace:
         return []
     folder = Path(config.trace).absolute()
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    parent = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         return [Finding("trace", "fail", f"{folder} cannot be written", "let DBO_TRACE name a writable folder")]
     return [Finding("trace", "ok", f"{folder} {'is writable' if parent == folder else 'can be created'}")]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dbo_runtime.errors import ConfigError
+
 PREFIX = "vllm:dbo_"
 FOLDER = "_DBO_RUNTIME_COUNTS"  # set by this package only, for the processes that a server starts
 SHARED = "PROMETHEUS_MULTIPROC_DIR"  # set by vLLM if it has several API servers
+
+MAX_FILE_BYTES = 1 << 24  # of counts; an engine has some 4 KiB
+_REMEDY = "Remove it: the engine that it belongs to has ended, or is counted no more."
 
 HELP: Mapping[str, str] = MappingProxyType(
     {
@@ -30,8 +37,27 @@ HELP: Mapping[str, str] = MappingProxyType(
 
 
 def get_folder() -> str | None:
-    """Return the folder of this server's counts; None if nothing is counted."""
-    return os.environ.get(SHARED) or os.environ.get(FOLDER)
+    """Return the folder of this server's counts; None if nothing is counted.
+
+    A folder of this package is in a place where all users may write, so it must be this user's alone; the one that
+    vLLM shares is what its operator says.
+
+    Raises:
+        ConfigError: if others own it, or may write to it.
+    """
+    shared, own = os.environ.get(SHARED), os.environ.get(FOLDER)
+    if not shared and own:
+        _check_owner(own)
+    return shared or own
+
+
+def _check_owner(folder: str) -> None:
+    try:
+        status = os.lstat(folder)
+    except (OSError, ValueError):
+        return  # it is gone, and nothing is counted any more
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise ConfigError(f"{FOLDER}={folder!r} is no folder of this user alone; unset it, and start the server again.")
 
 
 def statistics() -> dict[str, Any]:
@@ -43,24 +69,52 @@ def statistics() -> dict[str, Any]:
     and `hidden_seconds` of the `sampled` split steps, one in 64. All zero where overlap is off.
     """
     folder = get_folder()
-    files = [] if folder is None else sorted(map(str, Path(folder).glob("*_dbo*.db")))
-    return _sum_up(_read(files))
+    values_by_name: dict[str, dict[str, float]] = {}
+    for file in [] if folder is None else sorted(Path(folder).glob("*_dbo*.db")):
+        for name, label, value in _read(file):
+            values = values_by_name.setdefault(name, {})
+            values[label] = values.get(label, 0.0) + value
+    return _sum_up(values_by_name)
 
 
-def _read(files: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return values by name and, if there is one, by `mode` or `reason`, summed over engines."""
-    if not files:
-        return {}
+def _read(file: Path) -> list[tuple[str, str, float]]:
+    """Return name, `mode` or `reason` if there is one, and value of each count in a file."""
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    values_by_name: dict[str, dict[str, float]] = {}
-    for metric in MultiProcessCollector.merge(files):
-        for sample in metric.samples:
-            if "le" not in sample.labels:
-                label = sample.labels.get("mode") or sample.labels.get("reason") or ""
-                values = values_by_name.setdefault(sample.name.removeprefix(PREFIX).removesuffix("_total"), {})
-                values[label] = values.get(label, 0.0) + sample.value
-    return values_by_name
+    _check_file(file)
+    try:
+        samples = [sample for metric in MultiProcessCollector.merge([str(file)]) for sample in metric.samples]
+        return [
+            (
+                sample.name.removeprefix(PREFIX).removesuffix("_total"),
+                sample.labels.get("mode") or sample.labels.get("reason") or "",
+                _check_value(sample.value),
+            )
+            for sample in samples
+            if "le" not in sample.labels
+        ]
+    except FileNotFoundError:
+        return []  # an engine has ended meanwhile, and its file with it
+    except Exception as error:  # noqa: BLE001 - prometheus_client reads what it takes for its own file, and fails anyhow
+        raise ConfigError(f"counts in {file} cannot be read ({error!r:.200}). {_REMEDY}") from None
+
+
+def _check_file(file: Path) -> None:
+    """Raise ConfigError if it is none that `prometheus_client` could read in a moment."""
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise ConfigError(f"counts in {file} cannot be read ({error.strerror}). {_REMEDY}") from None
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"counts in {file} cannot be read: it is no file of at most {MAX_FILE_BYTES} bytes. {_REMEDY}"
+        )
+
+
+def _check_value(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"a count is {value}")
+    return value
 
 
 def _sum_up(counts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

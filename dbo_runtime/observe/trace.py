@@ -55,10 +55,11 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     """
     try:
         write_text(path, json.dumps(make_trace(timelines)))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError if the path has a NUL byte
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"the trace cannot be written to path {str(path)!r} (errno {error.errno}, {error.strerror}): name a file "
-            "in a folder that exists, has room, and that you may write to."
+            f"the trace cannot be written to path {str(path)!r} (errno {getattr(error, 'errno', None)}, {why}): name a "
+            "file in a folder that exists, has room, and that you may write to."
         ) from error
 
 
@@ -69,11 +70,10 @@ def prepare_folder(path: str) -> None:
         ConfigError: if traces cannot be written there.
     """
     try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"DBO_TRACE={path!r} cannot be made a folder ({error.strerror}): name another one."
-        ) from error
+        os.makedirs(path, mode=0o700, exist_ok=True)  # of the user alone; one that is there stays as it is
+    except (OSError, ValueError) as error:  # a ValueError if the path has a NUL byte
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"DBO_TRACE={path!r} cannot be made a folder ({why}): name another one.") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"DBO_TRACE={path!r} cannot be written to: name a folder that you may write to.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw_figure(next(iter(traces.values())), arguments.figure, path.name)
     if arguments.json:
         print(json.dumps(_describe(traces), indent=2))
-    elif path.is_dir():
+    elif os.path.isdir(path):
         print(_tabulate(traces))
     else:
         print("\n\n".join(_report(name, timeline) for name, timeline in traces[path.name].items()))
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list_files(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return [path]
     files = sorted(path.glob("*.json"))
     if not files:

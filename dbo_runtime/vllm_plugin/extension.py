@@ -66,11 +66,16 @@ class WorkerExtension:
         would reach them between different steps.
 
         Raises:
-            SplitError: if data parallel ranks are given one list for all.
+            SplitError: if data parallel ranks are given one list for all, or a cut is no whole number.
         """
         forward = self._dbo_forward()
         if forward is None:
             return
+        numbers = [cut for own in cuts or () for cut in (own if isinstance(own, list) else [own])]
+        if not all(type(cut) is int for cut in numbers):
+            raise SplitError(
+                f"cuts {cuts!r:.200} must be whole numbers, or a list of them for each data parallel rank."
+            )
         decider = forward.decider
         decider.choose_cuts = decider.choose_sizes = None
         if cuts and isinstance(cuts[0], list):

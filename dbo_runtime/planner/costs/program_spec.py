@@ -9,11 +9,12 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from dbo_runtime.errors import ConfigError, ProgramError
-from dbo_runtime.program import Op, Program, ProgramBuilder, Value
+from dbo_runtime.program import MAX_OUTPUTS, Op, Program, ProgramBuilder, Value
 
 # A program spec is read from a file and its layers are unrolled: larger numbers than any model has are errors.
 MAX_LAYERS = 10_000
-MAX_OUTPUTS = 1_000
+MAX_INPUTS = 1_000
+MAX_LANES = 16
 MAX_VALUES = 100_000  # that all ops write; a model of 61 layers has some 1,000 ops
 
 
@@ -172,6 +173,11 @@ def _check_size(spec: ProgramSpec) -> None:
     layers = sum(run.repeat for run in spec.runs if run.layered)
     if layers > MAX_LAYERS:
         raise ConfigError(f"program.runs have {layers} layers; there must be at most {MAX_LAYERS}.")
+    if len(spec.inputs) > MAX_INPUTS:
+        raise ConfigError(f"program.inputs are {len(spec.inputs)}; there must be at most {MAX_INPUTS}.")
+    lanes = {op.lane for run in spec.runs for op in run.ops}
+    if len(lanes) > MAX_LANES:
+        raise ConfigError(f"program.runs have ops on {len(lanes)} lanes; there must be at most {MAX_LANES}.")
     if max(values, reads) > MAX_VALUES:
         raise ConfigError(f"program.runs write {values} values and read {reads}; at most {MAX_VALUES} can be planned.")
 

@@ -16,7 +16,7 @@ from dbo_runtime.planner.online.planner import Planner
 
 ESTIMATE_SEARCH_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
 
-MAX_KNOWN = 4_096  # predictions that are kept
+MAX_KNOWN = 1_024  # predictions that are kept
 
 
 class Estimator:

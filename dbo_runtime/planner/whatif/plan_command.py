@@ -32,9 +32,11 @@ from dbo_runtime.planner.whatif.scale import (
 from dbo_runtime.planner.whatif.sweep import GRIDS, GridPoint, has_sizes, parse_axes, sweep
 from dbo_runtime.planner.whatif.sweep_report import describe_sweep, list_cells
 from dbo_runtime.planner.whatif.whatif import WhatIf, compute_break_even, predict_step
+from dbo_runtime.setting_values import read_count
 
 DEFAULT_TOKENS = 8192
 MAX_TOKENS = 1 << 22  # in a step; larger numbers are errors
+MAX_REQUESTS = 1 << 14
 MAX_BREAK_EVEN_TOKENS = 32_768  # up to which a break-even is searched, or as many as the step has
 MAX_BREAK_EVEN_DECODES = 1_024  # the same for steps of decodes, which have one token each
 
@@ -173,7 +175,7 @@ def _parse_factor(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}; it takes a number such as 1.3.") from None
+        raise ConfigError(f"{name} is {text[:100]!r}; it takes a number such as 1.3.") from None
 
 
 def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
@@ -215,11 +217,16 @@ def _make_batch(arguments: argparse.Namespace, usual: Batch | None) -> Batch:
 
 def _fill_batch(lengths: Sequence[int], context: int) -> Batch:
     prefill = sum(length for length in lengths if length > 1)
+    if len(lengths) > MAX_REQUESTS or sum(lengths) > MAX_TOKENS:
+        raise ConfigError(
+            f"a step of {len(lengths)} requests and {sum(lengths)} tokens is too large: it has at most {MAX_REQUESTS} "
+            f"requests and {MAX_TOKENS} tokens."
+        )
     return Batch(tuple(lengths), prefill, context_lens=(context,) * len(lengths))
 
 
 def _parse_count(name: str, text: str, least: int = 1) -> int:
-    word = text.strip()
-    if not word.isdecimal() or not least <= int(word) <= MAX_TOKENS:
-        raise ConfigError(f"{name} has {text!r}; it takes whole numbers from {least} to {MAX_TOKENS}.")
-    return int(word)
+    number = read_count(text.strip())
+    if number is None or not least <= number <= MAX_TOKENS:
+        raise ConfigError(f"{name} has {text[:100]!r}; it takes whole numbers from {least} to {MAX_TOKENS}.")
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import as_file, files
@@ -91,6 +92,6 @@ def open_costs(source: str) -> tuple[CostTable, Batch | None]:
     if source in _STEPS:
         case = get_case(source)
         return case.table, case.step
-    if not Path(source).exists() and Path(source).name == source and not Path(source).suffix:
+    if not os.path.exists(source) and Path(source).name == source and not Path(source).suffix:
         raise ConfigError(f"costs {source!r} are neither a file nor a published case; known are {', '.join(_STEPS)}.")
     return load_costs(source), None

@@ -12,6 +12,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun
+from dbo_runtime.setting_values import read_count
 
 # Dense layers, then layers with experts, as the models' published configurations have them.
 MODELS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -41,8 +42,8 @@ def parse_bandwidth(text: str) -> Bandwidth:
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(x|GB/s)", text.strip(), re.IGNORECASE)
     value = float(found[1]) if found else 0.0
-    if not found or value <= 0:
-        raise ConfigError(f"bandwidth is {text!r}; it must be a factor such as 0.5x, or a rate such as 100GB/s.")
+    if not found or not 0 < value < math.inf:
+        raise ConfigError(f"bandwidth is {text[:100]!r}; it must be a factor such as 0.5x, or a rate such as 100GB/s.")
     return Bandwidth(value) if found[2].lower() == "x" else Bandwidth(bytes_per_second=value * 1e9)
 
 
@@ -83,11 +84,11 @@ def parse_network(text: str) -> Network:
     """
     count, *rates = (part.strip() for part in text.split(":"))
     bandwidths = [parse_bandwidth(rate).bytes_per_second for rate in rates]
-    if len(bandwidths) == 2 and bandwidths[0] and bandwidths[1] and count.isdecimal() and _is_power(int(count)):
+    if len(bandwidths) == 2 and bandwidths[0] and bandwidths[1] and _is_power(read_count(count) or 0):
         return Network(int(count), bandwidths[0], bandwidths[1])
     raise ConfigError(
-        f"network is {text!r}; it must be ranks of a host (a power of two), the rate within a host and that between "
-        f"hosts, such as 8:121.3GB/s:25GB/s."
+        f"network is {text[:100]!r}; it must be ranks of a host (a power of two), the rate within a host and that "
+        f"between hosts, such as 8:121.3GB/s:25GB/s."
     )
 
 

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     Arguments that are not the command's own, such as `--tensor-parallel-size 2`, are the engine's.
     """
     output = Path(arguments.output).absolute()
-    if not os.access(output.parent, os.W_OK) or output.is_dir():
+    if not os.access(output.parent, os.W_OK) or os.path.isdir(output):
         raise ConfigError(f"cost file {output} cannot be written. Name a file in a writable folder.")
     with divert_output() if arguments.json else nullcontext():
         reports = _calibrate(arguments, output)

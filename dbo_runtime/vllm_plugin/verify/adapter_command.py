@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: if there is no such model, or a setting is not as it must be.
     """
-    if not (Path(arguments.model) / "config.json").is_file():
+    if not os.path.isfile(Path(arguments.model) / "config.json"):
         raise ConfigError(f"{arguments.model} has no config.json; name the directory of a model.")
     durations = None if arguments.simulate is None else _read_durations(arguments.simulate)
     config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
