@@ -121,7 +121,7 @@ def run_session(session: Session, side: str, tell: Tell, started: list[Servers])
     """Start servers, let each fault of a session happen to them, and start them again after each that ends them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rel-")))
-        hosts = stack.enter_context(TwoHosts(None, side)) if session.layout.nodes > 1 else ()
+        hosts = stack.enter_context(TwoHosts(None, side)) if session.layout.hosts > 1 else ()
         room = stack.enter_context(Room(folder))
         clock = Clock(folder)
         variables = make_variables(folder, SIDES[session.layout.parallel][side])
@@ -131,11 +131,9 @@ def run_session(session: Session, side: str, tell: Tell, started: list[Servers])
         servers = Servers(session.layout, find_place(hosts), room, variables)
         started.append(servers)
         stack.callback(servers.stop_load)
-        if session.is_full_disk:
-            room.fill_disk()
         setting = Setting(servers, hosts, clock)
         try:
-            servers.start()
+            servers.start(meanwhile=room.fill_disk_when_used if session.is_full_disk else None)
             for fault in session.faults:
                 tell(fault.title, session.layout.title, side, observe(setting, fault))
         except NotUpError as error:
