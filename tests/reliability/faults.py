@@ -57,8 +57,15 @@ class Table:
             file.truncate(0)
             file.write(json.dumps([asdict(row) for row in rows.values()], indent=1))
             file.flush()
-            shown = sorted((row for row in rows.values() if "on" in row.outcomes), key=_find_place)
-            tell_section(self._is_written, "faults", COMMAND, make_lines(shown), PAGE)
+            self._show(rows)
+
+    def show(self) -> None:
+        """Write all outcomes that are kept."""
+        self._show(read_rows(RESULTS.read_text()))
+
+    def _show(self, rows: dict[tuple[str, str], Row]) -> None:
+        shown = sorted((row for row in rows.values() if "on" in row.outcomes), key=_find_place)
+        tell_section(self._is_written, "faults", COMMAND, make_lines(shown), PAGE)
 
 
 def read_rows(text: str) -> dict[tuple[str, str], Row]:
@@ -99,6 +106,7 @@ def main() -> int:
     for refusal in REFUSALS:
         if is_chosen(f"{refusal.layout.title}: {refusal.title}"):
             run_refusal(refusal, table.add)
+    table.show()
     return 0
 
 
