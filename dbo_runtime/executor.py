@@ -109,7 +109,7 @@ class Executor:
             self._first_lane.record(self._start)
             for lane in self._forks:
                 lane.wait(self._start)
-        current = -1
+        current: int | None = None
         for micro_batch, lane, waits, task, event in self._instructions:
             for awaited in waits:
                 lane.wait(awaited)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from dbo_runtime.batch import (
@@ -255,6 +255,7 @@ def test_a_decode_with_drafts_is_cut_inside_only_where_ranks_agreed_and_the_back
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 4))
+@example([1] * 6, 2)
 def test_the_micro_batch_with_the_most_work_has_as_little_as_can_be(work: list[int], parts: int) -> None:
     def find_most(cuts: Sequence[int]) -> int:
         return max(sum(work[left:right]) for left, right in pairwise([0, *cuts, len(work)]))

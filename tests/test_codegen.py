@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import traceback
 import weakref
 from typing import Any
@@ -121,6 +122,7 @@ def test_a_traceback_shows_the_line_of_the_op_that_failed() -> None:
     text = "".join(traceback.format_exception(raised.value))
     assert f'File "<schedule {digest(schedule)}>", line 13, in issue' in text
     assert "v3_0 = op_receive(values[2])  # 2  receive/0" in text
+    assert "".join(linecache.getlines(f"<schedule {digest(schedule)}>")) == executor.write_source().text
     device.close()
 
 

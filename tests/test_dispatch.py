@@ -206,9 +206,7 @@ def draw_tokens(traffic: Traffic, rank: int) -> Tokens:
 
 def send(dispatcher: Dispatcher, tokens: Tokens, sizes: tuple[int, ...]) -> tuple[DispatchedTokens, CombineHandle]:
     routing = dispatcher.choose_ranks(Routing(tokens.weights, tokens.ids, sizes))
-    if dispatcher.exchanges_sizes:
-        routing = dispatcher.exchange_sizes(routing)
-    return dispatcher.dispatch(tokens.x, routing)
+    return dispatcher.dispatch(tokens.x, dispatcher.exchange_sizes(routing))
 
 
 def find_arrivals(all_ranks: list[Tokens], rank: int, only_chosen: bool) -> list[tuple[int, int]]:
@@ -230,6 +228,15 @@ def check_arrival(found: DispatchedTokens, all_ranks: list[Tokens], only_chosen:
         assert received.dtype == expected.dtype, kind
         assert received.shape == expected.shape, kind
         assert torch.equal(received.view(torch.uint8), expected.view(torch.uint8)), kind  # every bit of it
+
+
+def check_handle(handle: CombineHandle, all_ranks: list[Tokens], only_chosen: bool) -> None:
+    """Check that the way back is told as the tokens were sent."""
+    rank, everyone = dist.get_rank(), range(len(all_ranks))
+    arrivals = [[source for source, _ in find_arrivals(all_ranks, other, only_chosen)] for other in everyone]
+    assert handle.tokens == len(all_ranks[rank].x)
+    assert list(handle.sent) == [arrivals[other].count(rank) for other in everyone]
+    assert list(handle.received) == [arrivals[rank].count(other) for other in everyone]
 
 
 def multiply(received: DispatchedTokens, owners: torch.Tensor) -> torch.Tensor:
@@ -257,6 +264,7 @@ def there_and_back(make: Callable[[], Dispatcher], traffics: list[Traffic], way_
         traffic, (received, handle) = traffics[micro_batch], under_way[micro_batch]
         all_ranks = [draw_tokens(traffic, other) for other in range(count)]
         check_arrival(received, all_ranks, only_chosen=make is all_to_all)
+        check_handle(handle, all_ranks, only_chosen=make is all_to_all)
         check_return(dispatcher.combine(multiply(received, find_owners()), handle), all_ranks[rank])
 
 

@@ -41,6 +41,8 @@ class Repetition:
 
     def replay(self) -> None:
         assert not self.is_reset
+        assert self._device.is_running
+        self._device.is_busy = True
         self._device.replays += 1
         self._device.before_replay()
         for olds, news in zip(self._results, self._run(), strict=True):
@@ -49,6 +51,7 @@ class Repetition:
                     old.copy_(new + self._device.off)
 
     def reset(self) -> None:
+        assert not self._device.is_busy, "it may still use the memory"
         self.is_reset = True
 
 
@@ -62,9 +65,27 @@ class RepeatingDevice(CpuDevice):
         self.graphs: list[Repetition] = []
         self.shared_with: list[Any] = []
         self.is_capturing = False
+        self.is_running = False
+        self.is_busy = False
         self.replays = 0
         self.off = 0.0
         self.before_replay: Callable[[], Any] = lambda: None
+
+    def begin(self) -> None:
+        self.is_running = True
+        super().begin()
+
+    def finish(self) -> None:
+        self.is_running = False
+        super().finish()
+
+    def abort(self) -> None:
+        self.is_running = False
+        super().abort()
+
+    def synchronize(self) -> None:
+        self.is_busy = False
+        super().synchronize()
 
     def capture(self, run: Any, shared_with: Any = None) -> Any:
         self.shared_with.append(shared_with)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lowering import lower
-from dbo_runtime.policies import Order, Policy, alternate, get_policy, sequential, staggered
+from dbo_runtime.policies import Order, Policy, alternate, get_policy, latest_first, sequential, staggered
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Issue
 from dbo_runtime.validate import validate
@@ -18,11 +18,15 @@ from tests.strategies import programs
 
 
 def record(shape: str) -> Program:
-    """Return a program with an op for each letter: `c` on compute, `m` on comm, `s` on side, `a` on another lane."""
+    """Return a program with an op for each letter: `c` on compute, `m` on comm, `s` on side, `a` on another lane.
+
+    `o` is on compute and `ordered`.
+    """
+    lanes = {"c": "compute", "o": "compute", "m": "comm", "s": "side", "a": "aux"}
     p = ProgramBuilder()
     x = p.input("x")
     for number, letter in enumerate(shape):
-        x = p.op(f"op{number}", lambda x: x, x, lane={"c": "compute", "m": "comm", "s": "side", "a": "aux"}[letter])
+        x = p.op(f"op{number}", lambda x: x, x, lane=lanes[letter], ordered=letter == "o")
     return p.build(x)
 
 
@@ -72,6 +76,20 @@ def test_three_micro_batches_take_turns() -> None:
 
 def test_a_shorter_program_drops_out_and_the_other_goes_on() -> None:
     assert show(alternate([record("c"), record("cmcmc")])) == "0.0 1.0 1.1 1.2 1.3 1.4"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "order"),
+    [
+        (["cm", "cm", "c"], "2.0 1.0 1.1 0.0 0.1"),  # nothing holds the last one back
+        (["coc", "coc"], "1.0 0.0 0.1 1.1 1.2 0.2"),  # but for its ordered op, which comes second
+        (["oo", "oo"], "0.0 1.0 0.1 1.1"),  # after the one of the same name only
+        (["oc", "oc", "oc"], "0.0 1.0 2.0 2.1 1.1 0.1"),
+        (["cc", "oo"], "1.0 1.1 0.0 0.1"),  # not after one of the same name that is not ordered
+    ],
+)
+def test_the_latest_micro_batch_comes_first_as_far_as_ordered_ops_allow(shapes: Sequence[str], order: str) -> None:
+    assert show(latest_first([record(shape) for shape in shapes])) == order
 
 
 def test_a_lead_beyond_the_end_is_sequential() -> None:

@@ -5,7 +5,7 @@ import pytest
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.lowering import lower
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Issue, Slot
+from dbo_runtime.schedule import Instruction, Issue, Slot
 from tests.programs import lower_toy, record_chain
 
 
@@ -93,3 +93,8 @@ def test_instructions_are_labelled_by_layer_op_and_micro_batch() -> None:
     labels = [instruction.label for instruction in lower_toy(layers=1).instructions]
     assert labels[0] == "L0.attn_norm/0"
     assert labels[-1] == "final_norm/1"
+
+
+def test_an_instruction_does_no_more_than_its_op_unless_it_says_so() -> None:
+    alone = Instruction(Issue(0, 0), CHAIN.ops[0])
+    assert (alone.waits, alone.records, alone.frees) == ((), False, ())

@@ -11,12 +11,12 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.outside_files import write_text
 from dbo_runtime.program import COMPUTE
 
 # Perfetto sorts a track that is numbered like its process first, so the tracks of process n begin at this times n.
@@ -53,14 +53,9 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     Raises:
         ConfigError: if the file cannot be written.
     """
-    text = json.dumps(make_trace(timelines))
-    partial = Path(f"{path}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, json.dumps(make_trace(timelines)))
     except OSError as error:
-        with suppress(OSError):  # there may be no such folder any more, or what is in its place
-            partial.unlink()
         raise ConfigError(
             f"the trace cannot be written to path {str(path)!r} (errno {error.errno}, {error.strerror}): name a file "
             "in a folder that exists, has room, and that you may write to."

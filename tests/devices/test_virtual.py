@@ -81,7 +81,10 @@ def test_the_makespan_is_that_of_the_latest_run() -> None:
 
 
 def test_a_device_that_ran_nothing_took_no_time() -> None:
-    assert VirtualDevice().makespan == 0
+    device = VirtualDevice()
+    assert device.makespan == 0
+    device.open_lanes(["compute"])
+    assert device.makespan == 0
 
 
 def test_the_cost_sees_the_instruction_also_when_the_run_is_recorded() -> None:

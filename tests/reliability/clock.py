@@ -1,4 +1,4 @@
-"""A time of day that jumps for the processes of one run, and for nobody else: a library that they preload."""
+"""A time of day that jumps for the processes of one run only: a library that they preload."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class CostSums:
         self._density = density
         self._contexts = batch.contexts
         self._starts = batch.starts
-        lengths = np.array(batch.query_lens, dtype=np.float64)
-        contexts = np.array(self._contexts, dtype=np.float64)
+        lengths = np.array(batch.query_lens)
+        contexts = np.array(self._contexts)
         decodes = density.decode + density.decode_pair * (contexts + lengths)
         prefills = density.pair * (lengths + 1.0) / 2.0 + density.context_pair * contexts
         prefills += (density.prefill + density.context * contexts) / np.maximum(lengths, 1.0)

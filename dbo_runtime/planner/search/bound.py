@@ -17,7 +17,7 @@ def compute_bound(jobs: Sequence[Job]) -> float:
     first op and after its last one (the job shop bound, Carlier 1982; `docs/theory.md` has it for chains).
     """
     paths = [max(job.path, default=0.0) for job in jobs]
-    lanes = range(len(jobs[0].tail)) if jobs else range(0)
+    lanes = range(len(jobs[0].tail)) if jobs else ()
     return max([*paths, *(_compute_lane_bound(jobs, lane) for lane in lanes)], default=0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -51,10 +52,18 @@ def test_disturbed_samples_hardly_change_contention() -> None:
         ([Sample("op", "compute", BatchFeatures(100), 100e-6, 100e-6)], 1.0),  # faster than alone
         ([Sample("op", "compute", BatchFeatures(100), 12.0, 12.0)], MAX_CONTENTION),
         ([Sample("op", "compute", BatchFeatures(100), 13.0, 1.0)], 1.0),  # all work was done without the other lane
+        ([Sample("op", "compute", BatchFeatures(100), 270e-6, 100e-6)], 1.0),  # 150 µs longer by 100 µs of the other
     ],
 )
 def test_contention_stays_within_reason(samples: list[Sample], factor: float) -> None:
     assert fit_contention({"op": LINE}, samples) == {"compute": factor}
+
+
+def test_at_one_size_all_that_an_op_takes_longer_counts() -> None:
+    """Repeats that ran alone say what it takes alone, and nothing else."""
+    alone = [sample for sample in measure(LINE, PROMPTS[:1]) for _ in range(5)]
+    found = fit_contention({"op": replace(LINE, fixed=9.0)}, [*alone, *overlap(LINE, 1.5, 0.4, PROMPTS[:1])])
+    assert found == {"compute": pytest.approx(1.5)}
 
 
 def test_without_samples_there_is_no_contention() -> None:

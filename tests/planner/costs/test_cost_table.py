@@ -276,6 +276,10 @@ def test_equal_tables_have_equal_digests_whatever_the_order_and_the_kind_of_thei
     assert int(table.digest, 16) >= 0
     zeros = [make_table(host=HostCost(unsplit=zero)) for zero in (0, 0.0, -0.0)]
     assert len({zero.digest for zero in zeros}) == 1
+    assert make_table(errors={"mlp": 1}).digest == make_table(errors={"mlp": 1.0}).digest
+    modelled = make_table()
+    plain = CostTable(modelled.provenance, modelled.program, modelled.ops, {}, modelled.host, {})
+    assert plain.digest == make_table(contention={}, errors={}, split_error=0.0).digest
 
 
 @pytest.mark.parametrize(

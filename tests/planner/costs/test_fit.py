@@ -234,5 +234,18 @@ def test_what_buffers_take_at_once_is_found() -> None:
     )
 
 
+@pytest.mark.parametrize(("sizes", "is_found"), [(5, False), (6, True)])
+def test_a_buffer_is_looked_for_where_enough_sizes_were_measured(sizes: int, is_found: bool) -> None:
+    link = CommCost(400e-6, 4e-8, 1024, free_bytes=48_000)
+    features = [measure_features([size], ()) for size in (8, 32, 64, 128, 256, 512)[:sizes]]
+    assert (fit(measure(link, features), bytes_per_token=1024).free_bytes > 0) is is_found
+
+
+def test_a_term_that_explains_nothing_is_zero() -> None:
+    """And not a rounding error that grows with the batch."""
+    found = fit(measure(FLAT, MIXED))
+    assert found == ComputeCost(found.fixed)
+
+
 def test_a_line_needs_no_buffer() -> None:
     assert fit(measure_badly(REDUCE, PROMPTS, noise=0.05)).free_bytes == 0

@@ -83,6 +83,16 @@ def test_no_correction_goes_beyond_the_limit(ratio: float, limit: float) -> None
     assert math.log(correction.factor(SPLIT)) == pytest.approx(limit)
 
 
+def test_a_factor_stays_between_a_quarter_and_four() -> None:
+    assert math.exp(MAX_LOG) == pytest.approx(4.0)
+
+
+def test_one_update_moves_a_factor_by_five_percent() -> None:
+    correction = learn([2.0])
+    update(correction)
+    assert correction.factor(SPLIT) == pytest.approx(1.05, abs=0.002)
+
+
 def test_outliers_move_nothing() -> None:
     correction = learn([1.1] * 33 + [1000.0] * 20 + [0.001] * 11)
     assert correction.propose() == {SPLIT: pytest.approx(math.log(1.1))}
@@ -93,7 +103,10 @@ def test_what_is_long_ago_is_forgotten() -> None:
     assert correction.propose() == {SPLIT: pytest.approx(math.log(1.1))}
 
 
-@pytest.mark.parametrize(("predicted", "measured"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
+@pytest.mark.parametrize(
+    ("predicted", "measured"),
+    [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, -1.0), (math.inf, 1.0), (1.0, math.inf), (math.nan, 1.0)],
+)
 def test_what_is_no_time_is_not_learnt(predicted: float, measured: float) -> None:
     correction = Correction()
     correction.note(UNSPLIT, predicted, measured)

@@ -149,6 +149,29 @@ def test_a_target_is_the_first_offset_that_has_its_share_before_it(batch: Batch,
         assert target == 1 or measure_before(target - 1) < unsplit * part / parts + 1e-6
 
 
+@given(cut_batches(), st.integers(2, 4))
+def test_a_target_divides_what_both_sides_cost_whatever_costs_time(
+    case: tuple[Batch, tuple[BatchSlice, ...]], parts: int
+) -> None:
+    """With contexts, decodes, and pieces that turn into decodes: each costs what its features say."""
+    batch = case[0]
+    density = Density(2.0, 0.5, 0.25, 30.0, 0.125, 3.0, 0.0625)
+
+    def has_share(offset: int, share: float, slack: float) -> bool:
+        cuts = () if offset in (0, batch.tokens) else (offset,)
+        costs = [density.estimate_seconds(one) for one in measure_slices(batch, slice_batch(batch, cuts, agreed=True))]
+        before = 0.0 if offset == 0 else costs[0]
+        return before >= share * sum(costs) - slack
+
+    for part, target in enumerate(balance_targets(CostSums(batch, density), parts), 1):
+        assert has_share(target, part / parts, 1e-6)
+        assert target == 0 or not has_share(target - 1, part / parts, -1e-6)
+
+
+def test_what_a_density_does_not_name_costs_nothing() -> None:
+    assert TOKENS_ONLY.estimate_seconds(BatchFeatures(2, *[1.0] * 6)) == 2.0
+
+
 def test_the_density_is_what_all_layers_add_up_to() -> None:
     attention = ComputeCost(1e-6, 3e-6, 9e-6, 1e-9, 8e-9, 4e-6, 5e-9, 6e-6, 7e-9)
     table = make_table({"attention": attention, "mlp": ComputeCost(per_token=2e-6, per_pair=7e-9)})

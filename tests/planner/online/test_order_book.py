@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -136,6 +137,22 @@ def test_a_book_may_be_made_for_very_few_steps(count: int) -> None:
     for features in samples:
         expected = [compute_end(predictor.simulate(order.schedule, features)) for order in book.orders]
         assert book.predict([features])[0, 0].tolist() == pytest.approx(expected, rel=0.01)
+
+
+def test_lanes_that_do_not_slow_each_other_are_predicted_as_if_nothing_was_said_of_them() -> None:
+    machine = MACHINES["unlike"]
+    samples = [(BatchFeatures(100), BatchFeatures(90))]
+    digests = set()
+    for contention in ({}, {"compute": 1.0}, {"compute": 1.0, "comm": 1.0}):
+        tables = DurationTables(machine.program, [replace(machine.table, contention=contention)])
+        book = Preparation(list_placements(machine.program), tables, FEW_STATES).make_book(samples, [0], IN_TWO)
+        digests.add(book.digest)
+    assert len(digests) == 1
+
+
+def test_steps_to_simulate_are_spread_over_those_with_most_tokens() -> None:
+    steps_of = {count: (BatchFeatures(count), BatchFeatures(1)) for count in (5, 9, 1, 7, 3, 8, 2, 6, 4)}
+    assert _spread(list(steps_of.values()), 3) == [steps_of[count] for count in (9, 7, 5)]
 
 
 # Which orders there are

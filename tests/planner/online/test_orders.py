@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,15 +12,20 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.named_order import compute_end
+from dbo_runtime.planner.online.orders import Orders
 from dbo_runtime.planner.online.placements import is_moved
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.whatif.published_cases import get_case, list_cases
+from dbo_runtime.policies import get_policy
+from dbo_runtime.program import SIDE
 from dbo_runtime.validate import validate
+from tests.planner.online.prepared_machines import CONTENDED, CONTENDED_SIDE, FEW_STATES, MACHINES
 from tests.planner.online.served_orders import OrderJudge, draw_features
 from tests.profiles import scale
 
@@ -60,6 +67,72 @@ def test_a_prediction_from_few_periods_is_that_of_all_layers(name: str, seed: in
     predictor = Predictor(judge.program, case.table)
     full = compute_end(predictor.simulate(order.schedule, slice_features))
     assert predictor.simulate_end(order, slice_features) == pytest.approx(full, rel=1e-3)
+
+
+SLICES = (BatchFeatures(600, 2e5, prefills=1), BatchFeatures(500, 1e5, 3e5, prefills=1))
+
+
+def open_orders(**changes: object) -> tuple[Orders, Predictor]:
+    """Return the orders of a program with ops on `side` and movable ones, with what predicts them."""
+    program, table = MACHINES["side"]
+    predictor = Predictor(program, replace(table, **changes))
+    return Orders(program, replace(table, **changes), predictor, FEW_STATES), predictor
+
+
+@pytest.mark.parametrize(
+    ("side", "contention", "numbers"),
+    [
+        ("off", CONTENDED_SIDE, [0]),
+        ("on", CONTENDED_SIDE, [4]),
+        ("on", CONTENDED, [4]),
+        ("auto", CONTENDED_SIDE, [0, 1, 2, 3, 4]),
+        ("auto", CONTENDED, [0]),  # nothing says how the lanes slow each other
+    ],
+)
+def test_ops_are_on_side_where_settings_and_costs_allow(
+    side: str, contention: dict[str, float], numbers: list[int]
+) -> None:
+    orders, _ = open_orders(contention=contention)
+    placed = orders.list_placements(RuntimeConfig(side=side))
+    assert placed == [orders.placements[number] for number in numbers]
+    assert orders.can_use_side == (contention is CONTENDED_SIDE)
+
+
+@pytest.mark.parametrize("policy", [("alternate", 0), ("staggered", 1)])
+def test_the_order_of_the_settings_is_taken_where_they_name_one(policy: tuple[str, int]) -> None:
+    orders, _ = open_orders()
+    (order,) = orders.list_orders(SLICES, RuntimeConfig(side="off", policy=policy))
+    assert order.order == get_policy(*policy)(order.programs)
+    assert len(orders.caches["orders"]) == 0, "it searched"
+
+
+def test_what_was_searched_is_kept_and_counted() -> None:
+    orders, _ = open_orders()
+    (first,) = orders.list_orders(SLICES, RuntimeConfig(side="off"))
+    (again,) = orders.list_orders(SLICES, RuntimeConfig(side="off"))
+    assert first is again
+    assert orders.caches.keys() == {"orders", "simulations"}
+    assert len(orders.caches["orders"]) == 1
+
+
+@pytest.mark.parametrize("slices", [SLICES, SLICES[:1]], ids=["two", "one"])
+@pytest.mark.parametrize("policy", [("optimal", 0), ("alternate", 0)])
+def test_there_is_an_order_without_side_the_best_with_it_and_one_with_moved_ops(
+    slices: Sequence[BatchFeatures], policy: tuple[str, int]
+) -> None:
+    orders, predictor = open_orders()
+    config = RuntimeConfig(side="auto", policy=policy)
+    listed = orders.list_orders(slices, config)
+    programs = [order.programs[0] for order in listed]
+    assert SIDE not in {op.lane for op in programs[0].ops}
+    assert [is_moved(program) for program in programs[1:]].count(True) == 1
+    assert len(set(programs)) == len(programs) <= 3
+    fixed = RuntimeConfig(side="auto", policy=("alternate", 0))
+    candidates = [orders._get_policy(number, slices, fixed) for number in range(1, len(orders.placements))]
+    best = min(candidates, key=lambda order: predictor.predict_split(order, slices))
+    assert programs[1] is best.programs[0]
+    chosen = orders.choose_best(slices, config)
+    assert chosen is min(listed, key=lambda order: predictor.predict_split(order, slices))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from dbo_runtime.planner.search.bound import compute_bound
-from dbo_runtime.planner.search.jobs import make_jobs
+from dbo_runtime.planner.search.jobs import Job, Operation, make_jobs
 from dbo_runtime.program import COMM, COMPUTE
 from tests.planner.shop import Shop, chain_shops, find_least_end, share_chain, shops
 from tests.profiles import scale
@@ -72,4 +72,8 @@ def test_one_micro_batch_takes_its_longest_path() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    assert compute_bound([]) == 0.0
+    assert compute_bound([]) == compute_bound([Job((), 2)]) == 0.0
+
+
+def test_lanes_that_nobody_uses_do_not_count() -> None:
+    assert compute_bound([Job([Operation(1, 3.0)], 3), Job((), 3)]) == 3.0

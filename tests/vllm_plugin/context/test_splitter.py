@@ -165,6 +165,16 @@ def list_fields() -> set[str]:
     return {field.name for field in fields(CommonAttentionMetadata)}
 
 
+@dataclass
+class EveryVersion(CommonAttentionMetadata):
+    """Fields that some versions of vLLM have, and others do not."""
+
+    req_idx: Any = None
+    rswa_prefix_lens: Any = None
+    replayssm_decode_base_cpu: Any = None
+    _num_computed_tokens_cpu: Any = None
+
+
 def test_request_tables_that_are_there_are_sliced() -> None:
     tables = {
         "req_idx": np.array([7, 5, 3, 1]),
@@ -172,10 +182,18 @@ def test_request_tables_that_are_there_are_sliced() -> None:
         "replayssm_decode_base_cpu": torch.tensor([4, 3, 2, 1]),
         "is_prefilling": torch.tensor([True, True, False, True]),
     }
-    known = {name: table for name, table in tables.items() if name in list_fields()}  # each came in some version
-    _, tail = slice_common(make_common(**known), cut(11))
-    for name, table in known.items():
+    common = make_common(cls=EveryVersion, **tables)
+    assert check_common(make_source(common), TOKENS) is None
+    _, tail = slice_common(common, cut(11))
+    for name, table in tables.items():
         assert getattr(tail, name).tolist() == table.tolist()[2:], name
+
+
+def test_what_is_derived_from_lengths_is_derived_again() -> None:
+    common = make_common(cls=EveryVersion)
+    common._num_computed_tokens_cpu = torch.tensor(COMPUTED)
+    assert check_common(make_source(common), TOKENS) is None
+    assert [part._num_computed_tokens_cpu for part in slice_common(common, cut(9))] == [None, None]
 
 
 @pytest.mark.skipif("_seq_lens_cpu" not in list_fields(), reason="vLLM has had no lengths on the host since 0.30")

@@ -1,0 +1,68 @@
+"""What became of the mutants, by module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .mutations import Mutation
+from .server import HUNG, KILLED, Verdict
+
+HEADER = ("module", "mutants", "killed", "equivalent", "score")
+TARGET = 0.95  # of the mutants that are not equivalent, killed
+
+
+class Trial(NamedTuple):
+    """A mutant and what became of it; *is_listed* if it is among the equivalent ones."""
+
+    mutation: Mutation
+    verdict: Verdict
+    is_listed: bool
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a test noticed it."""
+        return self.verdict.outcome in (KILLED, HUNG)
+
+    @property
+    def is_wrongly_listed(self) -> bool:
+        """Whether the list of equivalent ones has it, and a test notices it."""
+        return self.is_listed and self.is_killed
+
+
+class Score(NamedTuple):
+    """The counts of one module, or of all."""
+
+    mutants: int
+    killed: int
+    equivalent: int
+
+    @property
+    def share(self) -> float:
+        """Those killed of those that could be."""
+        able = self.mutants - self.equivalent
+        return self.killed / able if able else 1.0
+
+
+def count(trials: Sequence[Trial]) -> Score:
+    """Return the score of these trials."""
+    killed = sum(trial.is_killed for trial in trials)
+    return Score(len(trials), killed, sum(trial.is_listed and not trial.is_killed for trial in trials))
+
+
+def list_rows(modules: Mapping[str, Sequence[Trial]]) -> list[tuple[str, int, int, int, str]]:
+    """Return name, mutants, killed, equivalent and score of each module, and of all."""
+    everything = [trial for trials in modules.values() for trial in trials]
+    scores = {**{name: count(trials) for name, trials in modules.items()}, "all": count(everything)}
+    return [(name, *score, f"{score.share:.0%}") for name, score in scores.items()]
+
+
+def describe(trial: Trial) -> str | None:
+    """Return a line for a mutant that somebody must look at: a survivor, or one that is listed, and killed."""
+    mutation, verdict = trial.mutation, trial.verdict
+    where = f"line {mutation.number}, {mutation.place}: `{mutation.line}`: {mutation.change}"
+    if trial.is_wrongly_listed:
+        return f"  listed as equivalent, and killed by {verdict.by}: {where}"
+    if not trial.is_killed and not trial.is_listed:
+        return f"  {verdict.outcome} ({verdict.seconds:.1f} s): {where}"
+    return None

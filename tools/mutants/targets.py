@@ -1,0 +1,44 @@
+"""The modules of the core, and the tests of each: those that are quick, and start no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_CORE = "dbo_runtime"
+_PLANNER = f"{_CORE}.planner"
+_PLUGIN = f"{_CORE}.vllm_plugin"
+
+TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        f"{_CORE}.batch": ("test_batch.py",),
+        f"{_CORE}.buffers": ("test_buffers.py", "test_graphs.py"),
+        f"{_CORE}.codegen": ("test_codegen.py", "properties/test_codegen.py", "test_executor.py"),
+        f"{_CORE}.devices.multi_rank_simulator": ("devices/test_multi_rank_simulator.py", "test_ranks.py"),
+        f"{_CORE}.devices.virtual": ("devices/test_virtual.py", "devices/test_contract.py", "test_graphs.py"),
+        f"{_CORE}.dispatch": ("test_dispatch.py",),
+        f"{_CORE}.executor": ("test_executor.py", "test_equivalence.py", "devices/test_races.py"),
+        f"{_CORE}.generated_executor": ("test_codegen.py", "properties/test_codegen.py", "test_executor.py"),
+        f"{_CORE}.graphs": ("test_graphs.py",),
+        f"{_CORE}.lowering": ("test_schedule.py", "test_validate.py", "properties/test_lowering.py", "test_layers.py"),
+        f"{_CORE}.policies": ("test_policies.py", "test_validate.py"),
+        f"{_CORE}.program": ("test_program.py", "planner/online/test_placements.py"),
+        f"{_CORE}.ranks": ("test_ranks.py", "properties/test_ranks.py", "properties/test_rank_mutants.py"),
+        f"{_CORE}.schedule": ("test_schedule.py", "test_validate.py", "test_render.py"),
+        f"{_CORE}.validate": ("test_validate.py", "properties/test_mutants.py"),
+        f"{_PLANNER}.costs.contention": ("planner/costs/test_contention.py",),
+        f"{_PLANNER}.costs.cost_table": ("planner/costs/test_cost_table.py",),
+        f"{_PLANNER}.costs.fit": ("planner/costs/test_fit.py",),
+        f"{_PLANNER}.costs.op_cost": ("planner/costs/test_op_cost.py", "planner/costs/test_op_times.py"),
+        f"{_PLANNER}.online.correction": ("planner/online/test_correction.py",),
+        f"{_PLANNER}.online.cuts": ("planner/online/test_cuts.py",),
+        f"{_PLANNER}.online.hysteresis": ("planner/online/test_hysteresis.py",),
+        f"{_PLANNER}.online.order_book": ("planner/online/test_order_book.py",),
+        f"{_PLANNER}.online.orders": ("planner/online/test_orders.py",),
+        f"{_PLANNER}.online.probation": ("planner/online/test_probation.py",),
+        f"{_PLANNER}.search.bound": ("planner/search/test_bound.py", "observe/test_summary.py"),
+        f"{_PLUGIN}.api.fields": ("vllm_plugin/context/test_splitter.py",),
+        f"{_PLUGIN}.encoder.host_lengths": ("vllm_plugin/encoder/test_forward.py",),
+        f"{_PLUGIN}.parallel.agreement": ("vllm_plugin/parallel/test_agreement.py",),
+    }
+)
