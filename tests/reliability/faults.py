@@ -24,6 +24,7 @@ from tests.benchmarks.page import ROOT, tell_section
 from tests.reliability.clock import Clock
 from tests.reliability.layouts import find_place
 from tests.reliability.observation import Outcome, observe
+from tests.reliability.page import PAGE
 from tests.reliability.planted import plant
 from tests.reliability.refusals import REFUSALS, Refusal, refuse
 from tests.reliability.report import Row, make_lines
@@ -33,7 +34,6 @@ from tests.reliability.servers import OFF, ON, NotUpError, Servers
 
 COMMAND = "python -m tests.reliability.faults --write-page"
 RESULTS = ROOT / "build" / "faults.json"
-PAGE = ROOT / "docs" / "reliability.md"
 # vLLM's own CPU build fails with data parallel experts, which dbo_runtime mends: that is compared unsplit.
 SIDES = {"tensor": {"on": ON, "off": OFF}, "data": {"on": ON, "off": {**ON, "DBO_MODE": "off"}}}
 Tell = Callable[[str, str, str, Outcome], None]
