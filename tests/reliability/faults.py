@@ -24,6 +24,7 @@ from tests.benchmarks.page import ROOT, tell_section
 from tests.reliability.clock import Clock
 from tests.reliability.layouts import find_place
 from tests.reliability.observation import Outcome, observe
+from tests.reliability.page import PAGE
 from tests.reliability.planted import plant
 from tests.reliability.refusals import REFUSALS, Refusal, refuse
 from tests.reliability.report import Row, make_lines
@@ -33,7 +34,6 @@ from tests.reliability.servers import OFF, ON, NotUpError, Servers
 
 COMMAND = "python -m tests.reliability.faults --write-page"
 RESULTS = ROOT / "build" / "faults.json"
-PAGE = ROOT / "docs" / "reliability.md"
 # vLLM's own CPU build fails with data parallel experts, which dbo_runtime mends: that is compared unsplit.
 SIDES = {"tensor": {"on": ON, "off": OFF}, "data": {"on": ON, "off": {**ON, "DBO_MODE": "off"}}}
 Tell = Callable[[str, str, str, Outcome], None]
@@ -57,8 +57,15 @@ class Table:
             file.truncate(0)
             file.write(json.dumps([asdict(row) for row in rows.values()], indent=1))
             file.flush()
-            shown = sorted((row for row in rows.values() if "on" in row.outcomes), key=_find_place)
-            tell_section(self._is_written, "faults", COMMAND, make_lines(shown), PAGE)
+            self._show(rows)
+
+    def show(self) -> None:
+        """Write all outcomes that are kept."""
+        self._show(read_rows(RESULTS.read_text()))
+
+    def _show(self, rows: dict[tuple[str, str], Row]) -> None:
+        shown = sorted((row for row in rows.values() if "on" in row.outcomes), key=_find_place)
+        tell_section(self._is_written, "faults", COMMAND, make_lines(shown), PAGE)
 
 
 def read_rows(text: str) -> dict[tuple[str, str], Row]:
@@ -99,6 +106,7 @@ def main() -> int:
     for refusal in REFUSALS:
         if is_chosen(f"{refusal.layout.title}: {refusal.title}"):
             run_refusal(refusal, table.add)
+    table.show()
     return 0
 
 
@@ -121,7 +129,7 @@ def run_session(session: Session, side: str, tell: Tell, started: list[Servers])
     """Start servers, let each fault of a session happen to them, and start them again after each that ends them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rel-")))
-        hosts = stack.enter_context(TwoHosts(None, side)) if session.layout.nodes > 1 else ()
+        hosts = stack.enter_context(TwoHosts(None, side)) if session.layout.hosts > 1 else ()
         room = stack.enter_context(Room(folder))
         clock = Clock(folder)
         variables = make_variables(folder, SIDES[session.layout.parallel][side])
@@ -131,11 +139,9 @@ def run_session(session: Session, side: str, tell: Tell, started: list[Servers])
         servers = Servers(session.layout, find_place(hosts), room, variables)
         started.append(servers)
         stack.callback(servers.stop_load)
-        if session.is_full_disk:
-            room.fill_disk()
         setting = Setting(servers, hosts, clock)
         try:
-            servers.start()
+            servers.start(meanwhile=room.fill_disk_when_used if session.is_full_disk else None)
             for fault in session.faults:
                 tell(fault.title, session.layout.title, side, observe(setting, fault))
         except NotUpError as error:

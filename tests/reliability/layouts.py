@@ -25,15 +25,19 @@ LOOPBACK = "127.0.0.1"
 
 
 class Layout(NamedTuple):
-    """TP=2 or DP=2 (`parallel` is "tensor" or "data"), with a server for both ranks or (`nodes` = 2) one for each."""
+    """TP=2 or DP=2 (`parallel` is "tensor" or "data"), with a server for both ranks or (`nodes` = 2) one for each.
+
+    Two servers are on a host each, or both on this one (`hosts` = 1).
+    """
 
     parallel: str
     nodes: int = 1
+    hosts: int = 1
 
     @property
     def title(self) -> str:
         """Say it for readers."""
-        hosts = {1: "one host", 2: "two hosts"}[self.nodes]
+        hosts = {(1, 1): "one host", (2, 1): "two servers on one host", (2, 2): "two hosts"}[self.nodes, self.hosts]
         return f"{'TP=2' if self.parallel == 'tensor' else 'DP=2, experts'}, {hosts}"
 
 

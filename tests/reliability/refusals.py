@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ def install_other(folder: Path) -> str:
     package = folder / "other" / "dbo_runtime-99.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: dbo-runtime\nVersion: 99.0\n")
+    (package / "entry_points.txt").write_text(distribution("dbo-runtime").read_text("entry_points.txt") or "")
     return str(package.parent)
 
 

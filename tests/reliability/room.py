@@ -79,9 +79,10 @@ class Room:
             while True:
                 file.write(bytes(4096))
 
-    def free_disk(self) -> None:
-        """Give back what `fill_disk` took."""
-        (self._see(self.temporary) / "filler").unlink()
+    def fill_disk_when_used(self) -> None:
+        """Fill the disk once, when a server has a file there: with a full one, Python would choose another folder."""
+        if self.find_temporary("[!tf]*") and not self.find_temporary("filler"):
+            self.fill_disk()
 
     def empty(self) -> None:
         """Remove what servers left, so that it is not taken for the next one's."""

@@ -19,6 +19,7 @@ from tests.reliability.servers import Servers
 STOP_SECONDS = 20.0
 DOWN_SECONDS = 5.0
 JUMP_SECONDS = 3600
+REMOVED_SECONDS = 10.0
 VISITORS = 300
 
 
@@ -125,15 +126,15 @@ def let_clients_hang_up(setting: Setting) -> None:
     setting.servers.hang_up(VISITORS)
 
 
-def remove_temporary_folder(setting: Setting) -> None:
-    """Remove the folders in which counts are kept, as a cleaner of /tmp does."""
-    setting.servers.room.free_disk()
+def remove_counts(setting: Setting) -> None:
+    """Remove the folder in which counts are kept, as a cleaner of /tmp may, and let steps go by."""
     for folder in setting.servers.room.find_temporary("dbo_runtime-*"):
         shutil.rmtree(folder)
+    time.sleep(REMOVED_SECONDS)
 
 
 def do_nothing(setting: Setting) -> None:
-    """Let the disk be full, as it was since before the start."""
+    """Let the disk be full, as it was since a moment after the start."""
 
 
 def make_full_disk_variables(room: Room) -> dict[str, str]:
@@ -157,17 +158,17 @@ LINK_FOR_GOOD = Fault("the link is down for good", lose_link)
 JUMP = Fault("the time of day jumps by an hour, forth and back", jump_clock)
 HANG_UP = Fault(f"{VISITORS} clients, of which half hang up", let_clients_hang_up)
 FULL_DISK = Fault("the disk under traces, costs and counts is full", do_nothing)
-REMOVED = Fault("the folder of counts is removed", remove_temporary_folder)
+REMOVED = Fault("the folder of counts is removed", remove_counts)
 
 TENSOR, DATA = Layout("tensor"), Layout("data")
 SESSIONS = (
     Session(
         TENSOR,
-        (STOP, HANG_UP, JUMP, KILL, RAISE_COMPUTE, RAISE_COMM, NO_MEMORY, TERMINATE, STOP_FOR_GOOD),
+        (STOP, HANG_UP, JUMP, REMOVED, KILL, RAISE_COMPUTE, RAISE_COMM, NO_MEMORY, TERMINATE, STOP_FOR_GOOD),
         jumps=True,
     ),
-    Session(TENSOR, (FULL_DISK, REMOVED), is_full_disk=True),
+    Session(TENSOR, (FULL_DISK,), is_full_disk=True),
     Session(DATA, (STOP, HANG_UP, KILL, RAISE_COMPUTE, TERMINATE, STOP_FOR_GOOD)),
-    Session(Layout("tensor", 2), (LINK, KILL, LINK_FOR_GOOD)),
-    Session(Layout("data", 2), (LINK, KILL, LINK_FOR_GOOD)),
+    Session(Layout("tensor", 2, 2), (LINK, KILL, LINK_FOR_GOOD)),
+    Session(Layout("data", 2, 2), (LINK, KILL, LINK_FOR_GOOD)),
 )

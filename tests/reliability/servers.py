@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -62,15 +62,17 @@ class Servers:
         self._clients: list[subprocess.Popen[bytes]] = []
         self._answers = room.folder / "answers"
 
-    def start(self, each: Mapping[int, Mapping[str, str]] = MappingProxyType({})) -> float:
-        """Start them and wait until they answer; return the seconds that took. *each* has variables of single nodes.
+    def start(self, meanwhile: Callable[[], None] | None = None) -> float:
+        """Start them and wait until they answer, doing *meanwhile* again and again; return the seconds that took.
 
         Raises:
             NotUpError: if a server ends before, or none answers.
         """
         begin = time.monotonic()
-        self.launch(each)
+        self.launch()
         while True:
+            if meanwhile is not None:
+                meanwhile()
             if any(node.poll() is not None for node in self.nodes):
                 raise NotUpError("a server has ended")
             if self._ask_once() == "right":
@@ -80,7 +82,7 @@ class Servers:
             time.sleep(0.5)
 
     def launch(self, each: Mapping[int, Mapping[str, str]] = MappingProxyType({})) -> None:
-        """Start them.
+        """Start them; *each* has variables of single nodes.
 
         Raises:
             NotUpError: after `give_up`.
