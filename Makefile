@@ -22,7 +22,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly mutants bench bench-two-hosts docs lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults soak mutants docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -93,6 +93,9 @@ test-slow: setup ## run the slow tests: the examples, served models, large layou
 test-nightly: setup ## run the tests that start no engine with many more examples of each property
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm" $(PARALLEL)
 
+soak: setup ## answer 5,000 random requests split and unsplit, and compare; writes docs/reliability.md
+	$(BIN)/python -m tests.reliability.traffic --write-page
+
 mutants: setup ## try mutants of the core's modules: mistakes that its tests must notice; writes docs/reliability.md (minutes)
 	$(BIN)/python -m tools.mutants --write-page $(MUTANTS_OPTIONS)
 
@@ -112,6 +115,12 @@ bench-two-hosts: setup ## measure overlap between two hosts, serving over them, 
 	$(BIN)/python -m tests.benchmarks.bench_serving --write-page
 	$(BIN)/python -m tests.benchmarks.bench_step_time --write-page
 	$(BIN)/python -m tests.benchmarks.bench_prefill_node --write-page
+
+planted-faults: setup ## plant faults into schedules, ranks, adapters and metadata, and write docs/reliability.md (minutes)
+	$(BIN)/python -m tests.reliability.planted_faults --write-page
+
+faults: setup ## kill, stop, fill and cut off real servers under load, split and not; an hour (root); writes docs/reliability.md
+	$(BIN)/python -m tests.reliability.faults --write-page
 
 docs: setup ## write the tables of README.md and docs/ that come from code
 	$(BIN)/python tools/write_docs.py

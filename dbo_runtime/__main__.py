@@ -61,6 +61,12 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "verify a model's adapter against the model",
             "vllm",
         ),
+        "soak": Command(
+            "dbo_runtime.vllm_plugin.equivalence.soak_command",
+            "answer random traffic split and unsplit, and compare",
+            "vllm",
+            passes_on=True,
+        ),
         "trace": Command("dbo_runtime.observe.trace_command", "summarize a trace that DBO_TRACE wrote, and draw it"),
         "render": Command(
             "dbo_runtime.planner.whatif.render_command", "print the schedule of a cost file's program, or check one"

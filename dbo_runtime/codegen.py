@@ -27,6 +27,7 @@ from dbo_runtime.schedule import Instruction, Issue, Schedule, Slot
 Key = TypeVar("Key")
 
 FUNCTION = "issue"  # the name of the function that is written
+FILE_PREFIX = "<schedule "  # of the names that tracebacks have for sources
 
 
 class Issuing(Enum):
@@ -108,8 +109,8 @@ class _Writer:
         self._calls: dict[int, int] = {}
 
     def write(self) -> Source:
-        title = f"schedule {digest(self._schedule)}"
-        self._lines += [f"def {FUNCTION}(values, enter):", f'    """Issue {title}."""']
+        name = digest(self._schedule)
+        self._lines += [f"def {FUNCTION}(values, enter):", f'    """Issue schedule {name}."""']
         self._write_beginning()
         micro_batch, lane = -1, self._schedule.lanes[0]
         for number, instruction in enumerate(self._schedule.instructions):
@@ -130,7 +131,7 @@ class _Writer:
             for instruction in self._schedule.instructions
         }
         lanes = {f"lane_{name}": lane for lane, name in self._lanes.items()}
-        return Source(f"<{title}>", "\n".join(self._lines) + "\n", self._calls, functions, lanes)
+        return Source(f"{FILE_PREFIX}{name}>", "\n".join(self._lines) + "\n", self._calls, functions, lanes)
 
     def _add(self, statement: str) -> None:
         self._lines.append(f"    {statement}")

@@ -195,7 +195,7 @@ class RuntimeConfig:
         "each step",
         "`1` runs every split step a second time unsplit and compares the results, and compares all decisions across "
         "ranks. `races` does that, too, watches every value of a split step for races and undeclared writes, and runs "
-        "every other one in the issue order that leaves most to chance (docs/reliability.md). Slow. "
+        "half of them in the issue order that leaves most to chance (docs/reliability.md). Slow. "
         "Platforms and models that are not proven are split only if this is set at start.",
     )
 

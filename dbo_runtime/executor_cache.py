@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.devices import Device
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.lowering import lower
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.policies import get_policy
 from dbo_runtime.program import Program
@@ -58,6 +58,11 @@ class ExecutorCache:
     def fill(self) -> tuple[int, int]:
         """How many executors there are, and how many there may be."""
         return len(self._executors), self._executors.max_size
+
+    @property
+    def events(self) -> int:
+        """How many events there are: one for each op of each micro-batch."""
+        return len(self._events)
 
     def forget_orders(self) -> None:
         """Forget which order has which schedule: by other costs, an order of the same name may be another."""

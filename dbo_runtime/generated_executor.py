@@ -6,13 +6,15 @@ import linecache
 from collections.abc import Callable
 from typing import Any
 
-from dbo_runtime.codegen import FUNCTION, Issuing, Source, write_source
+from dbo_runtime.codegen import FILE_PREFIX, FUNCTION, Issuing, Source, write_source
 from dbo_runtime.devices import Device, Lane, Values
 from dbo_runtime.errors import add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, describe, unpack
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.schedule import Schedule
+
+MAX_SHOWN_SOURCES = 16  # sources that tracebacks can show: those of the last schedules that failed
 
 
 class GeneratedExecutor(Executor):
@@ -54,6 +56,9 @@ class GeneratedExecutor(Executor):
     def _explain(self, error: BaseException) -> None:
         """Say which op raised an error, if one did where it was called, and let tracebacks show the line."""
         source = self.write_source()
+        earlier = [name for name in linecache.cache if name.startswith(FILE_PREFIX)]
+        for name in earlier[: 1 - MAX_SHOWN_SOURCES]:
+            del linecache.cache[name]
         linecache.cache[source.file] = len(source.text), None, source.text.splitlines(keepends=True), source.file
         traceback = error.__traceback__
         assert traceback is not None  # it was raised

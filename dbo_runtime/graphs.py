@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from structlog.typing import FilteringBoundLogger
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.buffers import Buffers, Counts, Form, Rows, are_near, is_tensor
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Graph
@@ -104,10 +105,9 @@ class Graphs:
         self._log = log
         self._tolerance = tolerance
         self._max_shapes = max_shapes
-        self._uncapturable: dict[Executor, Decline | None] = {}
+        self._uncapturable: BoundedDict[Executor, Decline | None] = BoundedDict(max_shapes)
         self._known: dict[_Key, _Captured | Decline] = {}
         self._newest: Graph | None = None
-        self._logged: set[Decline] = set()
 
     def run(
         self, executor: Executor, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None
@@ -252,11 +252,10 @@ class Graphs:
             self._newest = None
 
     def _report(self, decline: Decline) -> None:
-        """Count a step that is not replayed; log each decline once."""
-        self.declined[decline.reason] += 1
-        if decline not in self._logged:
-            self._logged.add(decline)
+        """Count a step that is not replayed; log the first of each reason."""
+        if not self.declined[decline.reason]:
             self._log.info("step not replayed, runs eagerly", reason=decline.reason, detail=decline.detail)
+        self.declined[decline.reason] += 1
 
 
 def _check_capture(executor: Executor) -> Decline | None:

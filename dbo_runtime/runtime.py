@@ -21,7 +21,7 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.policies import LATEST_FIRST
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
-from dbo_runtime.setting_values import Check
+from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -126,7 +126,7 @@ class MicroBatchRuntime:
         self.statistics = Statistics()
         self._log = log
         self._planner: Planner | None = None
-        self._plain = ExecutorCache(device, log, ranks)
+        self._executors = ExecutorCache(device, log, ranks)
         self._sanitized = ExecutorCache(device, log, ranks, SanitizedExecutor)
 
     @property
@@ -137,7 +137,7 @@ class MicroBatchRuntime:
     @planner.setter
     def planner(self, planner: Planner | None) -> None:
         self._planner = planner
-        self._plain.forget_orders()
+        self._executors.forget_orders()
         self._sanitized.forget_orders()
 
     @property
@@ -146,9 +146,9 @@ class MicroBatchRuntime:
         return self.config.side == "on" and self.config.mode != "off" and SIDE in self.program.lanes
 
     @property
-    def _executors(self) -> ExecutorCache:
+    def _cache(self) -> ExecutorCache:
         """The executors that the settings ask for."""
-        return self._sanitized if self.config.check is Check.RACES else self._plain
+        return self._sanitized if self.config.check is Check.RACES else self._executors
 
     @property
     def _thresholds(self) -> Thresholds:
@@ -160,7 +160,14 @@ class MicroBatchRuntime:
     def describe_caches(self) -> dict[str, tuple[int, int]]:
         """Return how many entries each cache of plans has, and how many it may have."""
         planned = {} if self._planner is None else self._planner.describe_caches()
-        return {"executors": self._plain.fill, "sanitized executors": self._sanitized.fill, **planned}
+        events = self._executors.events + self._sanitized.events
+        most = 2 * len(self.program.ops) * MAX_MICRO_BATCHES
+        return {
+            "executors": self._executors.fill,
+            "sanitized executors": self._sanitized.fill,
+            "events": (events, most),
+            **planned,
+        }
 
     def prepare(self, config: RuntimeConfig) -> None:
         """Obey *config* from the next step on, and do before that what would take long in a step.
@@ -174,7 +181,7 @@ class MicroBatchRuntime:
         if self._planner is not None and config.mode != "off":
             self._planner.prepare(config)
             for order in self._planner.orders:
-                self._executors.make_by_order(order)
+                self._cache.make_by_order(order)
         self.config = config
 
     def check_transport(self, transport: str) -> Decline | None:
@@ -232,8 +239,8 @@ class MicroBatchRuntime:
             return Decline("nowhere to cut", "no cuts were given")
         name = self._make_executor(len(slices), choice)
         if choice is None:
-            return ExecutionPlan(slices, self._executors[name], name)
-        return ExecutionPlan(slices, self._executors[name], name, choice.prediction.split, choice.kind)
+            return ExecutionPlan(slices, self._cache[name], name)
+        return ExecutionPlan(slices, self._cache[name], name, choice.prediction.split, choice.kind)
 
     def plan_data_parallel(self, tokens: Sequence[int]) -> DataParallelSplit | Decline:
         """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
@@ -268,22 +275,22 @@ class MicroBatchRuntime:
 
     def close(self) -> None:
         """End the device's threads. Plans made so far cannot be run any more."""
-        self._plain.clear()
+        self._executors.clear()
         self._sanitized.clear()
         self.device.close()
 
     def _make_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
         """Return the digest of the schedule; make its executor if it is new.
 
-        While races are looked for, every other split step has the issue order in which an order that an adapter did not
-        declare is missed.
+        While races are looked for, half of the split steps have the issue order in which an order that an adapter did
+        not declare is missed: by the Thue-Morse sequence, which has no period that steps could share.
         """
         if choice is not None:
             program = choice.order.programs[0]
         else:
             program = self.program if self.forces_side else self.program.fold_side()
-        if self.config.check is Check.RACES and self.statistics.split % 2:
-            return self._executors.make_by_policy(program, micro_batches, (LATEST_FIRST, 0))
+        if self.config.check is Check.RACES and self.statistics.split.bit_count() % 2:
+            return self._cache.make_by_policy(program, micro_batches, (LATEST_FIRST, 0))
         if choice is not None:
-            return self._executors.make_by_order(choice.order)
-        return self._executors.make_by_policy(program, micro_batches, self.config.policy)
+            return self._cache.make_by_order(choice.order)
+        return self._cache.make_by_policy(program, micro_batches, self.config.policy)

@@ -10,6 +10,10 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+MAX_COUNT = 1 << 31  # of anything; what is larger is a mistake
+MAX_MICRO_BATCHES = 64
+MAX_LEAD = 10_000  # overlap points; more than any model has
+
 
 @dataclass(frozen=True, slots=True)
 class Values(Generic[T]):
@@ -52,15 +56,16 @@ def allow_names(*names: str) -> Values[str]:
     return Values(parse, f"{', '.join(names[:-1])} or {names[-1]}")
 
 
-def allow_count(minimum: int) -> Values[int]:
-    """Allow whole numbers from *minimum*."""
+def allow_count(minimum: int, maximum: int = MAX_COUNT) -> Values[int]:
+    """Allow whole numbers from *minimum* to *maximum*."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
+        if not text.isdecimal() or not minimum <= int(text) <= maximum:
             raise ValueError(text)
         return int(text)
 
-    return Values(parse, f"a whole number, at least {minimum}")
+    most = "" if maximum == MAX_COUNT else f", at most {maximum}"
+    return Values(parse, f"a whole number, at least {minimum}{most}")
 
 
 def _parse_switch(text: str) -> bool:
@@ -83,7 +88,7 @@ def _parse_cores(text: str) -> tuple[int, ...]:
 
 
 def _parse_parts(text: str) -> int | None:
-    return None if text == "auto" else allow_count(2).parse(text)
+    return None if text == "auto" else allow_count(2, MAX_MICRO_BATCHES).parse(text)
 
 
 def _parse_margin(text: str) -> float:
@@ -106,7 +111,7 @@ def _parse_policy(text: str) -> tuple[str, int]:
     if name in ("sequential", "alternate", "optimal") and not colon:
         return name, 0
     if name == "staggered":
-        return name, allow_count(0).parse(lead if colon else "1")
+        return name, allow_count(0, MAX_LEAD).parse(lead if colon else "1")
     raise ValueError(text)
 
 
@@ -114,7 +119,7 @@ SWITCH = Values(_parse_switch, "0 or 1")
 CHECK = Values(_parse_check, "0, 1 or races")
 PATH = Values(str, "a path")
 CORES = Values(_parse_cores, "CUBE:VECTOR, such as 8:16")
-PARTS = Values(_parse_parts, f"auto, or {allow_count(2).allowed}")
+PARTS = Values(_parse_parts, f"auto, or {allow_count(2, MAX_MICRO_BATCHES).allowed}")
 NAMES = Values(_parse_names, "names of classes, with commas between them")
 MARGIN = Values(_parse_margin, "a number, at least 0")
 POLICY = Values(_parse_policy, "optimal, sequential, alternate, staggered or staggered:LEAD")

@@ -1,9 +1,11 @@
-"""For tests of adapters: verify that a program computes what the model does. See docs/write-an-adapter.md.
+"""For tests: of adapters, that their programs are the model; of served models, that splitting changes no answer.
 
-Importing this module imports vLLM.
+See docs/write-an-adapter.md and docs/reliability.md. Importing this module imports vLLM.
 """
 
+from dbo_runtime.vllm_plugin.equivalence.check import check_equivalence
+from dbo_runtime.vllm_plugin.equivalence.report import Bug, EquivalenceReport, Tally
 from dbo_runtime.vllm_plugin.verify.comparing_forward import Mismatch, Verification
 from dbo_runtime.vllm_plugin.verify.verification import verify_adapter
 
-__all__ = ["Mismatch", "Verification", "verify_adapter"]
+__all__ = ["Bug", "EquivalenceReport", "Mismatch", "Tally", "Verification", "check_equivalence", "verify_adapter"]

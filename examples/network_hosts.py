@@ -74,11 +74,12 @@ class TwoHosts:
 
     Args:
         rate: of the link in either direction, in the words of tc, such as "200mbit"; None for no limit.
+        suffix: of their names, a few letters, where a process has several pairs.
     """
 
-    def __init__(self, rate: str | None = "200mbit") -> None:
+    def __init__(self, rate: str | None = "200mbit", suffix: str = "") -> None:
         self._rate = rate
-        name = f"dbo{os.getpid()}"
+        name = f"dbo{os.getpid()}{suffix}"
         self.hosts = tuple(Host(f"{name}-{end}", f"{name}{end}", f"10.77.0.{end}") for end in (1, 2))
 
     def __enter__(self) -> tuple[Host, Host]:

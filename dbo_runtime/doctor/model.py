@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from dbo_runtime.adapter_registry import GROUP, get_adapter
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.packages import get_version
 from dbo_runtime.errors import ConfigError, ProgramError
+from dbo_runtime.outside_files import parse_json, read_text
 from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
 
 CONFIG = "config.json"
@@ -80,8 +81,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise ConfigError(f"{folder} is not a folder")
         if not path.exists():
             raise ConfigError(f"{folder} has no {CONFIG}")
-        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    text = read_text(path, "configuration")
+    try:
+        config = parse_json(text)
+    except ConfigError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object")
@@ -91,5 +96,5 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _list_architectures(config: dict[str, Any], folder: Path) -> list[str]:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(n, str) for n in architectures):
-        raise ConfigError(f"{folder / CONFIG} names no architectures, but {architectures!r}")
+        raise ConfigError(f"{folder / CONFIG} names no architectures, but {reprlib.repr(architectures)}")
     return architectures

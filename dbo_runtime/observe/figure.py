@@ -15,6 +15,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f
 DPI = 150
 WIDTH_INCHES = 16.0
 LANE_INCHES, FRAME_INCHES, MARGIN_INCHES = 0.45, 0.55, 0.9  # heights: a lane; the rest of a panel; title and legend
+MAX_INCHES = 400.0  # of height: matplotlib draws up to 2^16 pixels
 MAX_OUTLINED_SPANS = 200  # in a panel; of more, outlines would cover the bars
 
 
@@ -24,7 +25,7 @@ def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str)
     The panels, such as `unsplit` and `split`, share the axis of time, in milliseconds since each one's first start.
 
     Raises:
-        ConfigError: if matplotlib is missing, *timelines* is empty, or the file cannot be written.
+        ConfigError: if matplotlib is missing, *timelines* is empty or too many, or the file cannot be written.
     """
     if not timelines:
         raise ConfigError("timelines is empty, so there is nothing to draw: name at least one timeline.")
@@ -34,9 +35,10 @@ def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str)
         raise ConfigError(f"a figure needs matplotlib ({error}): pip install 'dbo-runtime[figure]'") from error
     try:
         canvas.print_png(str(path))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError if the path has a NUL byte
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"the figure cannot be written to path {str(path)!r} ({error.strerror}): name a file in a folder that "
+            f"the figure cannot be written to path {str(path)!r} ({why}): name a file in a folder that "
             "exists and that you may write to."
         ) from error
 
@@ -47,9 +49,11 @@ def _compose(timelines: Mapping[str, Timeline], title: str) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     heights = [FRAME_INCHES + LANE_INCHES * len(timeline.lanes) for timeline in timelines.values()]
+    if sum(heights) > MAX_INCHES:
+        raise ConfigError(f"{len(heights)} timelines are too many for one figure: name a trace of fewer ranks.")
     figure = figures.Figure(figsize=(WIDTH_INCHES, MARGIN_INCHES + sum(heights)), dpi=DPI, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_panel(axes, name, timeline)
@@ -71,8 +75,8 @@ def _draw_panel(axes: Any, name: str, timeline: Timeline) -> None:
     outline = {"edgecolor": "black", "linewidth": 0.4} if few else {"snap": False, "linewidth": 0}
     for (lane, micro_batch), intervals in bars.items():
         axes.broken_barh(intervals, (lanes.index(lane) - 0.4, 0.8), facecolor=_pick_colour(micro_batch), **outline)
-    axes.set_title(f"{name}: {timeline.duration * 1e3:.4g} ms", loc="left", fontsize="medium")
-    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_title(f"{name}: {timeline.duration * 1e3:.4g} ms", loc="left", fontsize="medium", parse_math=False)
+    axes.set_yticks(range(len(lanes)), lanes, parse_math=False)
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane on top
     axes.spines[["top", "right"]].set_visible(False)
 

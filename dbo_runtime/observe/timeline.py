@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, SupportsFloat
 
 from dbo_runtime.program import COMPUTING, SIDE
 from dbo_runtime.schedule import Instruction
+
+SHORTEST_SECONDS = 1e-9  # that is drawn: traces have nanoseconds
 
 
 class Span(NamedTuple):
@@ -71,17 +73,15 @@ class Timeline:
     def overlap(self, first: str, second: str) -> float:
         """Return the seconds in which both lanes ran something."""
         ours, theirs = (_merge((s.start, s.end) for s in self.spans if s.lane == lane) for lane in (first, second))
-        return sum(_measure_within(own, theirs) for own in ours)
+        return _measure_common(ours, theirs)
 
     def measure_hidden(self) -> tuple[float, float]:
         """Return the seconds of communication, and those of them in which a lane computed."""
         computed = _merge((s.start, s.end) for s in self.spans if s.lane in COMPUTING)
         lanes = [lane for lane in self.lanes if lane not in COMPUTING]
-        communicated = [
-            piece for lane in lanes for piece in _merge((s.start, s.end) for s in self.spans if s.lane == lane)
-        ]
-        hidden = sum(_measure_within(piece, computed) for piece in communicated)
-        return sum(end - start for start, end in communicated), hidden
+        communicated = [_merge((s.start, s.end) for s in self.spans if s.lane == lane) for lane in lanes]
+        hidden = sum(_measure_common(pieces, computed) for pieces in communicated)
+        return sum(end - start for pieces in communicated for start, end in pieces), hidden
 
     @property
     def idle(self) -> float:
@@ -126,17 +126,13 @@ class Timeline:
         if not self.spans:
             return "(nothing ran)"
         origin = min(span.start for span in self.spans)
-        scale = width / (self.duration or 1.0)
-        rows = []
-        for lane in self.lanes:
-            row = ["."] * width
-            for span in self.spans:
-                if span.lane == lane:
-                    first = min(width - 1, int((span.start - origin) * scale))
-                    last = max(first + 1, round((span.end - origin) * scale))
-                    row[first:last] = str(span.micro_batch)[-1] * (min(last, width) - first)
-            rows.append(f"{lane:>8} |{''.join(row)}|")
-        return "\n".join(rows)
+        scale = width / max(self.duration, SHORTEST_SECONDS)
+        rows = {lane: ["."] * width for lane in self.lanes}
+        for span in self.spans:
+            first = min(width - 1, int((span.start - origin) * scale))
+            last = max(first + 1, round((span.end - origin) * scale))
+            rows[span.lane][first:last] = str(span.micro_batch)[-1] * (min(last, width) - first)
+        return "\n".join(f"{lane:>8} |{''.join(row)}|" for lane, row in rows.items())
 
     def table(self, most: int = 20) -> str:
         """Return the first *most* spans as a table of lane, op, micro-batch, start and length in milliseconds."""
@@ -181,6 +177,19 @@ def _measure_within(interval: tuple[float, float], others: Iterable[tuple[float,
     """Return the length of *interval* that lies in *others*, which do not overlap each other."""
     start, end = interval
     return sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
+
+
+def _measure_common(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """Return the length that is in both; each are in order and do not overlap each other."""
+    total, first = 0.0, 0
+    for start, end in intervals:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        last = first
+        while last < len(others) and others[last][0] < end:
+            last += 1
+        total += _measure_within((start, end), others[first:last])
+    return total
 
 
 def _cover(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

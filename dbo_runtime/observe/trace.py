@@ -16,6 +16,7 @@ from typing import Any
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.outside_files import write_text
 from dbo_runtime.program import COMPUTE
 
 # Perfetto sorts a track that is numbered like its process first, so the tracks of process n begin at this times n.
@@ -52,16 +53,12 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     Raises:
         ConfigError: if the file cannot be written.
     """
-    text = json.dumps(make_trace(timelines))
-    partial = Path(f"{path}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, json.dumps(make_trace(timelines)))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ConfigError(
-            f"the trace cannot be written to path {str(path)!r} ({error.strerror}): name a file in a folder that "
-            "exists and that you may write to."
+            f"the trace cannot be written to path {str(path)!r} (errno {error.errno}, {error.strerror}): name a file "
+            "in a folder that exists, has room, and that you may write to."
         ) from error
 
 

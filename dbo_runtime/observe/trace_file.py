@@ -2,62 +2,149 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.outside_files import parse_json, read_text
+
+# What no step has more of. Figures are computed lane by lane, and add up durations.
+MAX_RANKS = 4096
+MAX_LANES = 16
+MAX_MICRO_BATCHES = 1024
+MAX_MICROSECONDS = 1e12
 
 
 def read_trace(path: str | Path) -> dict[str, Timeline]:
     """Return the timelines of a trace by name; their times are seconds since the trace's first event.
 
     Raises:
-        ConfigError: if the file cannot be read, or is not a trace of dbo_runtime.
+        ConfigError: if the file cannot be read, or is not a trace of dbo_runtime; names file and field.
     """
+    text = read_text(path, "trace")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"trace {str(path)!r} cannot be read: {why}.") from error
-    try:
-        return _read_timelines(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return _read_timelines(parse_json(text))
+    except ConfigError as error:
         raise ConfigError(
-            f"{str(path)!r} is not a trace of dbo_runtime ({type(error).__name__}: {error}). Name a file that "
-            "DBO_TRACE or `plan --trace` wrote."
+            f"{str(path)!r} is not a trace of dbo_runtime: {error} Name a file that DBO_TRACE or `plan --trace` wrote."
         ) from error
 
 
-def _read_timelines(trace: Mapping[str, Any]) -> dict[str, Timeline]:
-    events = trace["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    other = trace["otherData"]
-    bounds = _read_seconds("bound_seconds", other["bound_seconds"])
-    planning = _read_seconds("planning_seconds", other.get("planning_seconds", {}))  # older traces have none
+def _read_timelines(trace: Any) -> dict[str, Timeline]:
+    events = [
+        _Fields(event, f"traceEvents[{number}]")
+        for number, event in enumerate(_Fields(trace, "the content").get("traceEvents", _is_list, "a list"))
+    ]
+    names = [event for event in events if event.content.get("name") == "process_name"]
+    processes = {event.get("pid", _is_count, "a whole number"): _read_name(event) for event in names}
+    if len({*processes.values()}) < len(names) or len(names) > MAX_RANKS:
+        raise ConfigError(
+            f"traceEvents name {len(names)} processes; each has its own pid and name, {MAX_RANKS} at most."
+        )
+    other = _Fields(trace, "the content").open("otherData")
+    bounds = _read_seconds(other, "bound_seconds")
+    planning = _read_seconds(other, "planning_seconds")  # older traces have none
     spans: dict[int, list[Span]] = {process: [] for process in processes}
     for event in events:
-        if event["ph"] == "X":
-            spans[event["pid"]].append(_read_span(event))
+        if event.content.get("ph") == "X":
+            spans[event.get("pid", lambda pid: _is_count(pid) and pid in spans, "that of a process")].append(
+                _read_span(event)
+            )
+    for process, of_process in spans.items():
+        _check_spans(processes[process], of_process)
     return {
         name: Timeline(tuple(spans[process]), bounds.get(name), planning.get(name))
         for process, name in processes.items()
     }
 
 
-def _read_seconds(what: str, by_name: Mapping[str, Any]) -> Mapping[str, float]:
-    for name, seconds in by_name.items():
-        if type(seconds) not in (int, float) or not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"{what} of {name!r} is {seconds!r}")
-    return by_name
+class _Fields:
+    """An object of the file, and where it is."""
+
+    def __init__(self, content: Any, where: str) -> None:
+        if type(content) is not dict:
+            raise ConfigError(f"{where} is {reprlib.repr(content)}; it must be an object.")
+        self.content: dict[str, Any] = content
+        self._where = where
+
+    def get(self, name: str, is_allowed: Callable[[Any], bool], allowed: str) -> Any:
+        """Return a field; ConfigError unless it is as it must be."""
+        value = self.content.get(name)
+        if not is_allowed(value):
+            raise ConfigError(f"{self._where}: {name} is {reprlib.repr(value)}; it must be {allowed}.")
+        return value
+
+    def open(self, name: str) -> _Fields:
+        """Return a field that is an object itself."""
+        return _Fields(self.content.get(name), f"{self._where}: {name}")
 
 
-def _read_span(event: Mapping[str, Any]) -> Span:
-    args = event["args"]
-    start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-    issued = args["issued"] / 1e6 if "issued" in args else None
-    waits = tuple((op, micro_batch) for op, micro_batch in args.get("waits", ()))
-    return Span(event["cat"], args["op"], args["micro_batch"], start, end, issued, waits)
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_micro_batch(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_MICRO_BATCHES
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it is text that leaves a terminal and a table as they are."""
+    return type(value) is str and value.isprintable() and 0 < len(value) <= 1000
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MAX_MICROSECONDS  # of a NaN, too, this is false
+
+
+def _is_wait(value: Any) -> bool:
+    return _is_list(value) and len(value) == 2 and _is_name(value[0]) and _is_micro_batch(value[1])
+
+
+def _read_name(event: _Fields) -> str:
+    name: str = event.open("args").get("name", _is_name, "printable text")
+    return name
+
+
+def _read_seconds(other: _Fields, what: str) -> Mapping[str, float]:
+    if what not in other.content and what == "planning_seconds":
+        return {}
+    of_names = other.open(what)
+    for name in of_names.content:
+        of_names.get(name, _is_time, f"from 0 to {MAX_MICROSECONDS:g}")
+    return of_names.content
+
+
+def _read_span(event: _Fields) -> Span:
+    time = f"from 0 to {MAX_MICROSECONDS:g} microseconds"
+    args = event.open("args")
+    start, duration = event.get("ts", _is_time, time), event.get("dur", _is_time, time)
+    issued = args.get("issued", _is_time, time) / 1e6 if "issued" in args.content else None
+    waits = args.get("waits", _is_list, "a list") if "waits" in args.content else ()
+    if not all(map(_is_wait, waits)):
+        args.get("waits", lambda _: False, "pairs of an op and a micro-batch")
+    return Span(
+        event.get("cat", _is_name, "the name of a lane"),
+        args.get("op", _is_name, "the name of an op"),
+        args.get("micro_batch", _is_micro_batch, f"a whole number below {MAX_MICRO_BATCHES}"),
+        start / 1e6,
+        (start + duration) / 1e6,
+        issued,
+        tuple((op, micro_batch) for op, micro_batch in waits),
+    )
+
+
+def _check_spans(process: str, spans: list[Span]) -> None:
+    lanes = {span.lane for span in spans}
+    if len(lanes) > MAX_LANES:
+        raise ConfigError(f"{process} has {len(lanes)} lanes, more than {MAX_LANES}.")
+    ops = {(span.op, span.micro_batch) for span in spans}
+    unknown = next((awaited for span in spans for awaited in span.waits if awaited not in ops), None)
+    if unknown is not None:
+        raise ConfigError(f"an op of {process} waits for {unknown[0]}/{unknown[1]}, which the trace does not have.")

@@ -70,8 +70,8 @@ class WatchedTask:
 class WatchedLane:
     """A lane of the other device, all of whose launches, records and waits the monitor sees."""
 
-    def __init__(self, lane: Lane, monitor: Monitor) -> None:
-        self.name = lane.name
+    def __init__(self, name: str, lane: Lane, monitor: Monitor) -> None:
+        self.name = name
         self._lane = lane
         self._monitor = monitor
 
@@ -118,7 +118,8 @@ class SanitizingDevice:
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
         """Return the other device's lanes, watched."""
-        return [WatchedLane(lane, self._monitor) for lane in self._device.open_lanes(names)]
+        lanes = self._device.open_lanes(names)
+        return [WatchedLane(name, lane, self._monitor) for name, lane in zip(names, lanes, strict=True)]
 
     def make_event(self) -> WatchedEvent:
         """Make an event of the other device."""

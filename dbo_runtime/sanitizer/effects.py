@@ -46,6 +46,7 @@ class OpCall:
             others: values in use that the op does not read.
         """
         written = list(zip(self._op.writes, results, strict=True))
+        held = list(others)
         for value, result in written:
             for read, (item, _) in self._kept.items():
                 if share_memory(result, item):
@@ -53,7 +54,7 @@ class OpCall:
                         f"its result {value} has memory of {read}, which it declares only to read: name {read} in "
                         "`overwrites`, or return a copy"
                     )
-            for other in others:
+            for other in held:
                 if share_memory(result, other.value):
                     return f"its result {value} has memory of {other.name}, which is still in use"
         for (first, one), (second, other) in combinations(written, 2):

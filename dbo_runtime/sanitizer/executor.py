@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dbo_runtime.devices import Device
+from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.program import COMPUTE
@@ -12,7 +13,10 @@ from dbo_runtime.schedule import Schedule
 
 
 class SanitizedExecutor(Executor):
-    """Runs one schedule by the plain loop on a watched device.
+    """Runs one schedule by the plain loop on a watched device, whose lanes all are the first lane of *device*.
+
+    What is ordered is told by clocks, not by what happens to run first, so nothing has to run at the same time; and a
+    fault is reported that would crash two kernels that share memory.
 
     `run` raises SanitizerError, besides what `Executor.run` raises, if an op or what issued it did at run time what it
     did not declare, or what nothing orders:
@@ -30,7 +34,7 @@ class SanitizedExecutor(Executor):
 
     def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
         self._monitor = Monitor(schedule)
-        sanitizing = SanitizingDevice(device, self._monitor)
+        sanitizing = SanitizingDevice(SerialDevice(device), self._monitor)
         super().__init__(schedule, sanitizing, EventTable(sanitizing))  # not *events*: these have clocks
 
     def check_context(self, name: str) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 _OWN_REFERENCES = (
     3  # to a tensor that only a slot holds: its container, the local name here, and getrefcount's argument
 )
-_OWN_STORAGES = 2  # users of such a tensor's storage: the tensor, and the object that is asked
 
 
 class Freed:
@@ -90,14 +89,17 @@ def poison(holder: list[Any]) -> None:
     (value,) = holder
     if not hasattr(value, "untyped_storage") or not value.is_floating_point() or not value.numel():
         return
-    if sys.getrefcount(value) <= _OWN_REFERENCES and _count_users(value) <= _OWN_STORAGES:
+    users = _count_users(value)
+    is_alone = users is not None and users == _count_users(value.new_empty(1))
+    if is_alone and sys.getrefcount(value) <= _OWN_REFERENCES:
         value.fill_(float("nan"))
 
 
-def _count_users(tensor: Any) -> int:
-    """Return how many tensors and other objects use a tensor's storage; many where torch does not tell."""
+def _count_users(tensor: Any) -> tuple[int, int] | None:
+    """Return how often a tensor's storage is referred to, in Python and in all; None where torch does not tell."""
     count = getattr(getattr(sys.modules.get("torch"), "_C", None), "_storage_Use_Count", None)
-    return sys.maxsize if count is None else int(count(tensor.untyped_storage()._cdata))
+    storage = tensor.untyped_storage()  # the same object as long as one is kept
+    return None if count is None else (sys.getrefcount(storage), int(count(storage._cdata)))
 
 
 def _describe(tensor: Any) -> Any:

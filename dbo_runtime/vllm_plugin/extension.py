@@ -39,7 +39,7 @@ class WorkerExtension:
         forward = self._dbo_forward()
         if forward is None:
             return None
-        return {**forward.runtime.statistics.as_dict(), "caches": forward.runtime.describe_caches()}
+        return {**forward.runtime.statistics.as_dict(), "caches": forward.describe_caches()}
 
     def dbo_encoder_statistics(self) -> dict[str, Any] | None:
         """Return the counts of the vision encoder's forwards, or None if none of them is split."""

@@ -35,6 +35,13 @@ def answer(
     return generate(engine, rank, prompts, tokens, arrive)
 
 
+def answer_watched(
+    engine: Engine, rank: int, prompts: Sequence[Prompts], tokens: int, cuts: Sequence[Any]
+) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """Answer while the sanitizer watches, which raises an error if it finds something."""
+    return answer(engine, rank, prompts, tokens, cuts, DBO_CHECK="races")
+
+
 def answer_as_they_come(
     engine: Engine,
     rank: int,

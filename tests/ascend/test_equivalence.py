@@ -18,6 +18,7 @@ from tests.ascend.jobs import (
     answer_as_they_come,
     answer_by_all_to_all,
     answer_in_chunks,
+    answer_watched,
     cut_at_boundaries,
     generate,
     make_prompts,
@@ -29,6 +30,7 @@ from tests.vllm_plugin.ranks import Ranks
 LENGTHS = (5, 40, 130, 3, 64)
 PROMPTS = make_prompts(*LENGTHS)
 BOUNDARIES = list(accumulate(LENGTHS))[:-1]
+CLOSE = 0.2  # of log-probabilities in bfloat16, of a request that is cut inside
 ENGINES = [
     "one_npu",
     "two_npus",
@@ -86,6 +88,20 @@ def assert_mixed_steps_are_equal(npus: Ranks) -> None:
     ((split, counts),) = npus.run(generate, prompts, 8, arrive)
     assert all(count["split"] >= 10 for count in counts), counts
     assert find_difference(unsplit, split) == 0.0
+
+
+def assert_the_sanitizer_finds_nothing(npus: Ranks) -> None:
+    """Compare steps that are watched, a request cut inside among them; half of them in another issue order."""
+    prompts = [make_prompts(60, 40)]
+    ((unsplit, _),) = npus.run(answer, prompts, 6)
+    ((split, counts),) = npus.run(answer_watched, prompts, 6, [70])
+    assert all(count["split"] >= 1 for count in counts), counts
+    assert find_difference(unsplit, split) <= CLOSE
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if isinstance(name, str)])
+def test_the_sanitizer_finds_nothing(engine: str, request: pytest.FixtureRequest) -> None:
+    assert_the_sanitizer_finds_nothing(request.getfixturevalue(engine))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

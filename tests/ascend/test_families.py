@@ -16,6 +16,7 @@ from tests.ascend.test_equivalence import (
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
+    assert_the_sanitizer_finds_nothing,
 )
 from tests.vllm_plugin.families import FAMILIES, LINEAR_ATTENTION, make_family
 from tests.vllm_plugin.multimodal_families import INTERNVL, OMNI, make_internvl, make_omni
@@ -74,6 +75,7 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> Non
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
         assert_chunks_are_equal(npus, 400, 128)
         assert_mixed_steps_are_equal(npus)
+        assert_the_sanitizer_finds_nothing(npus)
 
 
 def make_model(name: str, folder: Path) -> Path:

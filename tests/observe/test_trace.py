@@ -215,6 +215,12 @@ def test_an_op_too_short_to_be_seen_has_no_arrow() -> None:
     assert not find_phase(trace, "s")
 
 
+def test_where_a_folder_has_become_a_file_that_is_what_is_said(tmp_path: Path) -> None:
+    (tmp_path / "folder").touch()
+    with pytest.raises(ConfigError, match=r"cannot be written to path .*\(errno \d+, Not a directory\)"):
+        save_trace({"toy": TOY}, tmp_path / "folder" / "step.json")
+
+
 def test_a_file_that_could_not_be_finished_is_not_left_half_written(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     path.mkdir()  # so that it cannot be replaced

@@ -25,7 +25,7 @@ from examples.tiny_pictures import SLOT, Picture, Question
 from tests.ports import find_free_ports
 from tests.vllm_plugin.families import find_backend
 
-STARTS_WITHIN = 400.0  # seconds; on an idle machine it takes 20
+STARTS_WITHIN = 900.0  # seconds; on an idle machine it takes 20
 OPTIONS = (
     "--dtype=float32",
     "--enforce-eager",
@@ -37,11 +37,12 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Server:
-    """Where it listens, and what it has logged."""
+    """Where it listens, what it has logged, and the process that started all of its processes."""
 
     port: int
     model: Path
     log: Path
+    process: int
 
     def complete(self, prompts: Sequence[str], tokens: int = 12) -> list[str]:
         """Ask for all completions at once, so that the server batches them."""
@@ -91,7 +92,7 @@ def serve(model: Path, log: Path, *options: str, **environment: str) -> Iterator
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **environment}
     process = _start(words, variables, log, port)
     try:
-        yield Server(port, model, log)
+        yield Server(port, model, log, process.pid)
     finally:
         end_group(process)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.outside_files import parse_json, read_text, write_text
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, name_field
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
@@ -30,13 +31,9 @@ def save_costs(table: CostTable, path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: if it cannot be written; names the file.
     """
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        draft.write_text(format_costs(table), encoding="utf-8")
-        os.replace(draft, target)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
+        write_text(path, format_costs(table))
+    except (OSError, ValueError) as error:  # a ValueError if the path has a NUL byte
         raise ConfigError(f"cost file {path} cannot be written ({error}). Name a file in a writable folder.") from None
 
 
@@ -47,9 +44,9 @@ def load_costs(path: str | os.PathLike[str]) -> CostTable:
         ConfigError: if anything in the file is invalid; names the file, the field and the remedy.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cost file {path} cannot be read ({error}). {_REMEDY}") from None
+        text = read_text(path, "cost file")
+    except ConfigError as error:
+        raise ConfigError(f"{error} {_REMEDY}") from None
     try:
         return parse_costs(text)
     except ConfigError as error:
@@ -128,25 +125,14 @@ def parse_costs(text: str) -> CostTable:
     Raises:
         ConfigError: if anything is invalid; names the field.
     """
-    try:
-        content = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"it is not JSON ({error}).") from None
+    content = parse_json(text)
     actual = content.get("format") if isinstance(content, dict) else None
     if type(actual) is not int or actual != FORMAT:
-        raise ConfigError(f"format is {actual!r}; this version of dbo_runtime reads format {FORMAT}.")
+        raise ConfigError(f"format is {reprlib.repr(actual)}; this version of dbo_runtime reads format {FORMAT}.")
     values = _FILE(content, "")
     provenance = Provenance(**{item.name: values[item.name] for item in fields(Provenance)})
     rest = {item.name for item in fields(CostTable)} & values.keys()
     return CostTable(provenance, **{name: values[name] for name in rest})
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ConfigError(f"{max(names, key=names.count)} appears twice in one object.")
-    return content
 
 
 def _read_plain(kind: type, allowed: str) -> _Read:
@@ -195,7 +181,7 @@ def _read_record(make: Callable[..., Any], readers: Mapping[str, _Read], optiona
         prefix = f"{path}." if path else ""
         for name in given:
             if name not in readers:
-                raise ConfigError(f"{prefix}{name} is unknown; known are {', '.join(readers)}.")
+                raise ConfigError(f"{prefix}{name[:100]} is unknown; known are {', '.join(readers)}.")
         for name in readers:
             if name not in given and name not in optional:
                 raise ConfigError(f"{prefix}{name} is missing.")

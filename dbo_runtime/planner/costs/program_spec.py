@@ -14,6 +14,7 @@ from dbo_runtime.program import Op, Program, ProgramBuilder, Value
 # A program spec is read from a file and its layers are unrolled: larger numbers than any model has are errors.
 MAX_LAYERS = 10_000
 MAX_OUTPUTS = 1_000
+MAX_VALUES = 100_000  # that all ops write; a model of 61 layers has some 1,000 ops
 
 
 class OpSpec(NamedTuple):
@@ -89,9 +90,9 @@ def build_program(spec: ProgramSpec) -> Program:
     p = ProgramBuilder()
     written = {name: p.input(name) for name in spec.inputs}
     layers = 0
+    _check_size(spec)
     for number, run in enumerate(spec.runs):
         path = f"program.runs[{number}]"
-        _check_run(run, path)
         for _ in range(run.repeat):
             with p.layer(layers) if run.layered else nullcontext():
                 for position, op in enumerate(run.ops):
@@ -160,6 +161,19 @@ def _group_runs(ops: Sequence[Op], specs: Sequence[OpSpec]) -> tuple[LayerRun, .
         )
     alike = groupby(layers, key=lambda layer: (layer[0] is not None, layer[1]))
     return tuple(LayerRun(len(list(same)), body, layered) for (layered, body), same in alike)
+
+
+def _check_size(spec: ProgramSpec) -> None:
+    """Raise ConfigError if layers or values are more than can be unrolled."""
+    for number, run in enumerate(spec.runs):
+        _check_run(run, f"program.runs[{number}]")
+    values = sum(run.repeat * sum(1 + max(op.outputs, 0) for op in run.ops) for run in spec.runs)
+    reads = sum(run.repeat * sum(len(op.reads) + len(op.overwrites) for op in run.ops) for run in spec.runs)
+    layers = sum(run.repeat for run in spec.runs if run.layered)
+    if layers > MAX_LAYERS:
+        raise ConfigError(f"program.runs have {layers} layers; there must be at most {MAX_LAYERS}.")
+    if max(values, reads) > MAX_VALUES:
+        raise ConfigError(f"program.runs write {values} values and read {reads}; at most {MAX_VALUES} can be planned.")
 
 
 def _check_run(run: LayerRun, path: str) -> None:

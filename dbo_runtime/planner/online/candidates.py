@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 from dbo_runtime.lowering import lower
 from dbo_runtime.planner.online.named_order import COMPARED_PERIODS, NamedOrder, RepeatingSchedule
@@ -15,6 +15,7 @@ from dbo_runtime.policies import Order, get_policy
 from dbo_runtime.program import SIDE, Program
 
 MAX_LEAD_LAYERS = 3  # of the staggered orders that are tried
+MAX_COUNTS = 8  # of micro-batches whose policies are kept
 MAX_SHORT_SEARCH_STATES = 3_000  # of a search with few layers: more improve no order by more than 0.3 %
 
 
@@ -31,7 +32,7 @@ class Candidates:
         self._side_ops = list_side_ops(program)
         self._max_states = max_states
         self._search = PeriodSearch(program)
-        self.list_policies = cache(self._list_policies)
+        self.list_policies = lru_cache(MAX_COUNTS)(self._list_policies)
 
     def make_policy(self, name: str, lead: int, micro_batches: int, *prefix: str) -> NamedOrder:
         """Make the order of a policy, named after it and *prefix*."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from dbo_runtime.planner.online.bounded import BoundedDict
+from dbo_runtime.bounded import BoundedDict
 
 MAX_KINDS = 4096  # of steps of which is remembered that they are split
 REMAIN_SHARE_OF_MARGIN = 0.5  # what steps that are split already have to gain
@@ -56,6 +56,11 @@ class SplitHysteresis:
 
     def __init__(self) -> None:
         self._split: BoundedDict[Hashable, None] = BoundedDict(MAX_KINDS)
+
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many kinds are split, and how many may be."""
+        return len(self._split), self._split.max_size
 
     def decide(self, key: Hashable, prediction: Prediction, margin: float) -> bool:
         """Return whether to split steps like *key*, for which *margin* is a share of the unsplit time."""

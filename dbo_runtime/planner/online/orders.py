@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.placements import is_moved, list_placements
@@ -43,12 +43,12 @@ class Orders:
         self._predictor = predictor
         self._candidates = [Candidates(program, max_states) for program in self.placements]
         self._found: BoundedDict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = BoundedDict(MAX_FOUND)
-        self._policies: dict[tuple[int, int, tuple[str, int]], NamedOrder] = {}
+        self._policies: BoundedDict[tuple[int, int, tuple[str, int]], NamedOrder] = BoundedDict(MAX_FOUND)
 
     @property
     def caches(self) -> dict[str, BoundedDict[Any, Any]]:
         """What is remembered, by name."""
-        return {"orders": self._found, "simulations": self._predictor.simulated}
+        return {"orders": self._found, "policies": self._policies, "simulations": self._predictor.simulated}
 
     def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
         """Return the program with its ops on the lanes that the settings allow and the costs cover."""

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from dbo_runtime.batch import Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly, slice_batch
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
 from dbo_runtime.planner.online.cuts import CostSums, balance_targets, compute_density, measure_slices
 from dbo_runtime.planner.online.hysteresis import Prediction, compute_gain
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.orders import Orders
-from dbo_runtime.planner.online.predictor import Predictor, get_uncertainty, make_worst_cases
+from dbo_runtime.planner.online.predictor import MAX_SIMULATED, Predictor, get_uncertainty, make_worst_cases
 from dbo_runtime.planner.online.probation import Kind
 from dbo_runtime.planner.online.selection import Selection, decline_unpaid
 from dbo_runtime.planner.online.split_choice import SplitChoice
@@ -134,7 +134,12 @@ class Planner:
             "sizes": self._too_small,
             **self._orders.caches,
         }
-        return {name: (len(cache), cache.max_size) for name, cache in caches.items()}
+        worst = [len(predictor.simulated) for predictor in self._worst_cases]
+        return {
+            **{name: (len(cache), cache.max_size) for name, cache in caches.items()},
+            "worst cases": (sum(worst), len(worst) * MAX_SIMULATED),
+            **self._selection.caches,
+        }
 
     def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
         """Return the numbers of micro-batches to choose from; also one, if its ops may run concurrently on `side`."""

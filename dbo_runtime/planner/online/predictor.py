@@ -8,12 +8,12 @@ from dataclasses import fields, replace
 from functools import partial
 from statistics import median
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.op_times import OpTimes
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.named_order import NamedOrder, compute_end
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.program import COMM, COMPUTE, SIDE, Program

@@ -24,12 +24,12 @@ from dbo_runtime.batch import (
     share_evenly,
     slice_batch,
 )
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_times import OpTimes
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import CostSums, balance_targets, measure_batch, measure_slices
 from dbo_runtime.planner.online.durations import DurationTables, Vector

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.online.correction import SPLIT
@@ -33,12 +34,12 @@ class Proposal(NamedTuple):
 
     Attributes:
         is_timed: whether any step of this rank was timed.
-        pairs: by kind, logarithms of how much longer than predicted a split step took, by how much longer than
-            predicted an unsplit one did; in the order in which they ran.
+        pairs: by the text of the kind, logarithms of how much longer than predicted a split step took, by how much
+            longer than predicted an unsplit one did; in the order in which they ran.
     """
 
     is_timed: bool
-    pairs: Mapping[Kind, Sequence[float]]
+    pairs: Mapping[str, Sequence[float]]
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class Probation:
     """
 
     def __init__(self) -> None:
-        self._records: dict[Kind, _Record] = {}
+        self._records: BoundedDict[Kind, _Record] = BoundedDict(MAX_KINDS)
         self._has_measured = False
         self._is_timed = False
 
@@ -142,10 +143,15 @@ class Probation:
         record.own.append(difference if mode == SPLIT else -difference)
         record.unpaired = None
 
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many kinds are known, and how many may be."""
+        return len(self._records), self._records.max_size
+
     def propose(self) -> Proposal:
         """Return what this rank measured on which the ranks have not agreed yet."""
         return Proposal(
-            self._has_measured, {kind: tuple(record.own) for kind, record in self._records.items() if record.own}
+            self._has_measured, {repr(kind): list(record.own) for kind, record in self._records.items() if record.own}
         )
 
     def apply(self, proposals: Sequence[Proposal]) -> None:
@@ -153,7 +159,7 @@ class Probation:
         self._is_timed = all(proposal.is_timed for proposal in proposals)
         for kind, record in self._records.items():
             record.trials = 0
-            measured = [proposal.pairs.get(kind, ()) for proposal in proposals]
+            measured = [proposal.pairs.get(repr(kind), ()) for proposal in proposals]
             for pair in zip(*measured, strict=False):  # a rank may be behind with the last ones
                 record.pairs.append(median(pair))
                 record.own.popleft()
@@ -162,8 +168,6 @@ class Probation:
         """Return the record of a kind, which is now the one that was met last."""
         record = self._records.pop(kind, None) or _Record()
         self._records[kind] = record
-        if len(self._records) > MAX_KINDS:
-            del self._records[next(iter(self._records))]
         return record
 
     def _is_due(self, record: _Record, measured: bool | None) -> bool:

@@ -35,6 +35,11 @@ class Selection:
         self._correction = correction
         self._hysteresis = SplitHysteresis()
 
+    @property
+    def caches(self) -> dict[str, tuple[int, int]]:
+        """How many kinds of steps each part knows, and how many it may."""
+        return {"probation": self.probation.fill, "hysteresis": self._hysteresis.fill}
+
     def decide(
         self, options: Sequence[SplitChoice], features: BatchFeatures, config: RuntimeConfig
     ) -> SplitChoice | Decline:

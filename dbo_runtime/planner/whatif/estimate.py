@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from dbo_runtime.batch import Batch
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -15,13 +16,15 @@ from dbo_runtime.planner.online.planner import Planner
 
 ESTIMATE_SEARCH_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
 
+MAX_KNOWN = 4_096  # predictions that are kept
+
 
 class Estimator:
     """Predicts steps of one table, unsplit and in their best split."""
 
     def __init__(self, table: CostTable) -> None:
         self._planner = Planner(build_program(table.program), table, ESTIMATE_SEARCH_STATES)
-        self._known: dict[tuple[Batch, RuntimeConfig], tuple[Prediction, ...]] = {}
+        self._known: BoundedDict[tuple[Batch, RuntimeConfig], tuple[Prediction, ...]] = BoundedDict(MAX_KNOWN)
 
     def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
         """Return the prediction for the best number of micro-batches; None if the step cannot be cut."""

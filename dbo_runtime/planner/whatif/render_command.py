@@ -14,6 +14,7 @@ from dbo_runtime.codegen import Issuing, write_source
 from dbo_runtime.config import RuntimeConfig, read_environment
 from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.lowering import lower
+from dbo_runtime.outside_files import MAX_FILE_BYTES, read_text
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
@@ -152,8 +153,5 @@ def _check(path: Path, expected: Schedule, as_json: bool) -> int:
 
 
 def _read_table(path: Path) -> str:
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"schedule {path} cannot be read ({error}).") from None
+    text = sys.stdin.read(MAX_FILE_BYTES) if str(path) == "-" else read_text(path, "schedule")
     return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(NOTE))

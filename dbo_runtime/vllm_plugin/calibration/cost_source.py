@@ -6,7 +6,7 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -219,7 +219,9 @@ class CostSource:
                 that was in use stays.
         """
         runtime, before, start = self._runtime, self._runtime.planner, time.perf_counter()
-        limits = gather(self._group, self._limits)[0]  # of a node without a server, vLLM's defaults are others
+        limits = ServingLimits(
+            **gather(self._group, asdict(self._limits))[0]
+        )  # without a server, vLLM's defaults differ
         prepared, problem = "", ""
         try:
             runtime.planner = planner = PreparedPlanner(runtime.program, table, limits)
@@ -227,9 +229,9 @@ class CostSource:
             prepared = planner.digest
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; it may be a lack of memory
             problem = f"issue orders cannot be prepared: {error!r}"
-        outcomes = gather(self._group, (prepared, problem))
+        outcomes = gather(self._group, [prepared, problem])
         problem = next((problem for _, problem in outcomes if problem), "")
-        if not problem and len(set(outcomes)) > 1:
+        if not problem and len({prepared for prepared, _ in outcomes}) > 1:
             problem = f"ranks prepared different issue orders. {format_ranks([prepared for prepared, _ in outcomes])}"
         if problem:
             runtime.planner = before

@@ -104,7 +104,7 @@ def measure(
         warm = _agree_on_time(group, start)
         repeats = choose_repeats(budget - warm, warm - spent)
         runs = [run for turn in range(1, 1 + repeats) for run in harness.run(shape, turn)]
-        _add(measurements, gather(group, runs or first))  # memory that a first run is the first to touch is slow
+        _add(measurements, _gather_runs(group, runs or first))  # memory that a first run is the first to touch is slow
         now = _agree_on_time(group, start)
         rounds.append((shape, (now - spent) / (1 + repeats)))
         spent = now
@@ -241,6 +241,16 @@ def _copy_forward(served: SplitForward, device: Device, policy: str, group: Grou
     own = served.copy_for(device, config, group)
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
+
+
+def _gather_runs(group: GroupCoordinator, own: Sequence[_Run]) -> list[list[_Run]]:
+    """Return the runs of each rank [ranks][runs], which are lists on the way."""
+    return [[_read_run(*run) for run in runs] for runs in gather(group, own)]
+
+
+def _read_run(mode: str, loads: Sequence[Any], seconds: float, idle: float, samples: Sequence[Any]) -> _Run:
+    read = [Sample(op, lane, BatchFeatures(*features), *times) for op, lane, features, *times in samples]
+    return _Run(mode, tuple(BatchFeatures(*load) for load in loads), seconds, idle, read)
 
 
 def _agree_on_limits(group: GroupCoordinator, own: Limits) -> Limits:

@@ -29,6 +29,7 @@ from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines
+from dbo_runtime.vllm_plugin.install.rank_presence import require_all_ranks
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, format_ranks, gather
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
@@ -52,11 +53,12 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     If one of them cannot be split, log why and leave it as it is.
 
     Raises:
-        ConfigError: if the ranks were given different settings.
+        ConfigError: if the ranks were given different settings, or this package is switched on in some of them only.
     """
     model = runner.get_model()
     if get_served_model(model) is not None:
         return  # loaded again into the same instance
+    require_all_ranks()
     rank = make_rank_context(model, runner.vllm_config, config)
     if adapter is None and config.generic:
         adapter = GenericAdapter(rank.groups.tensor_parallel, rank.vllm_config, rank.stage)
@@ -219,7 +221,8 @@ def _open_metrics(rank: RankContext) -> Metrics | None:
     if folder is None or rank.groups.tensor_parallel.rank_in_group > 0 or not rank.stage.is_first:
         return None
     config = rank.vllm_config
-    return Metrics(folder, config.model_config.served_model_name, config.parallel_config.data_parallel_index)
+    name, engine = config.model_config.served_model_name, config.parallel_config.data_parallel_index
+    return Metrics(folder, name, engine, rank.log)
 
 
 def _open_traces(rank: RankContext, device: Device) -> TraceFolder | None:

@@ -39,8 +39,10 @@ def install() -> None:
         if not is_enabled(os.environ):
             return
         # Late: by now vllm-ascend has patched vLLM; names that are imported before would be the unpatched ones.
+        from dbo_runtime.vllm_plugin.api.rank_store import announce_rank
         from dbo_runtime.vllm_plugin.install.worker_setup import set_up_worker
 
+        announce_rank()
         set_up_worker(self.worker, read_environment(os.environ), quiet=self.global_rank > 0)
 
     setattr(init_device, _INSTALLED, True)

@@ -8,22 +8,23 @@ reason, and in each step with DBO_CHECK=1.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.planner.online.bounded import BoundedDict
 from dbo_runtime.runtime import ExecutionPlan
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
-T = TypeVar("T")
 _DECLINES = 0
+MAX_GATHERED_BYTES = 1 << 28  # from one rank: a trace of a large step has some 2 MiB
 MAX_AGREED_PLANS = 256  # that are kept: all ranks forget the same, and agree on it again
 
 
@@ -40,6 +41,11 @@ class Agreement:
         self._group = group
         self._votes = votes
         self._agreed: BoundedDict[Hashable, None] = BoundedDict(MAX_AGREED_PLANS)
+
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many plans are agreed on, and how many may be."""
+        return len(self._agreed), self._agreed.max_size
 
     def copy_for(self, group: GroupCoordinator) -> Agreement:
         """Return an agreement on which nothing is agreed yet."""
@@ -80,8 +86,8 @@ class Agreement:
         if disagreement is not None:
             raise ScheduleError(f"ranks decided differently for one step; please report this. {disagreement}")
 
-    def gather(self, own: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective, slow."""
+    def gather(self, own: Any) -> list[Any]:
+        """Return the plain data of all ranks, in rank order; see `gather`. Collective, slow."""
         return gather(self._group, own)
 
     def _gather(self, own: int) -> list[int]:
@@ -91,21 +97,49 @@ class Agreement:
 
     def _get_first_decline(self, own: ExecutionPlan | Decline) -> Decline:
         """Return the decline that all ranks report: that of the first rank that has one."""
-        declines = gather(self._group, own if isinstance(own, Decline) else None)
-        rank, first = next((rank, decline) for rank, decline in enumerate(declines) if decline is not None)
-        return Decline(first.reason, f"rank {rank}{': ' + first.detail if first.detail else ''}")
+        declines = gather(self._group, [own.reason, own.detail] if isinstance(own, Decline) else None)
+        rank, (reason, detail) = next((rank, decline) for rank, decline in enumerate(declines) if decline is not None)
+        return Decline(str(reason), f"rank {rank}{f': {detail}' if detail else ''}")
 
 
-def gather(group: GroupCoordinator, own: T) -> list[T]:
-    """Return the value of each rank of *group*, in rank order. Collective, slow."""
+def gather(group: GroupCoordinator, own: Any) -> list[Any]:
+    """Return the plain data of each rank of *group*, in rank order. Collective, slow.
+
+    Data cross as JSON: what a rank sends cannot run on another one, as with the pickles of `all_gather_object`. Tuples
+    become lists on the way, keys of dictionaries text; this rank's own data, too, so that all ranks see the same.
+
+    Raises:
+        ScheduleError: if a rank sends too much, or no JSON.
+    """
     if group.world_size == 1:
         return [own]
-    gathered: list[T] = [own] * group.world_size
-    dist.all_gather_object(gathered, own, group=group.cpu_group)
-    return gathered
+    return [_parse(rank, text) for rank, text in enumerate(exchange_bytes(group, json.dumps(own).encode()))]
 
 
-def describe_disagreement(group: GroupCoordinator, own: object) -> str | None:
+def exchange_bytes(group: GroupCoordinator, own: bytes) -> list[bytes]:
+    """Return what each rank sends, padded on the way to the longest."""
+    counts = [torch.empty(1, dtype=torch.int64) for _ in range(group.world_size)]
+    dist.all_gather(counts, torch.tensor([len(own)]), group=group.cpu_group)
+    sizes = [int(count) for count in counts]
+    if max(sizes) > MAX_GATHERED_BYTES:
+        raise ScheduleError(
+            f"ranks send {sizes} bytes; at most {MAX_GATHERED_BYTES} of each are read. Please report it."
+        )
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded, group=group.cpu_group)
+    return [data.numpy().tobytes()[:size] for data, size in zip(received, sizes, strict=True)]
+
+
+def _parse(rank: int, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(f"rank {rank} sent no JSON ({error}); give all ranks the same packages.") from None
+
+
+def describe_disagreement(group: GroupCoordinator, own: str) -> str | None:
     """Return the value of each rank unless all ranks of *group* have the same; collective, slow.
 
     Ranks that disagree issue different collectives, and hang without a message.

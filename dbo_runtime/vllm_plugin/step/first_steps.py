@@ -6,12 +6,12 @@ difference stops splitting: the request gets the unsplit result.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 from dbo_runtime.runtime import ExecutionPlan
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 COMPARED_STEPS = 3
 """Steps of each kind that are compared."""
+
+MAX_KINDS = 1024
+"""Kinds that are remembered; all ranks forget the same, and compare steps of it again."""
 
 
 class FirstSteps:
@@ -40,11 +43,16 @@ class FirstSteps:
         self.failure: Decline | None = None
         self._agreement = agreement
         self._log = log
-        self._compared: Counter[Hashable] = Counter()
+        self._compared: BoundedDict[Hashable, int] = BoundedDict(MAX_KINDS)
+
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many kinds of steps are remembered, and how many may be."""
+        return len(self._compared), self._compared.max_size
 
     def takes(self, kind: Hashable) -> bool:
         """Return whether a step of this kind is still to be compared. All ranks must ask with the same kind."""
-        return self._compared[kind] < COMPARED_STEPS
+        return self._compared.get(kind, 0) < COMPARED_STEPS
 
     def compare(
         self,
@@ -59,7 +67,7 @@ class FirstSteps:
             compare_split(split, unsplit, plan)
         except SplitError as error:
             own = str(error)
-        self._compared[kind] += 1
+        self._compared[kind] = self._compared.get(kind, 0) + 1
         found = next(filter(None, self._agreement.gather(own)), None)
         if found is not None:
             self.failure = Decline("split steps differ from unsplit ones with this untested version of vLLM", found)

@@ -21,10 +21,12 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Timer
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
+from dbo_runtime.planner.online.probation import Proposal
 from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
+from dbo_runtime.vllm_plugin.context.consistency import check_contexts
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
 from dbo_runtime.vllm_plugin.context.splitter import count_tokens
@@ -46,6 +48,8 @@ from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.models.interfaces_base import VllmModel
+
+MAX_TIMED_STEPS = 64  # whose times are still to be read; of more, the oldest are not counted
 
 
 class StepTime(NamedTuple):
@@ -94,7 +98,7 @@ class SplitForward:
         self.decider = decider
         self.recording = Recording() if recording is None else recording
         self.last_step: StepTime | None = None
-        self._timers: deque[tuple[ExecutionPlan | Decline, Timer]] = deque()
+        self._timers: deque[tuple[ExecutionPlan | Decline, Timer]] = deque(maxlen=MAX_TIMED_STEPS)
         self._model = model
         self._forward = forward
         self._agreement = agreement
@@ -110,9 +114,19 @@ class SplitForward:
         own.runtime = MicroBatchRuntime(
             self.runtime.program, device, config, open_log(quiet=True), ranks=group.world_size
         )
-        own.decider, own._timers = self.decider.copy_for(own.runtime, group), deque()
+        own.decider, own._timers = self.decider.copy_for(own.runtime, group), deque(maxlen=MAX_TIMED_STEPS)
         own.recording, own._metrics = Recording(), None
         return own
+
+    def describe_caches(self) -> dict[str, tuple[int, int]]:
+        """Return how many entries each cache has, and how many it may have."""
+        first_steps = self.decider.first_steps
+        return {
+            **self.runtime.describe_caches(),
+            "agreed plans": self._agreement.fill,
+            "timed steps": (len(self._timers), MAX_TIMED_STEPS),
+            **({} if first_steps is None else {"first steps": first_steps.fill}),
+        }
 
     def start_serving(self) -> None:
         """Split steps from now on: vLLM has warmed up."""
@@ -150,6 +164,8 @@ class SplitForward:
             self.runtime.decline(plan)
             results = run_unsplit()
         else:
+            if is_checked:
+                check_contexts(contexts, plan.slices)
             if is_compared:  # norms may add in place, and the unsplit run needs the same inputs
                 inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
                 intermediate_tensors = copy_tensors(intermediate_tensors)
@@ -248,7 +264,7 @@ class SplitForward:
                 self._metrics.count_time(mode, expected, seconds)
         if planner is not None and planner.correction.count():
             proposals = self._agreement.gather((planner.correction.propose(), planner.probation.propose()))
-            planner.probation.apply([pairs for _, pairs in proposals])
+            planner.probation.apply([Proposal(*measured) for _, measured in proposals])
             planner.correct([errors for errors, _ in proposals])
 
 

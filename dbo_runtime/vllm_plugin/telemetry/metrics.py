@@ -8,26 +8,32 @@ Counts of a rank on another host than the API server stay on that host.
 from __future__ import annotations
 
 import atexit
+import errno
 import math
 import multiprocessing
 import os
 import shutil
 import tempfile
 import uuid
-import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, get_args
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.observe.counts import FOLDER, HELP, PREFIX, SHARED
+from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.runtime import ExecutionPlan, Mode
+from dbo_runtime.vllm_plugin.telemetry.count_file import CountFile
 
 if TYPE_CHECKING:
-    from prometheus_client.mmap_dict import MmapedDict
+    from structlog.typing import FilteringBoundLogger
+
+CHECKED_STEPS = 64  # after so many, see whether the files are still there
+_LOST = "counts of steps do not reach /metrics"
+_REMEDY = "make room, or set TMPDIR to a folder with room that nothing cleans up, and restart"
 
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
@@ -41,13 +47,20 @@ HISTOGRAMS: Mapping[str, tuple[float, ...]] = MappingProxyType(
 
 
 def open_folder() -> None:
-    """Make the folder in which this process and those that it starts share counts; serve them from its registry."""
+    """Make the folder in which this process and those that it starts share counts; serve them from its registry.
+
+    If it cannot be made, log why: nothing is counted.
+    """
     if os.environ.get(SHARED) or _belongs_here(os.environ.get(FOLDER, "")):
         return
     from prometheus_client import REGISTRY
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    folder = tempfile.mkdtemp(prefix=_name(os.getpid()))
+    try:
+        folder = tempfile.mkdtemp(prefix=_name(os.getpid()))
+    except OSError as error:
+        _warn_of_loss(open_log(), tempfile.gettempdir(), error)
+        return
     os.environ[FOLDER] = folder
     atexit.register(_remove, folder, os.getpid())
     MultiProcessCollector(REGISTRY, path=folder)
@@ -71,29 +84,32 @@ def _remove(folder: str, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _close(files: Iterable[MmapedDict]) -> None:
-    for file in files:
-        file.close()
+def _warn_of_loss(log: FilteringBoundLogger, path: str | Path, error: OSError) -> None:
+    number = error.errno or 0
+    name = errno.errorcode.get(number, str(number))
+    log.error(_LOST, path=str(path), errno=name, reason=error.strerror, remedy=_REMEDY)
 
 
 class Metrics:
     """The counts of one engine. Values are in the folder's files as soon as they are counted.
 
+    Where files cannot be written, or are removed, that is logged once, and counting goes on.
+
     Args:
         folder: of the files; see `open_folder`.
         model: the name that vLLM serves it under.
         engine: vLLM's index of the engine: the data parallel rank.
+        log: of this rank.
     """
 
-    def __init__(self, folder: str | Path, model: str, engine: int) -> None:
-        from prometheus_client.mmap_dict import MmapedDict
-
+    def __init__(self, folder: str | Path, model: str, engine: int, log: FilteringBoundLogger | None = None) -> None:
+        self._folder = Path(folder)
+        self._log = log or open_log()
         self._labels = {"model_name": model, "engine": str(engine)}
+        self._counted = 0
+        self._has_warned = False
         owner = uuid.uuid4().hex  # several engines may live in one process
-        self._files = {
-            kind: MmapedDict(str(Path(folder) / f"{kind}_dbo{owner}.db")) for kind in ("counter", "histogram")
-        }
-        weakref.finalize(self, _close, tuple(self._files.values()))
+        self._files = {kind: CountFile(self._folder / f"{kind}_dbo{owner}.db") for kind in ("counter", "histogram")}
         self._keys: dict[tuple[str, ...], str] = {}
         for mode in get_args(Mode):
             self._add("steps", 0, mode=mode)
@@ -104,6 +120,9 @@ class Metrics:
 
     def count_step(self, plan: ExecutionPlan | Decline) -> None:
         """Count a step by its mode, and by its reason if it was declined."""
+        self._counted += 1
+        if self._counted % CHECKED_STEPS == 0 and not all(file.exists() for file in self._files.values()):
+            self._warn(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
         if isinstance(plan, Decline):
             self._add("steps", 1, mode="unsplit")
             self._add("declines", 1, reason=plan.reason)
@@ -146,9 +165,15 @@ class Metrics:
         self._put("histogram", name, "_sum", value, {})
 
     def _put(self, kind: str, name: str, suffix: str, amount: float, labels: dict[str, str]) -> None:
-        file = self._files[kind]
-        key = self._get_key(name, suffix, labels)
-        file.write_value(key, file.read_value(key)[0] + amount, 0.0)
+        try:
+            self._files[kind].add(self._get_key(name, suffix, labels), amount)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _warn_of_loss(self._log, self._folder, error)
 
     def _get_key(self, name: str, suffix: str, labels: dict[str, str]) -> str:
         """Return the key in the format of prometheus_client; cached, because making one takes longer than counting."""

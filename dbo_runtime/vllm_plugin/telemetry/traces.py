@@ -59,6 +59,7 @@ class TraceFolder:
         self._log = log
         self._ending = f".{stage}.json" if stage else ".json"
         self._written = 0
+        self._lost = 0
         self._ops = 0
         self._seconds = 0.0
 
@@ -70,8 +71,8 @@ class TraceFolder:
     def write(self, timeline: Timeline) -> None:
         """Write a step. Collective.
 
-        Ranks are put on one clock: exactly on a shared host, by the time of day otherwise. If the file cannot be
-        written, log an error and go on serving.
+        Ranks are put on one clock: exactly on a shared host, by the time of day otherwise. If files cannot be written,
+        log the first error and go on.
         """
         start = time.perf_counter()
         gathered = gather(self._group, (_read_clock(), timeline.as_dict()))
@@ -92,7 +93,9 @@ class TraceFolder:
         try:
             save_trace(timelines, self._folder / f"step-{self._written:06}{self._ending}")
         except ConfigError as error:
-            self._log.error("a trace is lost", reason=str(error))
+            self._lost += 1
+            if self._lost == 1:
+                self._log.error("a trace is lost; further ones are tried, and counted at the end", reason=str(error))
 
     def _log_cost(self) -> None:
         """Log the cost of tracing."""
@@ -100,7 +103,8 @@ class TraceFolder:
         self._log.info(
             "traces are written",
             folder=str(self._folder),
-            steps=self._written,
+            steps=self._written - self._lost,
+            lost=self._lost or None,
             recording=f"{recording * 1e6:.2f} us an op, {recording * self._ops / self._written * 1e3:.2f} ms a step",
             gathering_and_writing=f"{self._seconds / self._written * 1e3:.1f} ms a step",
         )

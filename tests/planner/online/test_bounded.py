@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.planner.online.bounded import BoundedDict
+from dbo_runtime.bounded import BoundedDict
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.integers())))

@@ -237,7 +237,7 @@ def test_of_ranks_that_are_behind_the_pairs_count_that_all_have(behind: list[int
     for probation, late in zip(probations, behind, strict=True):
         probation.apply(proposals)
         assert len(probation._records[KIND].pairs) == 10 - max(behind)
-        assert len(probation.propose().pairs.get(KIND, ())) == max(behind) - late
+        assert len(probation.propose().pairs.get(repr(KIND), ())) == max(behind) - late
 
 
 def test_steps_of_a_kind_are_about_as_large_and_alike_prefills_or_decodes() -> None:

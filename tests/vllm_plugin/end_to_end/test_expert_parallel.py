@@ -143,9 +143,9 @@ def generate_as_configured(engine: Engine, rank: int, tokens: int) -> list[Answe
     return answers
 
 
-@one_dispatch
-def test_the_check_of_every_step_passes(data_parallel: Ranks) -> None:
-    data_parallel.run(configure, {"DBO_CHECK": "1"})
+@pytest.mark.parametrize("check", ["1", "races"])
+def test_the_check_of_every_step_passes(data_parallel: Ranks, check: str) -> None:
+    data_parallel.run(configure, {"DBO_CHECK": check})
     try:
         data_parallel.run(generate_as_configured, 3)
     finally:

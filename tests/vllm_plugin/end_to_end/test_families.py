@@ -52,6 +52,9 @@ def assert_split_answers_as_unsplit(engine: Engine) -> None:
     mixed = run_unsplit(engine, PROMPTS, 6, MIXED)
     for cuts in MIXED_CUTS:
         assert_close(mixed, run_cut(engine, cuts, PROMPTS, 6, MIXED))
+    engine.configure(DBO_CHECK="races")  # which says nothing of what is right
+    assert_close(mixed, run_cut(engine, MIXED_CUTS[1], PROMPTS, 6, MIXED))
+    engine.configure()
 
 
 @pytest.mark.vllm

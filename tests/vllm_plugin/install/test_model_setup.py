@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
@@ -15,7 +15,7 @@ from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.install import model_setup
 from dbo_runtime.vllm_plugin.install.model_setup import _compare_settings
-from dbo_runtime.vllm_plugin.parallel import rank_context
+from dbo_runtime.vllm_plugin.parallel import agreement, rank_context
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
@@ -46,11 +46,7 @@ class Pair:
 
 
 def let_other_gather(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
-    def gather(gathered: list[Any], own: Any, group: Any) -> None:
-        assert group == Pair.cpu_group
-        gathered[:] = [own, other]
-
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(agreement, "exchange_bytes", lambda _, own: [own, json.dumps(other).encode()])
 
 
 _P = ProgramBuilder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,14 @@ import torch.distributed as dist
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.runtime import ExecutionPlan
-from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, _fingerprint, describe_disagreement
+from dbo_runtime.vllm_plugin.parallel import agreement as agreement_module
+from dbo_runtime.vllm_plugin.parallel.agreement import (
+    MAX_GATHERED_BYTES,
+    Agreement,
+    _fingerprint,
+    describe_disagreement,
+    gather,
+)
 
 
 class Pair:
@@ -22,11 +30,7 @@ class Pair:
 
 
 def let_other_answer(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    def gather(gathered: list[Any], own: Any, group: Any) -> None:
-        assert group == Pair.cpu_group
-        gathered[:] = [own, answer]
-
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(agreement_module, "exchange_bytes", lambda _, own: [own, json.dumps(answer).encode()])
 
 
 def test_ranks_with_equal_answers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +44,7 @@ def test_a_disagreement_names_ranks_and_answers(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_rank_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "all_gather_object", None)  # calling it would fail
+    monkeypatch.setattr(agreement_module, "exchange_bytes", None)  # calling it would fail
     assert describe_disagreement(type("One", (), {"world_size": 1}), "split") is None
 
 
@@ -55,7 +59,7 @@ class SimulatedPair:
         self.other = other
         self.compared = 0
         monkeypatch.setattr(dist, "all_gather", self.gather_number)
-        monkeypatch.setattr(dist, "all_gather_object", self.gather)
+        monkeypatch.setattr(agreement_module, "exchange_bytes", self.exchange)
 
     def gather_number(self, gathered: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
         self.compared += 1
@@ -63,8 +67,9 @@ class SimulatedPair:
         gathered[0].copy_(own)
         gathered[1].fill_(0 if isinstance(self.other, Decline) else _fingerprint(self.other or "split"))
 
-    def gather(self, gathered: list[Any], own: Any, group: Any) -> None:
-        gathered[:] = [own, self.other]
+    def exchange(self, group: Any, own: bytes) -> list[bytes]:
+        said = [self.other.reason, self.other.detail] if isinstance(self.other, Decline) else self.other
+        return [own, json.dumps(said).encode()]
 
 
 PLAN = cast(ExecutionPlan, "a plan")
@@ -115,6 +120,34 @@ def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = SimulatedPair(monkeypatch, DECLINE)
     assert Agreement(type("One", (), {"world_size": 1})).agree(PLAN, KEY, "split") is PLAN
     assert pair.compared == 0
+
+
+@pytest.mark.parametrize("text", [b"", b"\x80\x04}.", b'{"a": ', b"[" * 100_000])
+def test_what_a_rank_sends_is_read_as_json_and_nothing_else(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.setattr(agreement_module, "exchange_bytes", lambda _, own: [own, text])
+    with pytest.raises(ScheduleError, match=r"^rank 1 sent no JSON"):
+        gather(Pair, {"split": 1})
+
+
+def test_data_of_any_length_cross_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank sends the same, but longer than this one."""
+
+    def answer(gathered: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
+        assert group == Pair.cpu_group
+        gathered[0].copy_(own)
+        other = torch.tensor([len(text)]) if own.dtype == torch.int64 else torch.frombuffer(text, dtype=torch.uint8)
+        gathered[1].copy_(other)
+
+    data = {"trace": ["attention", 1, 0.1, None, True, "µ"] * 50}
+    text = bytearray(json.dumps(data).encode())
+    monkeypatch.setattr(dist, "all_gather", answer)
+    assert gather(Pair, {"trace": []}) == [{"trace": []}, data]
+
+
+def test_a_rank_that_sends_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_gather", lambda gathered, *_, **__: [one.fill_(1 << 60) for one in gathered])
+    with pytest.raises(ScheduleError, match=str(MAX_GATHERED_BYTES)):
+        gather(Pair, "split")
 
 
 def test_ranks_tell_each_other_anything(monkeypatch: pytest.MonkeyPatch) -> None:

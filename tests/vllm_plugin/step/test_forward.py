@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from dbo_runtime.runtime import NOTHING_TO_HIDE, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel
+from dbo_runtime.vllm_plugin.parallel import agreement
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step import forward as forward_module
@@ -428,10 +430,10 @@ class OtherRank:
         self.compared: list[Any] = []
         self.numbers = 0
 
-    def gather(self, said: list[Any], own: Any, group: Any) -> None:
-        assert group == "cpu"
-        self.compared.append(own)
-        said[:] = [own, self.decision or own]
+    def exchange(self, group: Any, own: bytes) -> list[bytes]:
+        assert group.cpu_group == "cpu"
+        self.compared.append(json.loads(own))
+        return [own, own if self.decision is None else json.dumps(self.decision).encode()]
 
     def gather_number(self, said: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
         assert group == "cpu"
@@ -443,7 +445,7 @@ class OtherRank:
 @pytest.fixture
 def other_rank(monkeypatch: pytest.MonkeyPatch) -> OtherRank:
     rank = OtherRank()
-    monkeypatch.setattr(dist, "all_gather_object", rank.gather)
+    monkeypatch.setattr(agreement, "exchange_bytes", rank.exchange)
     monkeypatch.setattr(dist, "all_gather", rank.gather_number)
     return rank
 
@@ -585,7 +587,7 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
     run(forward)
     ((errors, measured),) = other_rank.compared
     assert errors.keys() == {"split"}
-    assert measured.pairs == {}  # nothing is on probation where all steps are split
+    assert measured[1] == {}  # nothing is on probation where all steps are split
     assert planner.correction.factor("split") == pytest.approx(math.exp(MAX_LOG_CHANGE))  # far slower than predicted
     assert planner.correction.factor("unsplit") == 1.0
     after = planner.choose(BATCH, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -76,13 +77,19 @@ def test_the_first_split_steps_become_traces_and_what_that_cost_is_told_once(tmp
     assert "us an op" in values["recording"]
 
 
-def test_a_trace_that_cannot_be_written_any_more_does_not_end_the_server(tmp_path: Path) -> None:
+def test_traces_that_cannot_be_written_any_more_are_told_of_once_and_do_not_end_the_server(tmp_path: Path) -> None:
     log = Lines()
-    forward = make_forward(Model(), recording=Recording(open_folder(tmp_path / "gone", log)))
+    forward = make_forward(Model(), recording=Recording(open_folder(tmp_path / "gone", log, steps=3)))
+    run(forward)
     run(forward)
     ((event, values),) = log.told
-    assert event == "a trace is lost"
-    assert "gone" in values["reason"]
+    assert event == "a trace is lost; further ones are tried, and counted at the end"
+    assert f"gone/step-000001.json' (errno {errno.ENOENT}, No such file" in values["reason"]
+    (tmp_path / "gone").mkdir()
+    run(forward)
+    event, values = log.told[-1]
+    assert event == "traces are written"
+    assert (values["steps"], values["lost"]) == (1, 2)
 
 
 @pytest.mark.parametrize(("boot", "shift"), [("same", 0.0), ("other", 7.0)])

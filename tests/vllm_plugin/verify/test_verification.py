@@ -16,6 +16,7 @@ from dbo_runtime.vllm_plugin.verify.comparing_forward import Mismatch, Verificat
 from dbo_runtime.vllm_plugin.verify.verification import verify_adapter
 from tests.vllm_plugin.engines import TINY
 from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.spoiled_ops import spoil_op
 from tests.vllm_plugin.vision_families import QWEN3, make_vision_family
 
 
@@ -31,13 +32,7 @@ class Wrapped(DenseAdapter):
         self.label, self.function = label, function
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
-        declare = p.op
-
-        def op(name: str, fn: Any, *reads: Value, **declaration: Any) -> Any:
-            label = name if p._layer is None else f"L{p._layer}.{name}"
-            return declare(name, self.function(fn) if label == self.label else fn, *reads, **declaration)
-
-        p.op = op  # type: ignore[method-assign]
+        spoil_op(p, self.label, self.function)
         return super().record(p, model, collectives, x, positions)
 
 

@@ -1,0 +1,45 @@
+"""The key-value store through which the ranks of vLLM's world have met. Read against vLLM 0.23.0 to 0.33.0.
+
+Unlike a collective, waiting for a key ends by itself where a rank never sets it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_KEY = "dbo_runtime/rank-{}"
+
+
+def announce_rank() -> None:
+    """Let the other ranks know that dbo_runtime is switched on in this one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _get_store().set(_KEY.format(dist.get_rank()), "on")
+
+
+def find_silent_ranks(patience: float) -> list[int]:
+    """Return the ranks of vLLM's world that have not called `announce_rank` within *patience* seconds.
+
+    Raises:
+        DistError: of torch, if the rank that keeps the store has ended meanwhile.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    store, keys = _get_store(), [_KEY.format(rank) for rank in range(dist.get_world_size())]
+    try:
+        store.wait(keys, timedelta(seconds=patience))
+    except dist.DistError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _get_store() -> Store:
+    """Return the store of the default process group, which is that of vLLM's world in all these versions."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

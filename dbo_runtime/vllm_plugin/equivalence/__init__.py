@@ -1,0 +1,1 @@
+"""Random traffic on real engines, split against unsplit."""

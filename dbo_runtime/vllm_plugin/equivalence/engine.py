@@ -1,0 +1,209 @@
+"""Drive a vLLM engine in this process, step by step, so that the same requests meet in the same steps each time."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, Counts, LogProbs
+from dbo_runtime.vllm_plugin.equivalence.images import draw_image, find_image_prompt
+from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Request, Round
+
+EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
+OPTIONS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 160,  # so that prefills come in chunks, beside decodes
+    "max_num_seqs": 32,
+    "enable_prefix_caching": True,
+    "worker_extension_cls": EXTENSION,
+    "disable_log_stats": False,  # which count preemptions
+    "use_tqdm_on_load": False,
+}
+LONGEST_REQUESTS = 3  # that the KV cache holds, so that others are preempted
+CPU_CACHE_BYTES = 1 << 28  # without it, vLLM's CPU build wants most of the memory to be free
+WORDS = 40  # that stop strings and bad words are drawn from
+PREEMPTIONS, HITS = "vllm:num_preemptions", "vllm:prefix_cache_hits"
+
+
+class Engine:
+    """An `LLM` with a small KV cache, and small steps.
+
+    Args:
+        model: directory or name.
+        loras: directories of LoRA adapters.
+        options: of `LLM`, instead of those in `OPTIONS`.
+    """
+
+    def __init__(self, model: str, loras: tuple[str, ...], options: Mapping[str, Any]) -> None:
+        on_cpu = {"kv_cache_memory_bytes": CPU_CACHE_BYTES} if current_platform.is_cpu() else {}
+        options = {**OPTIONS, **on_cpu, **options}
+        if "num_gpu_blocks_override" not in options:
+            options["num_gpu_blocks_override"] = _choose_blocks(model, options)
+        self._llm = LLM(model, **options)
+        self._loras = [LoRARequest(f"lora-{number}", number + 1, path) for number, path in enumerate(loras)]
+        self.abilities = self._find_abilities()
+
+    def configure(self, settings: Mapping[str, str]) -> None:
+        """Change settings of overlap."""
+        self._llm.collective_rpc("dbo_configure", args=(dict(settings),))
+
+    def run(self, traffic: Round, turns: int) -> tuple[dict[int, Answer], Counts]:
+        """Answer the requests of a round, with nothing cached before; return the answers by number, and what happened.
+
+        Data parallel ranks call it together, each with requests of its own, and the same *turns*: in each of the first
+        so many, requests may arrive.
+        """
+        before = self._count()
+        self._llm.reset_prefix_cache()
+        running = _Running(self._llm.llm_engine, traffic, self.abilities, self._loras)
+        for turn in count():
+            running.change(turn)
+            if self._llm.llm_engine.has_unfinished_requests():  # of any rank: all of them ask
+                running.step()
+            elif turn >= turns:
+                break
+        return running.collect(), self._count().since(before)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _count(self) -> Counts:
+        found = [rank for rank in self._llm.collective_rpc("dbo_statistics") if rank is not None]
+        metrics: Counter[str] = Counter()
+        for metric in self._llm.get_metrics():
+            metrics[metric.name] += getattr(metric, "value", 0)
+        counts = Counts(preempted=metrics[PREEMPTIONS], cached=metrics[HITS])
+        for rank in found[:1]:
+            counts.split, counts.micro_batches = rank["split"], rank["micro_batches"]
+            counts.declined = Counter(rank["declined"])
+        return counts
+
+    def _find_abilities(self) -> Abilities:
+        config = self._llm.llm_engine.vllm_config.model_config
+        tokenizer = None if config.skip_tokenizer_init else self._llm.get_tokenizer()
+        special: set[int] = set()
+        words: list[str] = []
+        vocabulary = config.get_vocab_size()
+        if tokenizer is not None:
+            vocabulary = min(vocabulary, len(tokenizer))
+            special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", ()))
+            texts = (tokenizer.decode([token]) for token in range(vocabulary) if token not in special)
+            fitting = (text for text in texts if text.isascii() and text.isprintable() and text.strip() == text != "")
+            words = [text for _, text in zip(range(WORDS), fitting, strict=False)]
+        return Abilities(
+            vocabulary,
+            frozenset(special),
+            config.max_model_len,
+            tuple(words),
+            find_image_prompt(config, tokenizer),
+            len(self._loras),
+            _list_lacking(bool(self._loras)),
+        )
+
+
+class _Running:
+    """The requests of one round, while they run."""
+
+    def __init__(self, engine: Any, traffic: Round, abilities: Abilities, loras: list[LoRARequest]) -> None:
+        self._engine = engine
+        self._traffic = traffic
+        self._abilities = abilities
+        self._loras = loras
+        self._last: dict[int, dict[int, Any]] = {number: {} for number in traffic.requests}  # output by completion
+        self._refused: dict[int, str] = {}
+        self._running: set[int] = set()
+        self._aborted: set[int] = set()
+
+    def change(self, turn: int) -> None:
+        """Add the requests that arrive in a turn, and abort those that leave."""
+        for number, request in self._traffic.requests.items():
+            if request.arrives == turn:
+                self._add(number, request)
+            if request.leaves is not None and request.arrives + request.leaves == turn and number in self._running:
+                self._engine.abort_request([str(number)])
+                self._aborted.add(number)
+                self._running.discard(number)
+
+    def step(self) -> None:
+        """Run one step of the engine."""
+        for output in self._engine.step():
+            number = int(output.request_id)
+            for completion in output.outputs:
+                self._last[number][completion.index] = (output, completion)
+            if output.finished:
+                self._running.discard(number)
+
+    def collect(self) -> dict[int, Answer]:
+        """Return the answers by number."""
+        return {number: self._read(number) for number in self._traffic.requests}
+
+    def _add(self, number: int, request: Request) -> None:
+        structure = None if request.structure is None else StructuredOutputsParams(**request.structure)
+        kind = RequestOutputKind.FINAL_ONLY if request.leaves is None else RequestOutputKind.CUMULATIVE
+        try:
+            sampling = SamplingParams(**request.sampling, structured_outputs=structure, output_kind=kind)
+            lora = None if request.lora is None else self._loras[request.lora]
+            self._engine.add_request(str(number), self._make_prompt(request), sampling, lora_request=lora)
+        except (ValueError, TypeError) as error:  # what vLLM refuses requests with
+            self._refused[number] = f"{type(error).__name__}: {error}"
+        else:
+            self._running.add(number)
+
+    def _make_prompt(self, request: Request) -> dict[str, Any]:
+        if request.prompt.image is not None:
+            image = draw_image(request.prompt.seed, *request.prompt.image)
+            return {"prompt": self._abilities.image_prompt, "multi_modal_data": {"image": [image]}}
+        return {"prompt_token_ids": request.prompt.draw_tokens(self._abilities, self._traffic.seed)}
+
+    def _read(self, number: int) -> Answer:
+        if number in self._refused:
+            return Answer(refusal=self._refused[number])
+        found = [self._last[number][index] for index in sorted(self._last[number])]
+        prompts = [output.prompt_logprobs for output, _ in found if output.prompt_logprobs is not None]
+        return Answer(
+            [_read_completion(completion) for _, completion in found],
+            [None if each is None else _read_log_probs(each) for each in prompts[-1]] if prompts else None,
+            number in self._aborted,
+        )
+
+
+def _list_lacking(has_loras: bool) -> frozenset[str]:
+    """Return what ends vLLM 0.30's CPU build: seeds with chunked prefills, log-probabilities of prompts with LoRA."""
+    if not current_platform.is_cpu():
+        return frozenset()
+    return frozenset({"seed", "prompt_logprobs"} if has_loras else {"seed"})
+
+
+def _read_completion(completion: Any) -> Completion:
+    return Completion(
+        list(completion.token_ids),
+        [_read_log_probs(position) for position in completion.logprobs or ()],
+        completion.text,
+        completion.finish_reason,
+        completion.stop_reason,
+    )
+
+
+def _read_log_probs(position: Mapping[int, Any]) -> LogProbs:
+    return {token: entry.logprob for token, entry in position.items()}
+
+
+def _choose_blocks(model: str, options: Mapping[str, Any]) -> int:
+    """Return how many blocks hold the KV cache of a few of the longest requests, and one that vLLM keeps empty."""
+    known = inspect.signature(EngineArgs).parameters
+    arguments = EngineArgs(model=model, **{name: value for name, value in options.items() if name in known})
+    block: int = arguments.create_engine_config().cache_config.block_size
+    each = -(-int(options["max_model_len"]) // block)
+    return LONGEST_REQUESTS * each + 1

@@ -1,0 +1,27 @@
+"""Refuse a start in which dbo_runtime is switched on in some ranks only: they would wait for the others without end."""
+
+from __future__ import annotations
+
+from dbo_runtime.config import ENABLE
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.vllm_plugin.api.rank_store import find_silent_ranks
+
+# Ranks announce themselves before they load their weights and look for each other afterwards, so that this is the time
+# by which one may load faster than another begins to.
+PATIENCE_SECONDS = 20.0
+
+
+def require_all_ranks(patience: float = PATIENCE_SECONDS) -> None:
+    """Return when dbo_runtime is known to be switched on in all ranks. To be called before any collective of ours.
+
+    Raises:
+        ConfigError: if a rank has not announced itself in *patience* seconds; names it.
+    """
+    silent = find_silent_ranks(patience)
+    if silent:
+        names = ", ".join(f"rank {rank}" for rank in silent)
+        raise ConfigError(
+            f"{names} of vLLM's world did not answer within {patience:.0f} s. Set {ENABLE}=1 on all ranks and hosts, "
+            "or on none; dbo_runtime must be installed on all of them, with the same version of vLLM, and not be left "
+            "out by VLLM_PLUGINS."
+        )

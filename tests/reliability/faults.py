@@ -1,0 +1,159 @@
+"""Faults under load: `python -m tests.reliability.faults --write-page`. Needs root, iproute2, a C compiler.
+
+Each fault meets real servers of the tiny model that answer clients at the time, in a split step where one can choose it
+(`planted`), and beside it the same happens to vLLM without this package. Processes of a run have a /dev/shm and a
+temporary folder of their own, so that what is left there is theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from examples.network_hosts import TwoHosts
+from tests.benchmarks.page import ROOT, tell_section
+from tests.reliability.clock import Clock
+from tests.reliability.layouts import find_place
+from tests.reliability.observation import Outcome, observe
+from tests.reliability.planted import plant
+from tests.reliability.refusals import REFUSALS, Refusal, refuse
+from tests.reliability.report import Row, make_lines
+from tests.reliability.room import Room
+from tests.reliability.scenarios import SESSIONS, Session, Setting, make_full_disk_variables
+from tests.reliability.servers import OFF, ON, NotUpError, Servers
+
+COMMAND = "python -m tests.reliability.faults --write-page"
+RESULTS = ROOT / "build" / "faults.json"
+PAGE = ROOT / "docs" / "reliability.md"
+# vLLM's own CPU build fails with data parallel experts, which dbo_runtime mends: that is compared unsplit.
+SIDES = {"tensor": {"on": ON, "off": OFF}, "data": {"on": ON, "off": {**ON, "DBO_MODE": "off"}}}
+Tell = Callable[[str, str, str, Outcome], None]
+
+
+class Table:
+    """The outcomes so far, kept in a file, so that sessions may be run apart; the page shows them after each."""
+
+    def __init__(self, is_written: bool) -> None:
+        self._is_written = is_written
+
+    def add(self, fault: str, layout: str, side: str, outcome: Outcome) -> None:
+        """Add what became of a fault, with overlap (`on`) or with vLLM alone (`off`)."""
+        print(f"{side}: {fault} ({layout}): {outcome}", flush=True)
+        RESULTS.parent.mkdir(exist_ok=True)
+        with RESULTS.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may run other sessions
+            file.seek(0)
+            rows = read_rows(file.read())
+            rows.setdefault((fault, layout), Row(fault, layout)).outcomes[side] = outcome
+            file.truncate(0)
+            file.write(json.dumps([asdict(row) for row in rows.values()], indent=1))
+            file.flush()
+            shown = sorted((row for row in rows.values() if "on" in row.outcomes), key=_find_place)
+            tell_section(self._is_written, "faults", COMMAND, make_lines(shown), PAGE)
+
+
+def read_rows(text: str) -> dict[tuple[str, str], Row]:
+    """Return the rows of a file of outcomes by fault and layout."""
+    rows = {}
+    for row in json.loads(text or "[]"):
+        outcomes = {side: Outcome(**outcome) for side, outcome in row["outcomes"].items()}
+        rows[row["fault"], row["layout"]] = Row(row["fault"], row["layout"], outcomes)
+    return rows
+
+
+def _find_place(row: Row) -> int:
+    """Return where a row stands: as faults are listed in `SESSIONS` and `REFUSALS`."""
+    listed = [(fault.title, session.layout.title) for session in SESSIONS for fault in session.faults]
+    listed += [(refusal.title, refusal.layout.title) for refusal in REFUSALS]
+    key = (row.fault, row.layout)
+    return listed.index(key) if key in listed else len(listed)
+
+
+def main() -> int:
+    """Run all faults, or those whose title has a word in it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write-page", action="store_true", help="write the section of docs/reliability.md")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORDS", help="faults with one of these in layout and title"
+    )
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an error would: nothing is left behind
+    table = Table(arguments.write_page)
+
+    def is_chosen(title: str) -> bool:
+        return any(words in title for words in arguments.only)
+
+    for session in SESSIONS:
+        chosen = tuple(fault for fault in session.faults if is_chosen(session.name(fault)))
+        if chosen:
+            run_both(session._replace(faults=chosen), table.add)
+    for refusal in REFUSALS:
+        if is_chosen(f"{refusal.layout.title}: {refusal.title}"):
+            run_refusal(refusal, table.add)
+    return 0
+
+
+def run_both(session: Session, tell: Tell) -> None:
+    """Run a session with overlap and with vLLM alone, at the same time: most of it is waiting."""
+    started: list[Servers] = []
+    threads = [threading.Thread(target=run_session, args=(session, side, tell, started)) for side in ("on", "off")]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # interrupted: let both leave nothing behind
+        for servers in started:
+            servers.give_up()
+        raise
+
+
+def run_session(session: Session, side: str, tell: Tell, started: list[Servers]) -> None:
+    """Start servers, let each fault of a session happen to them, and start them again after each that ends them."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rel-")))
+        hosts = stack.enter_context(TwoHosts(None, side)) if session.layout.nodes > 1 else ()
+        room = stack.enter_context(Room(folder))
+        clock = Clock(folder)
+        variables = make_variables(folder, SIDES[session.layout.parallel][side])
+        variables |= clock.variables if session.jumps else {}
+        if session.is_full_disk and side == "on":
+            variables |= make_full_disk_variables(room)
+        servers = Servers(session.layout, find_place(hosts), room, variables)
+        started.append(servers)
+        stack.callback(servers.stop_load)
+        if session.is_full_disk:
+            room.fill_disk()
+        setting = Setting(servers, hosts, clock)
+        try:
+            servers.start()
+            for fault in session.faults:
+                tell(fault.title, session.layout.title, side, observe(setting, fault))
+        except NotUpError as error:
+            print(f"{side}: {session.layout.title}: {error}\n{servers.read_log([0] * session.layout.nodes)}")
+
+
+def make_variables(folder: Path, settings: Mapping[str, str] = ON) -> dict[str, str]:
+    """Return the variables of servers with these settings, that load the plugin `planted`."""
+    path = [plant(folder / "plugins"), str(ROOT)]
+    return {**settings, "PYTHONPATH": ":".join(path)}
+
+
+def run_refusal(refusal: Refusal, tell: Tell) -> None:
+    """Start ranks that differ, which is to be refused."""
+    with tempfile.TemporaryDirectory(prefix="rel-") as name, Room(Path(name)) as room:
+        servers = Servers(refusal.layout, find_place(), room, make_variables(Path(name)))
+        tell(refusal.title, refusal.layout.title, "on", refuse(servers, refusal))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Run a tiny model with one planted fault after the other, under each check: a line of JSON for each.
+
+`verify` is the verification of the adapter on one rank; the other checks are values of DBO_CHECK, on two ranks that
+are tensor parallel. A fault may end this process, so `run_probe` starts it again for the faults that are left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from tests.reliability.adapter_faults import ADAPTER_FAULTS, Fault
+from tests.reliability.metadata_faults import METADATA_FAULTS
+from tests.reliability.planting import EXTENSION, change_contexts
+
+ROOT = Path(__file__).parents[2]
+MODULE = "tests.reliability.probe"
+VERIFY = "verify"
+CHECKS = (VERIFY, "1", "races")
+ENDED = "a rank died, or did not answer"
+STEPS = 4  # of each fault, each a prefill and a decode
+SECONDS = 150.0  # without a word, after which a fault counts as a hang
+
+
+class Outcome(NamedTuple):
+    """What a check said of a planted fault: empty if it saw nothing."""
+
+    fault: str
+    check: str
+    error: str
+
+
+def run_probe(model: Path, faults: Sequence[str], checks: Sequence[str] = CHECKS) -> Iterator[Outcome]:
+    """Yield what is said of each fault under each check; what ends the process is said in its own words."""
+    wanted = [(fault, check) for fault in faults for check in checks]
+    while wanted:
+        done = 0
+        for outcome in _run_process(model, wanted):
+            yield outcome
+            done += 1
+        if done < len(wanted):
+            yield Outcome(*wanted[done], ENDED)
+        wanted = wanted[done + 1 :]
+
+
+def _run_process(model: Path, wanted: Sequence[tuple[str, str]]) -> Iterator[Outcome]:
+    """Yield what the process says, until it ends or has said nothing for some time."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE, str(model), *(f"{fault}:{check}" for fault, check in wanted)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        start_new_session=True,  # so that its workers can be ended together with it
+    )
+    assert process.stdout is not None
+    try:
+        while select.select([process.stdout], [], [], SECONDS)[0] and (line := process.stdout.readline()):
+            if line.startswith(b'{"fault"'):
+                yield Outcome(**json.loads(line))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def main(model: str, words: Sequence[str]) -> None:
+    """Run, and print."""
+    served: list[Any] = []
+    seeds = count()
+    for word in words:
+        fault, check = word.split(":")
+        try:
+            if check == VERIFY:
+                error = verify(model, fault)
+            else:
+                served = served or [start_engine(model)]
+                error = serve(served[0], fault, check, seeds)
+        except Exception as raised:  # noqa: BLE001 - whatever it is, it was noticed
+            error = str(raised)
+        print(json.dumps(Outcome(fault, check, error)._asdict()), flush=True)
+    os._exit(0)  # workers that a fault has left waiting end with the process
+
+
+def start_engine(model: str) -> Any:
+    """Start the engine that all faults are planted into."""
+    from tests.vllm_plugin.engines import Engines, share_cores
+
+    return Engines().get(2, share_cores(), Path(model), attention_backend="CPU_ATTN", worker_extension_cls=EXTENSION)
+
+
+def serve(engine: Any, fault: str, check: str, seeds: Iterator[int]) -> str:
+    """Run steps with a fault, none of whose prompts was there before; return what is said of it."""
+    from tests.vllm_plugin.engine import make_prompt
+
+    engine.llm.collective_rpc("plant", args=(fault,))
+    engine.configure(DBO_CHECK=check)
+    try:
+        for seed in islice(seeds, STEPS):
+            engine.generate([make_prompt(70 + seed % 7, seed), make_prompt(9, seed + 1000)], tokens=2)
+    except Exception as raised:  # noqa: BLE001 - as above
+        return str(raised)
+    finally:
+        engine.llm.collective_rpc("plant", args=(None,))
+        engine.configure(DBO_CHECK="0")
+        engine.abort_all()
+    return ""
+
+
+def verify(model: str, name: str) -> str:
+    """Verify the adapter with a fault; return the mismatches."""
+    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+    from dbo_runtime.vllm_plugin.verify import verification
+
+    record, split = verification.record_program, ContextSplitter.split
+    with ExitStack() as patches:
+        for fault in ADAPTER_FAULTS:
+            if fault.__name__ == name:
+                faulty = partial(_record_with, fault, record)
+                patches.enter_context(patch.object(verification, "record_program", faulty))
+        for change in METADATA_FAULTS:
+            if change.__name__ == name:
+                patches.enter_context(patch.object(ContextSplitter, "split", change_contexts(split, change)))
+        found = verification.verify_adapter(model)
+    return str(found) if found.mismatches else ""
+
+
+def _record_with(fault: Fault, record: Any, *args: Any) -> Any:
+    return fault(record(*args))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

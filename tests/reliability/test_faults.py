@@ -1,0 +1,86 @@
+"""The faults that take seconds; `python -m tests.reliability.faults` has all of them, beside vLLM without us."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reliability import scenarios
+from tests.reliability.clock import Clock
+from tests.reliability.faults import make_variables
+from tests.reliability.layouts import find_place
+from tests.reliability.observation import observe
+from tests.reliability.refusals import REFUSALS, refuse
+from tests.reliability.room import Room
+from tests.reliability.scenarios import TENSOR, Setting
+from tests.reliability.servers import Servers
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a /dev/shm of its own"),
+]
+GONE_SECONDS = 60.0
+LEFT_BY_VLLM = {"`$TMPDIR/*`", "`$TMPDIR/vllm*`", "`/dev/shm/vllm*`"}  # without us, too: see docs/reliability.md
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    """Return a place whose leftovers are known; paths of sockets must be shorter than pytest's folders."""
+    for variable in [name for name in os.environ if name.startswith(("VLLM_", "DBO_", "_DBO_"))]:
+        monkeypatch.delenv(variable)  # of engines of other tests
+    with tempfile.TemporaryDirectory(prefix="rel-") as folder, Room(Path(folder)) as room:
+        yield room
+
+
+@pytest.mark.parametrize("number", [0], ids=[REFUSALS[0].title])
+def test_ranks_that_differ_are_refused(room: Room, number: int) -> None:
+    refusal = REFUSALS[number]
+    outcome = refuse(Servers(refusal.layout, find_place(), room, make_variables(room.folder)), refusal)
+    assert (
+        "ConfigError: rank 1 of vLLM's world did not answer within 20 s. Set VLLM_ASCEND_ENABLE_DBO=1" in outcome.cause
+    )
+    assert_ends_cleanly(outcome.end)
+    assert_only_vllm_left(outcome.left)
+
+
+def test_two_ranks_outlast_a_pause_and_hang_ups_and_end_when_an_op_raises(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenarios, "STOP_SECONDS", 3.0)
+    monkeypatch.setattr(scenarios, "VISITORS", 60)
+    clock = Clock(room.folder)
+    variables = {**make_variables(room.folder), **clock.variables}
+    servers = Servers(TENSOR, find_place(), room, variables)
+    setting = Setting(servers, (), clock)
+    servers.start()
+    try:
+        for fault in (scenarios.STOP, scenarios.HANG_UP, scenarios.JUMP):
+            outcome = observe(setting, fault, restarts=False)
+            assert outcome.end == "serves on", outcome
+            assert "wrong" not in outcome.clients
+            assert "HTTP" not in outcome.clients
+            assert "connection" not in outcome.clients
+        outcome = observe(setting, scenarios.RAISE_COMPUTE, restarts=False)
+    finally:
+        servers.stop_load()
+    assert_ends_cleanly(outcome.end)
+    assert "a planted error on compute" in outcome.cause
+    assert "HTTP 500" in outcome.clients
+    assert_only_vllm_left(outcome.left)
+
+
+def assert_ends_cleanly(end: str) -> None:
+    seconds = re.search(r"\bgone (?:after )?(\d+) s", end)
+    assert seconds is not None, end
+    assert float(seconds[1]) < GONE_SECONDS
+
+
+def assert_only_vllm_left(left: str) -> None:
+    kinds = {each.partition(" ")[2] for each in left.split(", ") if each}
+    assert kinds <= LEFT_BY_VLLM

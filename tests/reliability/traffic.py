@@ -1,0 +1,180 @@
+"""Random traffic, split against unsplit, over models and layouts: 5,000 requests with each of 2, 3, 4 micro-batches.
+
+    python -m tests.reliability.traffic --write-page
+
+writes the section `traffic` of docs/reliability.md; without the option it is printed only. `--requests 500` is a tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; read when torch is imported
+
+from dbo_runtime.testing import EquivalenceReport, check_equivalence
+from tests.benchmarks.page import ROOT, make_table, tell_section
+from tests.vllm_plugin.end_to_end.test_lora import make_lora
+from tests.vllm_plugin.engines import TINY
+from tests.vllm_plugin.families import make_family
+from tests.vllm_plugin.vision_families import QWEN3, make_vision_family
+
+PAGE = ROOT / "docs" / "reliability.md"
+COMMAND = "python -m tests.reliability.traffic --write-page"
+REQUESTS = 5000
+MICRO_BATCHES = (2, 3, 4)
+JOBS = 2  # models and layouts at a time: one rank leaves a core to others
+CACHED = {"attention_backend": "CPU_ATTN", "block_size": 32}  # small blocks, so that prefixes are found in the cache
+LATENT = {"attention_backend": "CPU_MLA"}  # which reuses no prefix on CPU
+EXPERTS = {"data_parallel_size": 2, "enable_expert_parallel": True}
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+class Case(NamedTuple):
+    """A model in a layout, the share of the requests that it is asked [%], and options of vLLM's."""
+
+    title: str
+    make: Callable[[Path], Path]
+    share: int
+    options: dict[str, Any]
+    loras: int = 0
+
+
+def make_llama(folder: Path) -> Path:
+    """Write a dense model."""
+    return make_family("LlamaForCausalLM", folder)
+
+
+def make_moe(folder: Path) -> Path:
+    """Write a mixture of experts."""
+    return make_family("Qwen3MoeForCausalLM", folder)
+
+
+def make_vision(folder: Path) -> Path:
+    """Write a model that takes images."""
+    return make_vision_family(QWEN3, folder)
+
+
+def get_deepseek(folder: Path) -> Path:
+    """Return the trained model with latent attention and experts."""
+    return TINY
+
+
+CASES = (
+    Case("Llama, TP=2", make_llama, 10, {**CACHED, "tensor_parallel_size": 2}),
+    Case("Llama, one rank", make_llama, 30, CACHED),
+    Case("DeepSeek V3, TP=2", get_deepseek, 8, {**LATENT, "tensor_parallel_size": 2}),
+    Case("Llama, one rank, two LoRA adapters", make_llama, 15, {**CACHED, **LORA}, loras=2),
+    Case("DeepSeek V3, DP=2 with experts", get_deepseek, 6, {**LATENT, **EXPERTS}),
+    Case("Qwen3-VL, one rank, images", make_vision, 15, CACHED),
+    Case("Qwen3-MoE, DP=2 with experts", make_moe, 6, {**CACHED, **EXPERTS}),
+    Case("DeepSeek V3, PP=2", get_deepseek, 10, {**LATENT, "pipeline_parallel_size": 2}),
+)
+
+
+def run_case(number: int, requests: int, seed: int) -> EquivalenceReport:
+    """Run one case and print its report."""
+    case = CASES[number]
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name, "model")
+        model.mkdir()
+        loras = [Path(name, f"lora-{number}") for number in range(case.loras)]
+        for seed_of_weights, adapter in enumerate(loras):
+            adapter.mkdir()
+            make_lora(adapter, seed_of_weights)
+        report = check_equivalence(
+            str(case.make(model)),
+            {},
+            requests * case.share // 100,
+            MICRO_BATCHES,
+            seed,
+            loras=[str(adapter) for adapter in loras],
+            **case.options,
+        )
+    sys.stderr.write(f"{case.title}: {report}\n")
+    return report
+
+
+HEADER = (
+    "model and layout",
+    "micro-batches",
+    "requests",
+    "tokens",
+    "steps split",
+    "unsplit",
+    "preemptions",
+    "aborts",
+    "ties",
+    "vLLM's own",
+    "bugs",
+    "worst log-probability difference",
+    "s",
+)
+
+
+def make_rows(title: str, report: EquivalenceReport) -> list[list[Any]]:
+    """Return a row for each number of micro-batches."""
+    rows = []
+    for tally in report.tallies:
+        counts, found = tally.counts, (tally.ties, tally.own, len(tally.bugs))
+        steps = (counts.split, counts.declined.total(), counts.preempted, tally.aborted)
+        asked = (tally.micro_batches, tally.requests, tally.tokens)
+        rows.append([title, *asked, *steps, *found, tally.largest, round(tally.seconds)])
+    return rows
+
+
+def sum_up(rows: Sequence[Sequence[Any]], parts: int) -> list[Any]:
+    """Return the row of all models with that number of micro-batches."""
+    some = [row for row in rows if row[1] == parts]
+    sums = [sum(row[column] for row in some) for column in range(2, 11)]
+    return ["all", parts, *sums, max(row[11] for row in some), sum(row[12] for row in some)]
+
+
+def describe(reports: Mapping[int, EquivalenceReport], seconds: float) -> list[str]:
+    """Return the lines of the section, of the cases that are done, by number."""
+    rows = [row for number in sorted(reports) for row in make_rows(CASES[number].title, reports[number])]
+    rows += [sum_up(rows, parts) for parts in MICRO_BATCHES]
+    table = make_table(HEADER, [[*row[:11], f"{row[11]:.1e}", row[12]] for row in rows])
+    features: Counter[str] = Counter()
+    for report in reports.values():
+        for tally in report.tallies:
+            features.update(tally.features)
+    asked = ", ".join(f"{name} {count:,}" for name, count in features.most_common())
+    bugs = [f"Bug: {bug}".replace("\n", " ") for report in reports.values() for bug in report.bugs[:3]]
+    done = "" if len(reports) == len(CASES) else f"{len(reports)} of {len(CASES)} models and layouts. "
+    times = f"{done}{seconds / 60:.0f} minutes, with the starts of engines and the unsplit runs."
+    return [*table, "", f"Among the requests were: {asked}.", "", times, *bugs]
+
+
+def main() -> int:
+    """Run all cases, some at a time; return 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="with each number of micro-batches")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=JOBS, help="models and layouts at a time")
+    parser.add_argument("--write-page", action="store_true")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    reports: dict[int, EquivalenceReport] = {}
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+        asked = {
+            pool.submit(run_case, number, arguments.requests, arguments.seed): number for number in range(len(CASES))
+        }
+        for done in as_completed(asked):  # what is done is written: a run that is ended has not been in vain
+            reports[asked[done]] = done.result()
+            lines = describe(reports, time.monotonic() - start)
+            tell_section(arguments.write_page, "traffic", COMMAND, lines, PAGE)
+    return 0 if all(reports.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
