@@ -60,6 +60,23 @@ def test_forget_elsewhere():
 """
 
 
+ORDERED_TESTS = """
+import time
+
+import tiny
+
+
+def test_slow():
+    time.sleep(0.5)
+    tiny.begun = True
+
+
+def test_quick():
+    assert tiny.begun
+"""
+SETTINGS = "[pytest]\npythonpath = .\nmarkers =\n  slow\n  vllm\n  root\n"
+
+
 def list_changes(source: str) -> list[str]:
     return [mutation.change for mutation in list_mutations(source)]
 
@@ -129,7 +146,7 @@ def test_tests_kill_what_they_notice(tmp_path: Path) -> None:
     """Here, and in processes that they start; what hangs is ended, and what makes no difference survives."""
     (tmp_path / "tiny.py").write_text(SOURCE)
     (tmp_path / "test_tiny.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nmarkers =\n  slow\n  vllm\n  root\n")
+    (tmp_path / "pytest.ini").write_text(SETTINGS)
     expected = {
         "number > LIMIT -> number >= LIMIT": (SURVIVED, None),
         "10 -> 11": (KILLED, "test_tiny.py::test_clamp"),
@@ -139,17 +156,30 @@ def test_tests_kill_what_they_notice(tmp_path: Path) -> None:
     }
     chosen = [mutation for mutation in list_mutations(SOURCE) if mutation.change in expected]
     order = Order(str(tmp_path), "tiny", ["test_tiny.py"], chosen, slack=3.0)
-    ran = subprocess.run(
-        [sys.executable, "-m", "tools.mutants.server"],
-        input=json.dumps(order._asdict()),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    verdicts = [Verdict(*json.loads(line)) for line in ran.stdout.splitlines()]
+    verdicts = [Verdict(*json.loads(line)) for line in run_server(order).stdout.splitlines()]
     found = {one.change: verdict[:2] for one, verdict in zip(chosen, verdicts, strict=True)}
     assert found == expected
+
+
+def test_tests_that_depend_on_their_order_say_nothing_of_a_mutant(tmp_path: Path) -> None:
+    """They would fail whatever the mutant does, because quick ones run before slow ones."""
+    (tmp_path / "tiny.py").write_text(SOURCE)
+    (tmp_path / "test_tiny.py").write_text(ORDERED_TESTS)
+    (tmp_path / "pytest.ini").write_text(SETTINGS)
+    ran = run_server(Order(str(tmp_path), "tiny", ["test_tiny.py"], list_mutations(SOURCE)))
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "test_tiny.py::test_quick fails in another order" in ran.stderr
+
+
+def run_server(order: Order) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tools.mutants.server"],
+        input=json.dumps(order._asdict()),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
 
 
 def test_scores_leave_equivalent_mutants_out_and_a_killed_one_is_not_equivalent() -> None:
@@ -158,7 +188,7 @@ def test_scores_leave_equivalent_mutants_out_and_a_killed_one_is_not_equivalent(
         Trial(one, Verdict(outcome, None, 0.0), is_listed)
         for outcome, is_listed in ((HUNG, False), (SURVIVED, False), (SURVIVED, True), (KILLED, True))
     )
-    assert count([killed, survived, listed]) == Score(3, 1, 1)
+    assert count([killed, survived, listed]) == Score(3, 1, 1, 1)
     assert count([killed, survived, listed]).share == 0.5
     assert [describe(trial) is None for trial in (killed, survived, listed, wrong)] == [True, False, True, False]
     assert wrong.is_wrongly_listed

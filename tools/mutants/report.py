@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .mutations import Mutation
 from .server import HUNG, KILLED, Verdict
 
-HEADER = ("module", "mutants", "killed", "equivalent", "score")
+HEADER = ("module", "mutants", "killed", "of these by a hang", "equivalent", "score")
 TARGET = 0.95  # of the mutants that are not equivalent, killed
 
 
@@ -35,6 +35,7 @@ class Score(NamedTuple):
 
     mutants: int
     killed: int
+    hung: int
     equivalent: int
 
     @property
@@ -47,11 +48,12 @@ class Score(NamedTuple):
 def count(trials: Sequence[Trial]) -> Score:
     """Return the score of these trials."""
     killed = sum(trial.is_killed for trial in trials)
-    return Score(len(trials), killed, sum(trial.is_listed and not trial.is_killed for trial in trials))
+    hung = sum(trial.verdict.outcome == HUNG for trial in trials)
+    return Score(len(trials), killed, hung, sum(trial.is_listed and not trial.is_killed for trial in trials))
 
 
-def list_rows(modules: Mapping[str, Sequence[Trial]]) -> list[tuple[str, int, int, int, str]]:
-    """Return name, mutants, killed, equivalent and score of each module, and of all."""
+def list_rows(modules: Mapping[str, Sequence[Trial]]) -> list[tuple[str, int, int, int, int, str]]:
+    """Return name, counts and score of each module, and of all."""
     everything = [trial for trials in modules.values() for trial in trials]
     scores = {**{name: count(trials) for name, trials in modules.items()}, "all": count(everything)}
     return [(name, *score, f"{score.share:.0%}") for name, score in scores.items()]

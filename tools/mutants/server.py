@@ -83,6 +83,7 @@ def main() -> int:
     try:
         preload(order)
         baseline = Baseline(**insist(run_apart(lambda: run_baseline(order))))
+        check_survival(order, baseline)
     except Failed as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -124,18 +125,31 @@ def run_baseline(order: Order) -> dict[str, Any]:
     return watch.get_baseline()._asdict()
 
 
+def check_survival(order: Order, baseline: Baseline) -> None:
+    """Raise Failed unless the module as it is survives: tests that depend on their order would kill any mutant."""
+    tests = sorted(baseline.seconds, key=lambda test: baseline.seconds[test])
+    verdict = judge(order, baseline, tests, None)
+    if verdict.outcome != SURVIVED:
+        raise Failed(f"{order.name}: on the module as it is, {verdict.by} fails in another order, or in this process.")
+
+
 def try_mutant(order: Order, baseline: Baseline, mutation: Mutation) -> Verdict:
-    """Run the tests that execute what is mutated."""
-    tests = baseline.choose(mutation)
-    seconds = sum(baseline.seconds[test] for test in tests)
+    """Run the tests that may notice a mutation."""
+    return judge(order, baseline, baseline.choose(mutation), mutation)
+
+
+def judge(order: Order, baseline: Baseline, tests: Sequence[str], mutation: Mutation | None) -> Verdict:
+    """Run tests in this order until one fails, on a mutant or on the module as it is."""
 
     def run() -> tuple[int, str | None]:
-        put_in(order.name, order.path, mutation)
+        if mutation is not None:
+            put_in(order.name, order.path, mutation)
         choice = Choice(tests, baseline.seconds, order.slack)
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-        return int(run_pytest(files, [], START_SECONDS, choice)), choice.failed
+        return run_pytest(files, [], START_SECONDS, choice), choice.failed
 
     ran = run_apart(run)
+    seconds = sum(baseline.seconds[test] for test in tests)
     if ran is None:
         return Verdict(HUNG, None, seconds)
     code, failed = ran
