@@ -300,7 +300,11 @@ def locate_source(thing: Any) -> str:
 
 def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -> list[Value]:
     """Declare the inputs that `record` takes as its last parameters, by their names."""
-    names = list(inspect.signature(adapter.record).parameters)[-2:]
+    try:
+        names = list(inspect.signature(adapter.record).parameters)[-2:]
+    except (TypeError, ValueError) as error:
+        where = locate_source(type(adapter))
+        raise ProgramError(f"record() of {name_adapter(adapter)} cannot be called ({error}). ({where})") from error
     for name in names:
         if name not in INPUTS:
             raise ProgramError(
