@@ -409,7 +409,7 @@ def test_a_schedule_of_another_program_is_not_valid(tmp_path: Path, capsys: pyte
         ("--costs r1-tp16-941 --layers 62", "--layers is 62"),
         ("--costs r1-tp16-941 --policy best", "DBO_POLICY='best' is not allowed"),
         ("--costs r1-tp16-941 --micro-batches 1", "DBO_MICRO_BATCHES='1' is not allowed"),
-        ("--costs r1-tp16-941 --micro-batches 99999", "--micro-batches is 99999; a schedule is shown for up to 64"),
+        ("--costs r1-tp16-941 --micro-batches 99999", "it takes auto, or a whole number, at least 2, at most 64"),
         ("--costs r1-tp16-941 --check /nowhere/schedule.txt", "schedule /nowhere/schedule.txt cannot be read"),
     ],
 )

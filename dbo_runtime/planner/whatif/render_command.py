@@ -28,7 +28,6 @@ from dbo_runtime.setting_values import name_policy
 from dbo_runtime.validate import validate
 
 DEFAULT_TOKENS = 8192  # of the step whose order is searched, if the costs have none
-MAX_MICRO_BATCHES_SHOWN = 64  # larger schedules are unreadable
 NOTE = "#"  # starts lines that are no part of the table and are skipped when it is read
 INVALID = 1
 
@@ -54,10 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
     table, usual = open_costs(arguments.costs)
     table = _set_layers(table, arguments.layers)
     config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
-    if config.parts > MAX_MICRO_BATCHES_SHOWN:
-        raise ConfigError(
-            f"--micro-batches is {config.parts}; a schedule is shown for up to {MAX_MICRO_BATCHES_SHOWN}."
-        )
     schedule = _make_schedule(table, usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS), config)
     validate(schedule)
     if arguments.check is not None:

@@ -11,12 +11,12 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, Counts, LogProbs
 from dbo_runtime.vllm_plugin.equivalence.images import draw_image, find_image_prompt
 from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Request, Round
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 OPTIONS: Mapping[str, Any] = {
@@ -46,7 +46,7 @@ class Engine:
     """
 
     def __init__(self, model: str, loras: tuple[str, ...], options: Mapping[str, Any]) -> None:
-        on_cpu = {"kv_cache_memory_bytes": CPU_CACHE_BYTES} if current_platform.is_cpu() else {}
+        on_cpu = {"kv_cache_memory_bytes": CPU_CACHE_BYTES} if get_platform().needs_cpu_patches else {}
         options = {**OPTIONS, **on_cpu, **options}
         if "num_gpu_blocks_override" not in options:
             options["num_gpu_blocks_override"] = _choose_blocks(model, options)
@@ -181,7 +181,7 @@ class _Running:
 
 def _list_lacking(has_loras: bool) -> frozenset[str]:
     """Return what ends vLLM 0.30's CPU build: seeds with chunked prefills, log-probabilities of prompts with LoRA."""
-    if not current_platform.is_cpu():
+    if not get_platform().needs_cpu_patches:
         return frozenset()
     return frozenset({"seed", "prompt_logprobs"} if has_loras else {"seed"})
 
