@@ -291,11 +291,11 @@ def name_adapter(adapter: ModelAdapter | EncoderAdapter) -> str:
 
 def locate_source(thing: Any) -> str:
     """Return `file:line` of a class or function, for messages."""
-    code = inspect.unwrap(thing)
     try:
+        code = inspect.unwrap(thing)
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
-    except (TypeError, OSError):  # a built-in, or its source is missing
-        return f"{code!r}, no source"
+    except Exception:  # noqa: BLE001 - a built-in, its source is missing, or a class that raises when it is asked
+        return f"{thing!r}, no source"
 
 
 def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -> list[Value]:

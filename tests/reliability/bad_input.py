@@ -65,9 +65,12 @@ def fuzz(reader: Reader, inputs: int, outcomes: Outcomes | None = None) -> Outco
     with tempfile.TemporaryDirectory(prefix="dbo-fuzz-") as name, open_folder(Path(name)) as prepare:
 
         @settings(
-            max_examples=max(int(inputs * reader.share), 1), phases=[Phase.generate], database=None, suppress_health_check=[*HealthCheck],
+            max_examples=max(int(inputs * reader.share), 1),
+            phases=[Phase.generate],
+            database=None,
+            suppress_health_check=[*HealthCheck],
             deadline=None,
-        )  # fmt: skip
+        )
         @given(st.randoms(use_true_random=True))
         def draw(chance: Random) -> None:
             made = reader.make(chance)

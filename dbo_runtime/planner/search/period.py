@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from dbo_runtime.planner.search.few_layers import FewLayers, keep_few_layers
 from dbo_runtime.planner.search.jobs import Job, make_jobs
@@ -24,6 +24,7 @@ from dbo_runtime.schedule import Issue
 SEARCHED_LAYERS = 9  # room for what comes before the steady state, for two periods of it, and for what comes after
 MAX_PERIOD_LAYERS = 3  # a longer one would leave no room for that
 SATURATION_TOLERANCE = 5e-3  # relative time in which the busiest lane may be idle
+MAX_KEPT = 8  # programs with few layers
 MIN_EQUAL_LAYERS = 24  # with fewer, a search of all layers takes about as long
 
 MakeOrder = Callable[[FewLayers], Order]
@@ -88,7 +89,7 @@ class PeriodSearch:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._keep = cache(self._keep_layers)
+        self._keep = lru_cache(MAX_KEPT)(self._keep_layers)
 
     def lengthen(self, periodic: PeriodicOrder, times: int) -> FewLayers | None:
         """Return the program of each micro-batch if the period comes *times* more often; None if that is all of it."""
