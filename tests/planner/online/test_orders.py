@@ -111,7 +111,7 @@ def test_what_was_searched_is_kept_and_counted() -> None:
     (first,) = orders.list_orders(SLICES, RuntimeConfig(side="off"))
     (again,) = orders.list_orders(SLICES, RuntimeConfig(side="off"))
     assert first is again
-    assert orders.caches.keys() == {"orders", "simulations"}
+    assert orders.caches.keys() >= {"orders", "simulations"}
     assert len(orders.caches["orders"]) == 1
 
 
