@@ -88,7 +88,7 @@ test-compat: ## run the suites that touch vLLM on another version, VLLM=0.32.0; 
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
 	$(BIN)/python -m pytest -m "slow and not root" $(PARALLEL_FILES) $(SLOW_OPTIONS)
-	$(BIN)/python -m pytest -m "slow and root"
+	$(BIN)/python -m pytest -m "slow and root" $(SLOW_OPTIONS)
 
 test-nightly: setup ## run the tests that start no engine with many more examples of each property
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm" $(PARALLEL)

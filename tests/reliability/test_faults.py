@@ -22,6 +22,7 @@ from tests.reliability.servers import Servers
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.slow,
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a /dev/shm of its own"),
 ]

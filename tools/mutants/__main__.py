@@ -36,7 +36,8 @@ def main() -> int:
     }
     trials = try_all(samples, options.workers)
     minutes = (time.monotonic() - began) / 60
-    remark = f"At most {options.count} mutants of each module, drawn with seed {options.seed}; {minutes:.0f} minutes."
+    drawn = f"at most {options.count} mutants of each, drawn with seed {options.seed}"
+    remark = f"{len(samples)} of {len(TARGETS)} modules, {drawn}; {minutes:.0f} minutes."
     lines = [*make_table(HEADER, list_rows(trials)), "", remark]
     print("\n".join([*lines, *stale]))
     if options.write_page:

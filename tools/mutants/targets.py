@@ -29,7 +29,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_PLANNER}.costs.contention": ("planner/costs/test_contention.py",),
         f"{_PLANNER}.costs.cost_table": ("planner/costs/test_cost_table.py",),
         f"{_PLANNER}.costs.fit": ("planner/costs/test_fit.py",),
-        f"{_PLANNER}.costs.op_cost": ("planner/costs/test_op_cost.py", "planner/costs/test_op_times.py"),
+        f"{_PLANNER}.costs.op_cost": ("planner/costs/test_op_cost.py", "planner/costs/test_cost_table.py"),
         f"{_PLANNER}.online.correction": ("planner/online/test_correction.py",),
         f"{_PLANNER}.online.cuts": ("planner/online/test_cuts.py",),
         f"{_PLANNER}.online.hysteresis": ("planner/online/test_hysteresis.py",),

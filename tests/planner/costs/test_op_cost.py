@@ -63,6 +63,10 @@ def test_times_have_the_digits_that_a_file_keeps(cost: ComputeCost | HostCost) -
     assert (getattr(cost, "handover", 0.0) or getattr(cost, "fixed", 0.0)) == 0.333333333333 / 1e6
 
 
+def test_what_is_not_named_costs_nothing() -> None:
+    assert ComputeCost().time(BatchFeatures(1, *[1.0] * 6)) == 0.0
+
+
 def test_an_op_takes_what_the_busiest_rank_takes() -> None:
     assert ComputeCost(per_token=1.0, imbalance=1.5).time(BatchFeatures(4)) == 6.0
     assert ComputeCost(per_token=1.0, imbalance=1.5).token_seconds == 1.5

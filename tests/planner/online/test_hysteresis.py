@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis
+from dbo_runtime.planner.online.hysteresis import MAX_KINDS, Prediction, SplitHysteresis
 
 MARGIN = 0.02
 
@@ -56,6 +56,13 @@ def test_steps_of_one_kind_do_not_open_it_for_another() -> None:
     assert hysteresis.decide("prefill", predict(0.1), MARGIN)
     assert not hysteresis.decide("decode", predict(0.015), MARGIN)
     assert hysteresis.decide("prefill", predict(0.015), MARGIN)
+
+
+def test_it_says_how_many_kinds_are_split() -> None:
+    hysteresis = SplitHysteresis()
+    for kind, gain in (("prefill", 0.1), ("decode", 0.1), ("mixed", 0.0)):
+        hysteresis.decide(kind, predict(gain), MARGIN)
+    assert hysteresis.fill == (2, MAX_KINDS)
 
 
 @pytest.mark.parametrize("gain", [0.0, -0.1])
