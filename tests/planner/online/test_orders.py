@@ -111,11 +111,7 @@ def test_what_was_searched_is_kept_and_counted() -> None:
     (first,) = orders.list_orders(SLICES, RuntimeConfig(side="off"))
     (again,) = orders.list_orders(SLICES, RuntimeConfig(side="off"))
     assert first is again
-<<<<<<< HEAD
     assert orders.caches.keys() == {"orders", "policies", "simulations"}
-=======
-    assert orders.caches.keys() >= {"orders", "simulations"}
->>>>>>> ee5c528276ccf5f47a3209ee3f35ffbdb0966692
     assert len(orders.caches["orders"]) == 1
 
 
