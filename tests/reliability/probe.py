@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -30,7 +31,7 @@ VERIFY = "verify"
 CHECKS = (VERIFY, "1", "races")
 ENDED = "a rank died, or did not answer"
 STEPS = 4  # of each fault, each a prefill and a decode
-SECONDS = 150.0  # without a word, after which a fault counts as a hang
+SECONDS = 90.0  # without an outcome, after which a fault counts as a hang
 
 
 class Outcome(NamedTuple):
@@ -61,13 +62,19 @@ def _run_process(model: Path, wanted: Sequence[tuple[str, str]]) -> Iterator[Out
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
+        bufsize=0,  # what select says is about all that was written
         start_new_session=True,  # so that its workers can be ended together with it
     )
     assert process.stdout is not None
     try:
-        while select.select([process.stdout], [], [], SECONDS)[0] and (line := process.stdout.readline()):
-            if line.startswith(b'{"fault"'):
+        deadline = time.monotonic() + SECONDS
+        while select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line = process.stdout.readline()
+            if not line:
+                break
+            if line.startswith(b'{"fault"'):  # vLLM says on standard output as well that it waits
                 yield Outcome(**json.loads(line))
+                deadline = time.monotonic() + SECONDS
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
