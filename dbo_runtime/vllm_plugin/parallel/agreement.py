@@ -17,14 +17,15 @@ import torch.distributed as dist
 
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
-from dbo_runtime.errors import ScheduleError
+from dbo_runtime.errors import ConfigError, ScheduleError
+from dbo_runtime.outside_files import MAX_FILE_BYTES, parse_json
 from dbo_runtime.runtime import ExecutionPlan
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 _DECLINES = 0
-MAX_GATHERED_BYTES = 1 << 28  # from one rank: a trace of a large step has some 2 MiB
+MAX_GATHERED_BYTES = MAX_FILE_BYTES  # from one rank: a trace of a large step has some 2 MiB
 MAX_AGREED_PLANS = 256  # that are kept: all ranks forget the same, and agree on it again
 
 
@@ -134,8 +135,8 @@ def exchange_bytes(group: GroupCoordinator, own: bytes) -> list[bytes]:
 
 def _parse(rank: int, text: bytes) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text.decode())
+    except (ValueError, ConfigError) as error:
         raise ScheduleError(f"rank {rank} sent no JSON ({error}); give all ranks the same packages.") from None
 
 

@@ -273,7 +273,7 @@ def test_a_file_that_is_not_there_is_refused(
     one_rank: Engine, forward: SplitForward, log: Lines, tmp_path: Path
 ) -> None:
     path = tmp_path / "absent.json"
-    with pytest.raises(ConfigError, match=rf"cost file {path} cannot be read .*{REMEDY}") as raised:
+    with pytest.raises(ConfigError, match=rf"cost file {path} cannot be read.*{REMEDY}") as raised:
         get_costs(forward).load(str(path))
     assert_serves_on_without_costs(RuntimeConfig(costs=str(path)), str(raised.value), one_rank, forward, log)
 
