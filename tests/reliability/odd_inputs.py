@@ -56,7 +56,7 @@ def _change_place(node: Any, key: Any, chance: Random) -> None:
         node[key] = value * chance.choice((2, 3, 100))
     elif what == 3:
         node[key] = [value]
-    elif what == 4 and isinstance(value, (int, float)):
+    elif what == 4 and isinstance(value, (int, float)) and abs(value) < 1 << 63:
         node[key] = value * chance.choice((-1, 2, 1e-9, 1e9))
     else:
         node[key] = chance.choice(ODD_VALUES)
