@@ -222,7 +222,7 @@ def test_a_folder_of_counts_to_which_others_may_write_is_refused(
 def test_counts_that_are_none_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_folder(monkeypatch, tmp_path)
     file = tmp_path / "counter_dbo1.db"
-    file.write_bytes(b"\xff" * 100)
+    file.write_bytes((100).to_bytes(4, "little") + b"\xff" * 96)  # 100 bytes are used, it says
     with pytest.raises(ConfigError, match=r"counts in .*counter_dbo1\.db cannot be read .*Remove it"):
         statistics()
     file.unlink()
