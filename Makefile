@@ -22,7 +22,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults soak mutants docs lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults soak mutants fuzz growth docs lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -115,6 +115,12 @@ bench-two-hosts: setup ## measure overlap between two hosts, serving over them, 
 	$(BIN)/python -m tests.benchmarks.bench_serving --write-page
 	$(BIN)/python -m tests.benchmarks.bench_step_time --write-page
 	$(BIN)/python -m tests.benchmarks.bench_prefill_node --write-page
+
+fuzz: setup ## give every reader of files, settings and adapters 20,000 bad inputs, and write docs/reliability.md (an hour)
+	$(BIN)/python -m tests.reliability.bad_input --write-page
+
+growth: setup ## serve 30 minutes of mixed load, plan 100,000 batches, and write what stays to docs/reliability.md
+	$(BIN)/python -m tests.reliability.growth --write-page
 
 planted-faults: setup ## plant faults into schedules, ranks, adapters and metadata, and write docs/reliability.md (minutes)
 	$(BIN)/python -m tests.reliability.planted_faults --write-page

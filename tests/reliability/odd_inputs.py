@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,9 +29,9 @@ ODD_VALUES = (*ODD_NUMBERS, *ODD_TEXTS, True, False, None, [], {}, [[]], {"": 0}
 def change(content: Any, chance: Random) -> Any:
     """Return JSON data of which one to three things are changed."""
     changed = {"": copy.deepcopy(content)}
-    for _ in range(chance.randint(1, 3)):
+    for number in range(chance.randint(1, 3)):
         node, key = chance.choice(_list_places(changed))
-        _change_place(node, key, chance)
+        _change_place(node, key, chance, 3 if number else 100)  # lists of lists that are repeated fill the memory here
     return changed[""]
 
 
@@ -45,7 +46,7 @@ def _list_places(root: dict[str, Any]) -> list[tuple[Any, Any]]:
     return places
 
 
-def _change_place(node: Any, key: Any, chance: Random) -> None:
+def _change_place(node: Any, key: Any, chance: Random, most: int) -> None:
     value = node[key]
     what = chance.randrange(8)
     if what == 0 and key != "":
@@ -53,11 +54,13 @@ def _change_place(node: Any, key: Any, chance: Random) -> None:
     elif what == 1 and isinstance(node, dict) and key != "":
         node[chance.choice(ODD_TEXTS)] = node.pop(key)
     elif what == 2 and isinstance(value, list):
-        node[key] = value * chance.choice((2, 3, 100))
+        node[key] = value * chance.choice((2, most))
     elif what == 3:
         node[key] = [value]
-    elif what == 4 and isinstance(value, (int, float)):
-        node[key] = value * chance.choice((-1, 2, 1e-9, 1e9))
+    elif what == 4 and isinstance(value, (int, float)) and abs(value) < 1 << 63:
+        factor = chance.choice((-1, 2, 1e-9, 1e9))
+        with suppress(OverflowError):  # a whole number that no float can hold stays as it is
+            node[key] = value * factor
     else:
         node[key] = chance.choice(ODD_VALUES)
 
