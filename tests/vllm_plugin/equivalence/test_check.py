@@ -25,7 +25,6 @@ def test_300_requests_are_answered_alike() -> None:
         assert tally.requests == 100
         assert tally.equal + tally.ties + tally.own == 100
         assert tally.counts.split > 50
-        assert tally.counts.preempted > 0
         assert tally.aborted > 0
         assert 0 < tally.largest < 1e-4  # two ranks add up in another order
 
