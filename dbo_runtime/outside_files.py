@@ -72,7 +72,7 @@ def parse_json(text: str) -> Any:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file; concurrent readers see either the old file or the new one.
 
-    The draft beside it has a name that cannot be foreseen, and is made anew: no link in a shared folder is followed.
+    The draft, in the same folder, has a name that cannot be foreseen, and is made anew: no link is followed.
 
     Raises:
         OSError: if it cannot be written; the old file stays.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from dbo_runtime.devices import Device, Event, Graph, Lane, Note, Result, Task, Timer, Values, make_capture_error
+from dbo_runtime.devices import Device, Event, Lane, Note, Task, Values
+from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.errors import SanitizerError, add_context
 from dbo_runtime.executor import BoundOp, describe
 from dbo_runtime.sanitizer.accesses import Clock
@@ -101,37 +102,25 @@ class WatchedLane:
         return WatchedTask(bound, self._monitor, self._monitor.issue(bound))
 
 
-class SanitizingDevice:
-    """Another device, watched by a monitor. Runs are slow, and cannot be captured."""
-
-    can_capture = False
+class SanitizingDevice(SerialDevice):
+    """The first lane of another device, under every lane's name, watched by a monitor. Runs are slow."""
 
     def __init__(self, device: Device, monitor: Monitor) -> None:
-        self.name = device.name
-        self._device = device
+        super().__init__(device)
         self._monitor = monitor
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether the other device is capturing."""
-        return self._device.is_capturing
-
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the other device's lanes, watched."""
-        lanes = self._device.open_lanes(names)
+        """Return the first lane of the other device, watched, as often as there are names."""
+        lanes = super().open_lanes(names)
         return [WatchedLane(name, lane, self._monitor) for name, lane in zip(names, lanes, strict=True)]
 
     def make_event(self) -> WatchedEvent:
         """Make an event of the other device."""
-        return WatchedEvent(self._device.make_event())
-
-    def start_timer(self) -> Timer:
-        """Start a timer of the other device."""
-        return self._device.start_timer()
+        return WatchedEvent(super().make_event())
 
     def begin(self) -> None:
         """Begin a run."""
-        self._device.begin()
+        super().begin()
         self._monitor.begin()
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
@@ -145,7 +134,7 @@ class SanitizingDevice:
             for value in given:
                 if isinstance(value, Freed):
                     raise SanitizerError(f"micro-batch {micro_batch} returns what is gone: {value.what}.")
-        self._device.release_to_caller(outputs)
+        super().release_to_caller(outputs)
 
     def finish(self) -> None:
         """End a run, wait for it, and raise what was found in it.
@@ -154,22 +143,7 @@ class SanitizingDevice:
             SanitizerError: if a lane may still be running, or an op changed what it only reads.
         """
         self._monitor.finish()
-        self._device.finish()
+        super().finish()
         for instruction, value, change in self._monitor.take_changes():
             if change:
                 self._monitor.fail(instruction, describe_change(value))
-
-    def abort(self) -> None:
-        """Abort a run of the other device."""
-        self._device.abort()
-
-    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
-        """Raise DeviceError: a replay runs no op that could be watched."""
-        raise make_capture_error(self.name)
-
-    def synchronize(self) -> None:
-        """Wait for the other device."""
-        self._device.synchronize()
-
-    def close(self) -> None:
-        """Do nothing: the other device belongs to the caller."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dbo_runtime.devices import Device
-from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.program import COMPUTE
@@ -34,7 +33,7 @@ class SanitizedExecutor(Executor):
 
     def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
         self._monitor = Monitor(schedule)
-        sanitizing = SanitizingDevice(SerialDevice(device), self._monitor)
+        sanitizing = SanitizingDevice(device, self._monitor)
         super().__init__(schedule, sanitizing, EventTable(sanitizing))  # not *events*: these have clocks
 
     def check_context(self, name: str) -> None:

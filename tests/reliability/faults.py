@@ -1,8 +1,8 @@
 """Faults under load: `python -m tests.reliability.faults --write-page`. Needs root, iproute2, a C compiler.
 
 Each fault meets real servers of the tiny model that answer clients at the time, in a split step where one can choose it
-(`planted`), and beside it the same happens to vLLM without this package. Processes of a run have a /dev/shm and a
-temporary folder of their own, so that what is left there is theirs.
+(`server_plugin`), and for comparison the same happens to vLLM without this package. Processes of a run have a /dev/shm
+and a temporary folder of their own, so that what is left there is theirs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tests.reliability.clock import Clock
 from tests.reliability.layouts import find_place
 from tests.reliability.observation import Outcome, observe
 from tests.reliability.page import PAGE
-from tests.reliability.planted import plant
 from tests.reliability.refusals import REFUSALS, Refusal, refuse
 from tests.reliability.report import Row, make_lines
-from tests.reliability.room import Room
+from tests.reliability.sandbox import Sandbox
 from tests.reliability.scenarios import SESSIONS, Session, Setting, make_full_disk_variables
+from tests.reliability.server_plugin import plant
 from tests.reliability.servers import OFF, ON, NotUpError, Servers
 
 COMMAND = "python -m tests.reliability.faults --write-page"
 RESULTS = ROOT / "build" / "faults.json"
-# vLLM's own CPU build fails with data parallel experts, which dbo_runtime mends: that is compared unsplit.
+# vLLM's own CPU build fails with data parallel experts, which dbo_runtime patches: that is compared unsplit.
 SIDES = {"tensor": {"on": ON, "off": OFF}, "data": {"on": ON, "off": {**ON, "DBO_MODE": "off"}}}
 Tell = Callable[[str, str, str, Outcome], None]
 
@@ -130,18 +130,18 @@ def run_session(session: Session, side: str, tell: Tell, started: list[Servers])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rel-")))
         hosts = stack.enter_context(TwoHosts(None, side)) if session.layout.hosts > 1 else ()
-        room = stack.enter_context(Room(folder))
+        sandbox = stack.enter_context(Sandbox(folder))
         clock = Clock(folder)
         variables = make_variables(folder, SIDES[session.layout.parallel][side])
         variables |= clock.variables if session.jumps else {}
         if session.is_full_disk and side == "on":
-            variables |= make_full_disk_variables(room)
-        servers = Servers(session.layout, find_place(hosts), room, variables)
+            variables |= make_full_disk_variables(sandbox)
+        servers = Servers(session.layout, find_place(hosts), sandbox, variables)
         started.append(servers)
         stack.callback(servers.stop_load)
         setting = Setting(servers, hosts, clock)
         try:
-            servers.start(meanwhile=room.fill_disk_when_used if session.is_full_disk else None)
+            servers.start(meanwhile=sandbox.fill_disk_when_used if session.is_full_disk else None)
             for fault in session.faults:
                 tell(fault.title, session.layout.title, side, observe(setting, fault))
         except NotUpError as error:
@@ -156,8 +156,8 @@ def make_variables(folder: Path, settings: Mapping[str, str] = ON) -> dict[str, 
 
 def run_refusal(refusal: Refusal, tell: Tell) -> None:
     """Start ranks that differ, which is to be refused."""
-    with tempfile.TemporaryDirectory(prefix="rel-") as name, Room(Path(name)) as room:
-        servers = Servers(refusal.layout, find_place(), room, make_variables(Path(name)))
+    with tempfile.TemporaryDirectory(prefix="rel-") as name, Sandbox(Path(name)) as sandbox:
+        servers = Servers(refusal.layout, find_place(), sandbox, make_variables(Path(name)))
         tell(refusal.title, refusal.layout.title, "on", refuse(servers, refusal))
 
 

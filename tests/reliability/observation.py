@@ -70,7 +70,7 @@ def _watch(servers: Servers, began: float) -> tuple[str, str]:
 
 def describe_left(servers: Servers, processes: dict[int, str]) -> str:
     """Return what is left, by kind."""
-    files = Counter(_name_kind(name) for name in servers.room.list_files())
+    files = Counter(_name_kind(name) for name in servers.sandbox.list_files())
     kinds = {**Counter(processes.values()), **files}
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
@@ -88,8 +88,8 @@ def _is_random(name: str) -> bool:
 
 def _start_again(setting: Setting) -> str:
     servers = setting.servers
-    servers.room.end_all()
-    servers.room.empty()
+    servers.sandbox.end_all()
+    servers.sandbox.empty()
     if setting.hosts:
         set_link(setting, "up")
     try:

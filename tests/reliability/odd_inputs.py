@@ -1,4 +1,4 @@
-"""Inputs that nobody should send: valid ones with something odd in them, raw bytes, and odd things instead of files."""
+"""Invalid inputs: valid ones with something odd in them, raw bytes, and odd things instead of files."""
 
 from __future__ import annotations
 

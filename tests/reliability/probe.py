@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from tests.reliability.adapter_faults import ADAPTER_FAULTS, Fault
 from tests.reliability.metadata_faults import METADATA_FAULTS
-from tests.reliability.planting import EXTENSION, change_contexts
+from tests.reliability.worker_extension import EXTENSION, change_contexts
 
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.reliability.probe"

@@ -57,7 +57,7 @@ def _measure_one(process: int) -> tuple[int, int, int, int] | None:
     except OSError:
         return None
     if "VmRSS" not in status:
-        return None  # it has ended, and nobody has waited for it yet
+        return None  # it has ended, and was not waited for yet
     memory, shared, threads = (
         int(re.search(rf"^{name}:\s*(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
         for name in ("VmRSS", "RssShmem", "Threads")

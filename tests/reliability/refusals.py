@@ -28,10 +28,10 @@ def refuse(servers: Servers, refusal: Refusal) -> Outcome:
     """Start nodes that differ, and return what became of them."""
     each = dict(enumerate(refusal.nodes))
     if refusal.other_version:
-        each[1] = {**each[1], "PYTHONPATH": f"{install_other(servers.room.folder)}:{servers.python_path}"}
+        each[1] = {**each[1], "PYTHONPATH": f"{install_other(servers.sandbox.folder)}:{servers.python_path}"}
     begin, log = time.monotonic(), [0] * refusal.layout.nodes
     servers.launch(each)
-    while "ConfigError: " not in servers.read_log(log) and servers.room.find_processes():
+    while "ConfigError: " not in servers.read_log(log) and servers.sandbox.find_processes():
         if time.monotonic() > begin + STARTS_WITHIN:
             break
         time.sleep(0.1)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from examples.network_hosts import Host
 from tests.reliability.clock import Clock
 from tests.reliability.layouts import Layout
-from tests.reliability.room import Room
+from tests.reliability.sandbox import Sandbox
 from tests.reliability.servers import Servers
 
 STOP_SECONDS = 20.0
@@ -128,7 +128,7 @@ def let_clients_hang_up(setting: Setting) -> None:
 
 def remove_counts(setting: Setting) -> None:
     """Remove the folder in which counts are kept, as a cleaner of /tmp may, and let steps go by."""
-    for folder in setting.servers.room.find_temporary("dbo_runtime-*"):
+    for folder in setting.servers.sandbox.find_temporary("dbo_runtime-*"):
         shutil.rmtree(folder)
     time.sleep(REMOVED_SECONDS)
 
@@ -137,11 +137,11 @@ def do_nothing(setting: Setting) -> None:
     """Let the disk be full, as it was since a moment after the start."""
 
 
-def make_full_disk_variables(room: Room) -> dict[str, str]:
+def make_full_disk_variables(sandbox: Sandbox) -> dict[str, str]:
     """Return settings by which traces, costs and counts are all written where there is no room."""
     return {
-        "DBO_TRACE": str(room.temporary / "traces"),
-        "DBO_COSTS": str(room.temporary / "costs.json"),
+        "DBO_TRACE": str(sandbox.temporary / "traces"),
+        "DBO_COSTS": str(sandbox.temporary / "costs.json"),
         "DBO_CALIBRATE": "1",
     }
 

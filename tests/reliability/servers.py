@@ -1,4 +1,4 @@
-"""The real servers of one layout in a room: started, asked under load, watched until they have ended."""
+"""The real servers of one layout in a sandbox: started, asked under load, watched until they have ended."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 from tests.reliability.client import Seen, read
 from tests.reliability.layouts import Layout, Place, list_nodes
-from tests.reliability.planted import FOLDER, Order
-from tests.reliability.room import Room
+from tests.reliability.sandbox import Sandbox
+from tests.reliability.server_plugin import FOLDER, Order
 from tests.vllm_plugin.engines import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -45,22 +45,22 @@ class Servers:
     Args:
         layout: how ranks are spread.
         place: where they listen.
-        room: in which they live.
+        sandbox: in which they live.
         variables: for all of them.
     """
 
-    def __init__(self, layout: Layout, place: Place, room: Room, variables: Mapping[str, str]) -> None:
+    def __init__(self, layout: Layout, place: Place, sandbox: Sandbox, variables: Mapping[str, str]) -> None:
         self._layout = layout
         self._place = place
-        self.room = room
+        self.sandbox = sandbox
         self._variables = variables
         self.python_path = variables.get("PYTHONPATH", "")
-        self.faults = room.folder / "faults"
+        self.faults = sandbox.folder / "faults"
         self.faults.mkdir(exist_ok=True)
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._is_given_up = False
         self._clients: list[subprocess.Popen[bytes]] = []
-        self._answers = room.folder / "answers"
+        self._answers = sandbox.folder / "answers"
 
     def start(self, meanwhile: Callable[[], None] | None = None) -> float:
         """Start them and wait until they answer, doing *meanwhile* again and again; return the seconds that took.
@@ -92,10 +92,10 @@ class Servers:
         for file in self.faults.iterdir():
             file.unlink()
         common = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONUNBUFFERED": "1"}
-        variables = {**common, **PATIENCE, **self.room.environment, FOLDER: str(self.faults), **self._variables}
+        variables = {**common, **PATIENCE, **self.sandbox.environment, FOLDER: str(self.faults), **self._variables}
         self.nodes = []
         for number, node in enumerate(list_nodes(self._layout, self._place, variables)):
-            words = self.room.enter(*self._place.reach(number, *node.words))
+            words = self.sandbox.enter(*self._place.reach(number, *node.words))
             with self._get_log(number).open("ab") as log:
                 own = {**node.variables, **each.get(number, {})}
                 self.nodes.append(
@@ -105,7 +105,7 @@ class Servers:
     def give_up(self) -> None:
         """End them, and never start them again."""
         self._is_given_up = True
-        self.room.end_all()
+        self.sandbox.end_all()
 
     def load(self, clients: int = CLIENTS) -> None:
         """Let clients ask without end, and return when they have had some answers."""
@@ -157,7 +157,7 @@ class Servers:
         while True:
             for node in self.nodes:
                 node.poll()
-            left = self.room.find_processes()
+            left = self.sandbox.find_processes()
             if not left:
                 return time.monotonic() - begin, {}
             if time.monotonic() > begin + patience:
@@ -174,7 +174,7 @@ class Servers:
         return "\n".join(text.decode(errors="replace") for text in texts)
 
     def _get_log(self, node: int) -> Path:
-        log = self.room.folder / f"node-{node}.log"
+        log = self.sandbox.folder / f"node-{node}.log"
         log.touch()
         return log
 

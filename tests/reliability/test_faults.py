@@ -1,4 +1,4 @@
-"""The faults that take seconds; `python -m tests.reliability.faults` has all of them, beside vLLM without us."""
+"""The faults that take seconds; `python -m tests.reliability.faults` has all of them, and compares with vLLM alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reliability.faults import make_variables
 from tests.reliability.layouts import find_place
 from tests.reliability.observation import observe
 from tests.reliability.refusals import REFUSALS, refuse
-from tests.reliability.room import Room
+from tests.reliability.sandbox import Sandbox
 from tests.reliability.scenarios import TENSOR, Setting
 from tests.reliability.servers import Servers
 
@@ -31,18 +31,18 @@ LEFT_BY_VLLM = {"`$TMPDIR/*`", "`$TMPDIR/vllm*`", "`/dev/shm/vllm*`"}  # without
 
 
 @pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+def sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     """Return a place whose leftovers are known; paths of sockets must be shorter than pytest's folders."""
     for variable in [name for name in os.environ if name.startswith(("VLLM_", "DBO_", "_DBO_"))]:
         monkeypatch.delenv(variable)  # of engines of other tests
-    with tempfile.TemporaryDirectory(prefix="rel-") as folder, Room(Path(folder)) as room:
-        yield room
+    with tempfile.TemporaryDirectory(prefix="rel-") as folder, Sandbox(Path(folder)) as sandbox:
+        yield sandbox
 
 
 @pytest.mark.parametrize("number", [0], ids=[REFUSALS[0].title])
-def test_ranks_that_differ_are_refused(room: Room, number: int) -> None:
+def test_ranks_that_differ_are_refused(sandbox: Sandbox, number: int) -> None:
     refusal = REFUSALS[number]
-    outcome = refuse(Servers(refusal.layout, find_place(), room, make_variables(room.folder)), refusal)
+    outcome = refuse(Servers(refusal.layout, find_place(), sandbox, make_variables(sandbox.folder)), refusal)
     assert (
         "ConfigError: rank 1 of vLLM's world did not answer within 20 s. Set VLLM_ASCEND_ENABLE_DBO=1" in outcome.cause
     )
@@ -51,13 +51,13 @@ def test_ranks_that_differ_are_refused(room: Room, number: int) -> None:
 
 
 def test_two_ranks_outlast_a_pause_and_hang_ups_and_end_when_an_op_raises(
-    room: Room, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scenarios, "STOP_SECONDS", 3.0)
     monkeypatch.setattr(scenarios, "VISITORS", 60)
-    clock = Clock(room.folder)
-    variables = {**make_variables(room.folder), **clock.variables}
-    servers = Servers(TENSOR, find_place(), room, variables)
+    clock = Clock(sandbox.folder)
+    variables = {**make_variables(sandbox.folder), **clock.variables}
+    servers = Servers(TENSOR, find_place(), sandbox, variables)
     setting = Setting(servers, (), clock)
     servers.start()
     try:

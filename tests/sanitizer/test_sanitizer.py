@@ -30,7 +30,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 def record(norm: Callable[..., Any] = lambda x: (x * 2, x + 1), **declaration: Any) -> Program:
-    """Return `x -> norm -> reduce (on comm) -> add`, with a residual beside the reduce."""
+    """Return `x -> norm -> reduce (on comm) -> add`, with a residual that the reduce does not touch."""
     p = ProgramBuilder()
     x = p.input("x")
     normed, residual = p.compute("norm", norm, x, outputs=2, **declaration)

@@ -70,7 +70,7 @@ def try_all(samples: Mapping[str, Sequence[Mutation]], workers: int) -> dict[str
 
 
 def try_module(name: str, mutations: Sequence[Mutation]) -> list[Trial]:
-    """Try mutants of one module, and tell of those that somebody must look at."""
+    """Try mutants of one module, and report those that need attention."""
     began = time.monotonic()
     order = Order(str(ROOT), name, [f"tests/{file}" for file in TARGETS[name]], list(mutations))
     # Properties draw the same examples each time, so that a mutant is killed each time or never.

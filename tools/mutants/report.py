@@ -60,7 +60,7 @@ def list_rows(modules: Mapping[str, Sequence[Trial]]) -> list[tuple[str, int, in
 
 
 def describe(trial: Trial) -> str | None:
-    """Return a line for a mutant that somebody must look at: a survivor, or one that is listed, and killed."""
+    """Return a line for a mutant that needs attention: a survivor, or one that is listed, and killed."""
     mutation, verdict = trial.mutation, trial.verdict
     where = f"line {mutation.number}, {mutation.place}: `{mutation.line}`: {mutation.change}"
     if trial.is_wrongly_listed:

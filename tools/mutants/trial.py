@@ -16,7 +16,7 @@ import pytest
 
 from .mutations import Mutation
 
-# Nothing is written beside the tests, and asserts stay plain: what exactly was different is of no interest here.
+# Nothing is written to the folders of the tests, and asserts stay plain: what was different does not matter here.
 OPTIONS = ("-q", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist")
 LEFT_OUT = "vllm or slow or root"  # markers
 TIMES_SLOWER = 10.0  # than on the module as it is; a test that takes longer hangs

@@ -23,7 +23,7 @@ OPTIONS: Mapping[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 256,
-    "max_num_batched_tokens": 160,  # so that prefills come in chunks, beside decodes
+    "max_num_batched_tokens": 160,  # so that prefills come in chunks, in steps that also decode
     "max_num_seqs": 32,
     "enable_prefix_caching": True,
     "worker_extension_cls": EXTENSION,

@@ -22,7 +22,7 @@ DISK_MIB = 64
 COMPILED = f"torchinductor_{getuser()}"
 
 
-class Room:
+class Sandbox:
     """A mount namespace for the length of a `with` block; at its end all of its processes are ended.
 
     Args:
@@ -34,7 +34,7 @@ class Room:
         self.temporary = folder / "tmp"
         self._mark = secrets.token_hex(8)
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> Sandbox:
         self.temporary.mkdir()
         ready = self.folder / "ready"
         disk = shlex.quote(str(self.temporary))
@@ -114,5 +114,5 @@ class Room:
         (self._see(self.temporary) / COMPILED).symlink_to(shared)
 
     def _see(self, path: Path) -> Path:
-        """Return a path of the room as seen from outside."""
+        """Return a path of the sandbox as seen from outside."""
         return Path(f"/proc/{self._holder.pid}/root{path}")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 FOLDER = "RELIABILITY_FAULTS"  # the variable with the folder
 HOLDS_SECONDS = 30.0  # at most
 TOO_MUCH_BYTES = 1 << 50
-ENTRY_POINTS = "[vllm.general_plugins]\nplanted = tests.reliability.planted:register\n"
+ENTRY_POINTS = "[vllm.general_plugins]\nplanted = tests.reliability.server_plugin:register\n"
 
 
 class Order(NamedTuple):

@@ -9,7 +9,7 @@ from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from tests.reliability.adapter_faults import ADAPTER_FAULTS
 from tests.reliability.metadata_faults import METADATA_FAULTS
 
-EXTENSION = "tests.reliability.planting.Extension"
+EXTENSION = "tests.reliability.worker_extension.Extension"
 
 
 class Extension(WorkerExtension):
