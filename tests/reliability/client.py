@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import sys
 import threading
 import time
@@ -73,7 +74,7 @@ def read(file: Path) -> list[Seen]:
 
 
 def main() -> int:
-    """Run clients until this process is ended, or, with `--hang-up`, until all have asked once."""
+    """Run clients until the input of this process ends, or, with `--hang-up`, until all have asked once."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("model")
@@ -83,10 +84,14 @@ def main() -> int:
     arguments = parser.parse_args()
     with arguments.file.open("a", buffering=1) as file:
         clients = [
-            threading.Thread(target=_be_client, args=(arguments, number, file)) for number in range(arguments.clients)
+            threading.Thread(target=_be_client, args=(arguments, number, file), daemon=True)
+            for number in range(arguments.clients)
         ]
         for client in clients:
             client.start()
+        if not arguments.hang_up:
+            sys.stdin.read()
+            os._exit(0)  # clients are still waiting for answers
         for client in clients:
             client.join()
     return 0

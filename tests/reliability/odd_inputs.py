@@ -62,7 +62,7 @@ def _change_place(node: Any, key: Any, chance: Random, most: int) -> None:
         with suppress(OverflowError):  # a whole number that no float can hold stays as it is
             node[key] = value * factor
     else:
-        node[key] = chance.choice(ODD_VALUES)
+        node[key] = copy.deepcopy(chance.choice(ODD_VALUES))  # a later change may be to what is in it
 
 
 def dump(content: Any) -> str:

@@ -1,6 +1,6 @@
 """Where servers of one run live: with a /dev/shm and a temporary folder of their own, so that what is left is theirs.
 
-Needs root: it is a mount namespace, which a sleeping process keeps.
+Needs root: it is a mount namespace. A process keeps it, which ends the servers if the run itself is killed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import secrets
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -17,6 +18,7 @@ from getpass import getuser
 from pathlib import Path
 from types import TracebackType
 
+ROOT = Path(__file__).parents[2]
 MARK = "RELIABILITY_RUN"  # a variable of all processes of a run
 DISK_MIB = 64
 COMPILED = f"torchinductor_{getuser()}"
@@ -39,8 +41,11 @@ class Sandbox:
         ready = self.folder / "ready"
         disk = shlex.quote(str(self.temporary))
         mounts = f"mount -t tmpfs none /dev/shm && mount -t tmpfs -o size={DISK_MIB}m none {disk}"
-        script = f"{mounts} && touch {shlex.quote(str(ready))} && exec sleep infinity"
-        self._holder = subprocess.Popen(["unshare", "--mount", "sh", "-c", script])
+        guard = shlex.join([sys.executable, "-m", "tests.reliability.sandbox", self._mark])
+        script = f"{mounts} && touch {shlex.quote(str(ready))} && exec {guard}"
+        self._holder = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", script], stdin=subprocess.PIPE, cwd=ROOT, start_new_session=True
+        )
         while not ready.exists():
             assert self._holder.poll() is None, "a mount namespace cannot be made: faults need root"
             time.sleep(0.02)
@@ -50,9 +55,7 @@ class Sandbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end_all()
-        self._holder.kill()
-        self._holder.wait()
+        self._holder.communicate()  # it sees the end of its input, and ends all
 
     @property
     def environment(self) -> dict[str, str]:
@@ -92,20 +95,11 @@ class Sandbox:
 
     def find_processes(self) -> dict[int, str]:
         """Return the names of the processes that run here, by id."""
-        found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended meanwhile
-                if f"{MARK}={self._mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                    found[int(process.name)] = (process / "comm").read_text().strip()
-        return found
+        return find_marked(self._mark)
 
     def end_all(self) -> None:
         """Kill all processes that run here, which are not asked before."""
-        while left := self.find_processes():
-            for process in left:
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            time.sleep(0.05)
+        end_marked(self._mark)
 
     def _share_compiled(self) -> None:
         """Share what torch has compiled with other runs: it keeps that in its temporary folder."""
@@ -116,3 +110,32 @@ class Sandbox:
     def _see(self, path: Path) -> Path:
         """Return a path of the sandbox as seen from outside."""
         return Path(f"/proc/{self._holder.pid}/root{path}")
+
+
+def find_marked(mark: str) -> dict[int, str]:
+    """Return the names of the processes with this value of `MARK` in their environment, by id."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found[int(process.name)] = (process / "comm").read_text().strip()
+    return found
+
+
+def end_marked(mark: str) -> None:
+    """Kill these processes, which are not asked before."""
+    while left := find_marked(mark):
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def main() -> None:
+    """Keep the namespace until the run closes the input of this process, or is killed; then end what runs in it."""
+    sys.stdin.read()
+    end_marked(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -124,8 +124,7 @@ class Servers:
     def stop_load(self) -> None:
         """End the clients."""
         for client in self._clients:
-            client.kill()
-            client.wait()
+            client.communicate()  # it sees the end of its input
         self._clients.clear()
 
     def read_answers(self) -> list[Seen]:
@@ -181,7 +180,8 @@ class Servers:
     def _start_clients(self, *words: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tests.reliability.client", self._place.url, str(TINY)]
         command += [str(self._answers), *words]
-        return subprocess.Popen(self._place.reach(0, *command), cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        own = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(self._place.reach(0, *command), cwd=ROOT, env=own, stdin=subprocess.PIPE)
 
     def _ask_once(self) -> str:
         code = (

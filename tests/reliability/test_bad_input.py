@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -12,7 +13,7 @@ import dbo_runtime
 from dbo_runtime.errors import DboError
 from tests.profiles import scale
 from tests.reliability.bad_input import fuzz, read_odd_places
-from tests.reliability.odd_inputs import list_large
+from tests.reliability.odd_inputs import ODD_VALUES, change, list_large
 from tests.reliability.outcomes import MAX_BYTES, Outcomes
 from tests.reliability.readers import Reader, list_plugin_readers, list_readers, open_folder
 
@@ -99,6 +100,14 @@ def _list_dangerous(tree: ast.Module) -> set[str]:
 )
 def test_what_runs_what_it_reads_is_found(source: str) -> None:
     assert _list_dangerous(ast.parse(source))
+
+
+def test_changes_leave_the_odd_values_as_they_are() -> None:
+    """Otherwise they grow from one input to the next, until one of them contains itself."""
+    chance, before = Random(0), repr(ODD_VALUES)
+    for _ in range(2000):
+        change([[1], {}], chance)
+    assert repr(ODD_VALUES) == before
 
 
 def test_an_error_of_another_kind_is_counted_as_such() -> None:
