@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from dbo_runtime.codegen import Issuing, write_source
+from dbo_runtime.codegen import FILE_PREFIX, Issuing, write_source
 from dbo_runtime.devices import open_device
 from dbo_runtime.events import EventTable
-from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.generated_executor import MAX_SHOWN_SOURCES, GeneratedExecutor
 from dbo_runtime.lowering import lower
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import ProgramBuilder
@@ -124,6 +124,23 @@ def test_a_traceback_shows_the_line_of_the_op_that_failed() -> None:
     assert "v3_0 = op_receive(values[2])  # 2  receive/0" in text
     assert "".join(linecache.getlines(f"<schedule {digest(schedule)}>")) == executor.write_source().text
     device.close()
+
+
+def test_few_sources_of_schedules_that_failed_are_kept() -> None:
+    def fail(x: int) -> int:
+        raise FloatingPointError("not a number")
+
+    device = open_device("virtual")
+    for length in range(1, MAX_SHOWN_SOURCES + 8):
+        p = ProgramBuilder()
+        value = p.input("x")
+        for number in range(length):
+            value = p.compute(f"op{number}", fail, value)
+        programs = (p.build(value),)
+        executor = GeneratedExecutor(lower(programs, sequential(programs)), device, EventTable(device))
+        with pytest.raises(FloatingPointError):
+            executor.run([(1,)])
+    assert sum(name.startswith(FILE_PREFIX) for name in linecache.cache) == MAX_SHOWN_SOURCES
 
 
 def test_an_executor_that_is_dropped_is_gone_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Adapters whose `record` declares whatever comes to its mind."""
+"""Adapters whose `record` declares random things."""
 
 from __future__ import annotations
 

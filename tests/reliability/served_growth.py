@@ -82,7 +82,7 @@ def serve_both(minutes: float, folder: Path) -> dict[str, ServedGrowth]:
 
 
 def serve_mixed(minutes: float, log: Path, **settings: str) -> ServedGrowth:
-    """Serve the tiny model at TP=2, with one client that sends whatever comes to its mind."""
+    """Serve the tiny model at TP=2, with one client that sends random requests."""
     with serve(TINY, log, *OPTIONS, **SHARED, **settings) as server:
         sent, ends = [0], threading.Event()
         client = threading.Thread(target=_send_all, args=(server, sent, ends))

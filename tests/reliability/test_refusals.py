@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import linecache
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +15,13 @@ from hypothesis import strategies as st
 from dbo_runtime.__main__ import FAILED, main
 from dbo_runtime.adapter import record_program
 from dbo_runtime.adapter_registry import check_adapter
-from dbo_runtime.codegen import FILE_PREFIX
 from dbo_runtime.config import read_environment, reread_environment
-from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.errors import ConfigError, ProgramError, ScheduleError
-from dbo_runtime.events import EventTable
-from dbo_runtime.generated_executor import MAX_SHOWN_SOURCES, GeneratedExecutor
-from dbo_runtime.lowering import lower
 from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder, statistics
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.observe.trace import make_trace, prepare_folder
 from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.render import parse, render
 from tests.observe.test_trace import TOY
 from tests.programs import lower_toy
@@ -236,17 +228,3 @@ def test_a_folder_for_traces_is_the_users_alone(tmp_path: Path) -> None:
     assert (tmp_path / "traces").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigError, match="cannot be made a folder"):
         prepare_folder("a\0b")
-
-
-def test_few_sources_of_schedules_that_failed_are_kept() -> None:
-    device = VirtualDevice()
-    for length in range(1, MAX_SHOWN_SOURCES + 8):
-        p = ProgramBuilder()
-        value = p.input("x")
-        for number in range(length):
-            value = p.compute(f"op{number}", fail, value)
-        programs = (p.build(value),)
-        executor = GeneratedExecutor(lower(programs, sequential(programs)), device, EventTable(device))
-        with pytest.raises(ValueError, match="no"):
-            executor.run([(1,)])
-    assert sum(name.startswith(FILE_PREFIX) for name in linecache.cache) == MAX_SHOWN_SOURCES
