@@ -327,3 +327,27 @@ def test_folding_puts_the_side_lane_on_compute_but_for_the_ops_that_are_kept() -
     assert [op.fn for op in folded.ops] == [op.fn for op in program.ops]
     assert folded.fold_side() is folded
     assert (folded.inputs, folded.outputs) == (program.inputs, program.outputs)
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"),
+    [
+        ({"outputs": -1}, r"outputs=-1; they are from 0 to 1000"),
+        ({"outputs": 1001}, r"outputs=1001; they are from 0 to 1000"),
+        ({"outputs": True}, r"outputs=True; they are from 0 to 1000"),
+        ({"exclusive": []}, r"exclusive=\[\]; it is a name or None"),
+        ({"communicator": 1}, r"communicator=1; it is a name or None"),
+        ({"overwrites": ["x"]}, r"overwrites=\['x'\]; they are a tuple of values"),
+        ({"overwrites": ("x",)}, r"overwrites=\('x',\); they are a tuple of values"),
+    ],
+)
+def test_what_is_declared_of_an_op_has_the_type_that_it_takes(
+    p: ProgramBuilder, declared: dict[str, Any], says: str
+) -> None:
+    x = p.input("x")
+    with pytest.raises(ProgramError, match=f"op 'op' has {says}"):
+        p.comm("op", abs, x, **declared)
+
+
+def test_an_op_may_write_a_thousand_values(p: ProgramBuilder) -> None:
+    assert len(p.compute("op", list, p.input("x"), outputs=1000)) == 1000
