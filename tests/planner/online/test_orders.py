@@ -27,6 +27,7 @@ from dbo_runtime.program import SIDE
 from dbo_runtime.validate import validate
 from tests.planner.online.prepared_machines import CONTENDED, CONTENDED_SIDE, FEW_STATES, MACHINES
 from tests.planner.online.served_orders import OrderJudge, draw_features
+from tests.planner.online.test_placements import record
 from tests.profiles import scale
 
 CASES = [case.name for case in list_cases()]
@@ -133,6 +134,15 @@ def test_there_is_an_order_without_side_the_best_with_it_and_one_with_moved_ops(
     assert programs[1] is best.programs[0]
     chosen = orders.choose_best(slices, config)
     assert chosen is min(listed, key=lambda order: predictor.predict_split(order, slices))
+
+
+def test_of_an_order_without_side_and_one_with_it_the_faster_is_chosen() -> None:
+    program, table = record(is_movable=False), MACHINES["side"].table
+    predictor = Predictor(program, table)
+    orders = Orders(program, table, predictor, FEW_STATES)
+    without, with_side = orders.list_orders(SLICES, RuntimeConfig(side="auto"))
+    assert predictor.predict_split(with_side, SLICES) < predictor.predict_split(without, SLICES)
+    assert orders.choose_best(SLICES, RuntimeConfig(side="auto")) is with_side
 
 
 @pytest.mark.slow
