@@ -76,7 +76,9 @@ def find_source(root: Path, name: str) -> Path:
 
 
 def main() -> int:
-    """Answer one order."""
+    """Answer one order. What tests, or what they import, print to the standard output goes to that of errors."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     order = Order(**json.load(sys.stdin))
     order = order._replace(mutations=[Mutation(*fields) for fields in order.mutations])
     os.chdir(order.root)
@@ -88,7 +90,7 @@ def main() -> int:
         print(failure, file=sys.stderr)
         return 1
     for mutation in order.mutations:
-        print(json.dumps(try_mutant(order, baseline, mutation)), flush=True)
+        print(json.dumps(try_mutant(order, baseline, mutation)), file=answers, flush=True)
     return 0
 
 

@@ -133,6 +133,14 @@ def test_a_split_that_takes_what_is_predicted_is_left_rarely(gain: float, steps:
     assert trials <= LEAD_PAIRS + steps / REFRESH_STEPS
 
 
+def test_how_often_a_split_is_tried_does_not_depend_on_how_long_steps_take() -> None:
+    def count_trials(seconds: float) -> int:
+        prediction = Prediction(seconds, 1.1 * seconds, 2, -0.1)
+        return serve(Rank(), 2000, prediction, split=1.1, doubt=DOUBT).count(None)
+
+    assert count_trials(0.25) == count_trials(4.0) > 0
+
+
 @settings(max_examples=scale(50))
 @given(st.floats(0.001, 2.0), st.lists(st.integers(0, 2), min_size=1, max_size=2000))
 def test_trials_of_splitting_lose_no_more_than_the_share_of_each_kind(loss: float, kinds: list[int]) -> None:
@@ -241,7 +249,7 @@ def test_of_ranks_that_are_behind_the_pairs_count_that_all_have(behind: list[int
 
 
 def test_steps_of_a_kind_are_about_as_large_and_alike_prefills_or_decodes() -> None:
-    prompt, longer = BatchFeatures(1000, 3e5, prefills=1), BatchFeatures(1400, 4.2e5, prefills=1)
+    prompt, longer = BatchFeatures(1000, 3e5, prefills=1), BatchFeatures(1400, 5.6e5, prefills=1)
     assert get_kind(prompt, GAINS, ("optimal", 0)) == get_kind(longer, GAINS, ("optimal", 0))
     others = (
         get_kind(prompt._replace(tokens=4000), GAINS, ("optimal", 0)),

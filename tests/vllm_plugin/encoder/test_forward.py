@@ -309,6 +309,16 @@ PACKED = torch.randn(1, 12, 2, 4, generator=torch.Generator().manual_seed(0))
 ENDS = np.array([0, 4, 8, 12], dtype=np.int32)
 
 
+def test_lengths_are_computed_on_the_host_from_where_sequences_end() -> None:
+    attention: Any = make_attention_class(OwnAttention, CpuAttention)
+    ends: Any = ENDS.astype(np.int64)[[0, 1, 3]]
+    lengths = attention.maybe_compute_seq_lens(None, ends, "npu")
+    assert lengths.counts == (4, 8)
+    assert (lengths.tolist(), lengths.dtype, lengths.device.type) == ([4, 8], torch.int32, "cpu")
+    kept = attention.maybe_recompute_cu_seqlens(None, ends, 64, 4, 2, "npu")
+    assert (kept.tolist(), kept.dtype, kept.device.type) == ([0, 4, 12], torch.int32, "cpu")
+
+
 @pytest.mark.parametrize("shape", [(1, 12, 8), (2, 6, 2, 4), (1, 12, 2, 4)])
 def test_attention_that_was_not_planned_is_left_to_vllm(shape: tuple[int, ...]) -> None:
     attention, query = make_attention(), torch.ones(shape)
