@@ -40,8 +40,14 @@ class Outcomes:
         """How many there were."""
         return self.accepted + self.refused + len(self.others)
 
-    def observe(self, read: Callable[[], object], what: object) -> None:
-        """Read an input, and count what becomes of it; *what* describes it if that is none of what may be."""
+    def observe(self, read: Callable[[], object], what: object, most: float = MAX_SECONDS) -> None:
+        """Read an input, and count what becomes of it; *what* describes it if that is none of what may be.
+
+        Args:
+            read: reads it.
+            what: the input; called if it can be.
+            most: seconds of the processor that it may take.
+        """
         before, start = _reset_peak(), time.process_time()
         try:
             with _end_after(HANGS_SECONDS), _swallow():
@@ -60,7 +66,7 @@ class Outcomes:
             self.accepted += 1
         seconds = time.process_time() - start
         self.slowest, self.memory = max(self.slowest, seconds), max(self.memory, _read("VmHWM") - before)
-        if seconds > MAX_SECONDS:
+        if seconds > most:
             self._note(f"{seconds:.1f} s", what)
 
     def _note(self, error: str, what: object) -> None:

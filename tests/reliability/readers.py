@@ -32,6 +32,7 @@ from tests.observe.test_trace import TOY, record_run
 from tests.programs import lower_toy
 from tests.reliability.hostile_adapters import make_adapter, make_class
 from tests.reliability.odd_inputs import ODD_TEXTS, ODD_VALUES, make_json, make_text, spoil
+from tests.reliability.outcomes import MAX_SECONDS
 
 CASES = ("910b-share-5591", "a3-layer-4894")
 SMALL_CASE = "910b-share-5591"
@@ -48,6 +49,7 @@ class Reader:
         file: the name of its file in a folder; empty for readers of no file.
         valid: the content of a valid file of JSON, if it is one.
         share: of the inputs that this reader gets: each of a command that plans takes a second.
+        seconds: that it may take; a command that plans searches besides.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Reader:
     file: str = ""
     valid: Any = None
     share: float = 1.0
+    seconds: float = MAX_SECONDS
 
 
 def list_readers() -> list[Reader]:
@@ -71,7 +74,7 @@ def list_readers() -> list[Reader]:
         Reader("rendered schedule", partial(make_text, [_render()]), _check_schedule, "schedule.txt"),
         Reader("config.json of a model", partial(make_json, [model]), _examine_model, "config.json", model),
         Reader("metrics folder", _make_counts, _sum_counts, "counter_dbo1.db"),
-        Reader("arguments of plan, render, trace", _make_words, _run_command, share=0.01),
+        Reader("arguments of plan, render, trace", _make_words, _run_command, share=0.01, seconds=20.0),
         Reader("settings", _make_settings, _read_settings),
         Reader("serve command", _make_command, read_command),
         Reader("adapter", make_adapter, lambda adapter: record_program(adapter, None, None)),  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from dbo_runtime.program import SIDE, Program
 
 MAX_LEAD_LAYERS = 3  # of the staggered orders that are tried
 MAX_COUNTS = 8  # of micro-batches whose policies are kept
+MAX_SEARCHED = 8  # micro-batches; of more, lanes are kept busy by common policies, too
 MAX_SHORT_SEARCH_STATES = 3_000  # of a search with few layers: more improve no order by more than 0.3 %
 
 
@@ -47,10 +48,11 @@ class Candidates:
     def find(self, times: Sequence[Sequence[float]]) -> NamedOrder | None:
         """Find the order that is optimal without contention, or near it, if ops take *times* [micro-batches][ops].
 
-        None if no period is found, and no order could be much faster than alternating.
+        None if no period is found, and no order could be much faster than alternating, or there are more than
+        `MAX_SEARCHED` micro-batches: the time of a search grows with the square of their number.
         """
         periodic = self._search.find(times, min(self._max_states, MAX_SHORT_SEARCH_STATES))
-        if periodic is None and self._search.is_saturated(times):
+        if periodic is None and (len(times) > MAX_SEARCHED or self._search.is_saturated(times)):
             return None
         if periodic is None:
             order = find_order(make_jobs((self._program,) * len(times), times), self._max_states).order

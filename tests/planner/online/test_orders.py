@@ -14,6 +14,8 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.program_spec import build_program
+from dbo_runtime.planner.online import candidates
+from dbo_runtime.planner.online.candidates import MAX_SEARCHED, Candidates
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.orders import Orders
@@ -143,6 +145,19 @@ def test_of_an_order_without_side_and_one_with_it_the_faster_is_chosen() -> None
     without, with_side = orders.list_orders(SLICES, RuntimeConfig(side="auto"))
     assert predictor.predict_split(with_side, SLICES) < predictor.predict_split(without, SLICES)
     assert orders.choose_best(SLICES, RuntimeConfig(side="auto")) is with_side
+
+
+def test_of_many_micro_batches_no_order_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a search grows with the square of their number: of 64 it took half a minute."""
+    searched = []
+    monkeypatch.setattr(candidates, "find_order", lambda jobs, most: searched.append(len(jobs)))
+    found = Candidates(MACHINES["unlike"].program.fold_side(), FEW_STATES)
+    times = [[1e-3] * len(MACHINES["unlike"].program.ops)] * (MAX_SEARCHED + 1)
+    assert found.find(times) is None
+    assert searched == []
+    with pytest.raises(AttributeError):  # what took the place of the search has found nothing
+        found.find(times[1:])
+    assert searched == [MAX_SEARCHED]
 
 
 @pytest.mark.slow
