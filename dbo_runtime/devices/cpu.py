@@ -199,6 +199,7 @@ class CpuDevice:
         self._inline = frozenset(inline)
         self._lanes: dict[str, CallingThreadLane | WorkerLane] = {}
         self._failure: BaseException | None = None
+        self._find_ranges: Callable[[Wanted], OpenRange | None] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -227,11 +228,13 @@ class CpuDevice:
 
         torch's profiler sees ops on workers only if it records all threads (`profile_all_threads`).
         """
-        if "torch" not in sys.modules:
-            return None
-        from dbo_runtime.devices.ranges import find_ranges
+        if self._find_ranges is None:
+            if "torch" not in sys.modules:
+                return None
+            from dbo_runtime.devices.ranges import find_ranges
 
-        return find_ranges(wanted)
+            self._find_ranges = find_ranges
+        return self._find_ranges(wanted)
 
     def begin(self) -> None:
         """Begin a run with the calling thread's state."""

@@ -13,7 +13,7 @@ from dbo_runtime.outside_files import parse_json, read_text
 
 MAX_PROFILE_BYTES = 1 << 29  # unpacked: some two million events
 MAX_PROFILE_CONTAINERS = 1 << 23  # of which few are kept
-MAX_PROFILE_VALUES = 1 << 26
+MAX_PROFILE_VALUES = 1 << 25
 
 
 def read_recorded(path: str | Path) -> Profile:

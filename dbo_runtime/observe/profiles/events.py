@@ -83,7 +83,7 @@ def keep_fields(content: dict[str, Any]) -> dict[str, Any] | None:
     """Return what is needed of an object of a profile: a whole one takes some 1 kB in memory."""
     if content.get("cat") == PYTHON:
         return None
-    return {name: value for name, value in content.items() if name in _KEPT}
+    return {name: value for name, value in content.items() if name in _KEPT} or None
 
 
 def read_events(profile: Any) -> Events:

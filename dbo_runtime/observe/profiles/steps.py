@@ -20,6 +20,7 @@ _STEPS = (
     re.compile(r"execute_(?:\d+_)?context_.*"),
     re.compile(r"ProfilerStep#\d+"),
 )
+IDLE = "execute_context_0(0)_generation_0(0)"  # a step of vLLM in which no request has a token
 WHOLE = "all of it"
 
 
@@ -48,7 +49,7 @@ def find_steps(events: Events) -> list[Step]:
     split = [_make_step(event, is_split=True) for event in events.host if is_step(event.name)]
     others: list[Step] = []
     for pattern in _STEPS:
-        others = [_make_step(event) for event in events.host if pattern.fullmatch(event.name)]
+        others = [_make_step(event) for event in events.host if pattern.fullmatch(event.name) and event.name != IDLE]
         if others:
             break
     starts: dict[Track | None, list[float]] = {}

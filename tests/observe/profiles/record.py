@@ -20,6 +20,7 @@ def main(mode: str, folder: str) -> None:
     """Serve, and profile the second round of prompts; *mode* is `split` or `vllm`."""
     settings = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_MODE": "always"} if mode == "split" else {}
     os.environ.update(settings, OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # all prompts are there when the first step is scheduled
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -290,7 +290,7 @@ def replace(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (replace(pid=[1]), r"pid is \[1\]; it must be a whole number or text"),
         (replace(tid=1.5), "tid is 1.5"),
         (replace(ts=1e30), "s apart, more than"),
-        (lambda profile: profile.update(traceEvents={}), "traceEvents is {}; it must be a list"),
+        (lambda profile: profile.update(traceEvents=7), "traceEvents is 7; it must be a list"),
         (lambda profile: profile.update(traceEvents=[]), "has no event with a duration"),
         (lambda profile: profile["traceEvents"].append(3), r"traceEvents\[16\] is 3; it must be an object"),
         (lambda profile: profile.pop("traceEvents"), "traceEvents is None"),
