@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,9 @@ from tests.programs import lower_toy, record_toy
 
 torch = pytest.importorskip("torch")
 
-from dbo_runtime.devices.ranges import MarkedRange, Marks, find_ranges  # noqa: E402 - it needs torch
+from dbo_runtime.devices.npu import find_marks  # noqa: E402 - it needs torch
+from dbo_runtime.devices.ranges import MarkedRange, Marks, find_ranges  # noqa: E402 - so does this
+from dbo_runtime.devices.torch_streams import StreamDevice  # noqa: E402 - and this
 
 ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
@@ -227,3 +231,34 @@ def test_a_devices_own_marks_are_inside_the_range_of_torch() -> None:
     assert calls == ["dbo: replay", 7]
     (event,) = profile(lambda: MarkedRange("dbo: replay", marks).__enter__())
     assert event.name == "dbo: replay"
+
+
+def test_marks_are_made_on_the_stream_of_the_lane() -> None:
+    calls: list[Any] = []
+    streams = count()
+    backend = SimpleNamespace(current=None)
+    backend.Stream = lambda: SimpleNamespace(stream_id=next(streams), wait_event=lambda event: None)
+    backend.Event = lambda: SimpleNamespace(record=lambda stream: None)
+    backend.current = first = backend.Stream()
+    backend.current_stream = lambda: backend.current
+    backend.set_stream = lambda stream: setattr(backend, "current", stream)
+    backend.is_current_stream_capturing = lambda: False
+    backend.mstx = SimpleNamespace(
+        range_start=lambda name, stream: calls.append((name, stream.stream_id)) or len(calls),
+        range_end=lambda number: calls.append(number),
+    )
+    device: Any = StreamDevice("npu", backend, object, find_marks(backend))  # type: ignore[arg-type]
+    executor = make_prepare(GeneratedExecutor)(device, record_tensors())
+    executor.run([(torch.ones(1),), (torch.ones(1),)], open_range=device.find_ranges("on"))
+    started, ended = calls[::2], calls[1::2]
+    assert [name for name, _ in started] == name_ops(executor.schedule)
+    assert ended == [*range(1, len(calls), 2)]
+    assert {stream for name, stream in started if " on compute #" in name} == {first.stream_id}
+    assert len({stream for _, stream in started}) == 2
+    backend.is_current_stream_capturing = lambda: True
+    assert device.find_ranges("on") is None
+
+
+def test_a_torch_npu_without_mstx_has_no_marks() -> None:
+    assert find_marks(SimpleNamespace()) is None  # type: ignore[arg-type]
+    assert find_marks(SimpleNamespace(mstx=SimpleNamespace())) is None  # type: ignore[arg-type]
