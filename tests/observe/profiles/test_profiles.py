@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices import open_device
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe import recorded_file, trace_command
 from dbo_runtime.observe.gaps import find_gaps
@@ -18,8 +22,11 @@ from dbo_runtime.observe.profiles.kinds import is_communication, is_host_copy
 from dbo_runtime.observe.profiles.profile_file import Profile
 from dbo_runtime.observe.recorded_file import read_recorded
 from dbo_runtime.observe.summary import summarize
-from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import save_trace
+from dbo_runtime.program import ProgramBuilder
+from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
+from tests.graph_logs import Log
 from tests.observe.profiles.handmade import (
     FIRST,
     OTHER_STREAM,
@@ -327,3 +334,32 @@ def test_a_profile_with_stacks_keeps_none_of_them(tmp_path: Path) -> None:
         maker.add("python_function", "x" * 100, number, number + 1)
     profile = read_recorded(maker.save(tmp_path / "gpu.json.gz"))
     assert get_only(profile) == get_only(read_recorded(make_split_step().save(tmp_path / "without.json")))
+
+
+def test_a_profile_says_of_a_step_what_our_own_recorder_says(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    device, recorder = open_device("cpu"), Recorder()
+    p = ProgramBuilder()
+    with p.layer(0):
+        x = p.comm(
+            "reduce", lambda x: time.sleep(0.004) or x, p.compute("mlp", lambda x: time.sleep(0.002) or x, p.input("x"))
+        )
+    program = p.build(p.compute("end", lambda x: x, x))
+    runtime = MicroBatchRuntime(program, device, RuntimeConfig(mode="always"), Log())  # type: ignore[arg-type]
+    plan = runtime.plan(Batch((4, 4), 8))
+    assert isinstance(plan, ExecutionPlan)
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, experimental_config=all_threads) as profiler:
+        runtime.run(plan, [(0,), (0,)], instrument=recorder)
+    profiler.export_chrome_trace(str(tmp_path / "step.json.gz"))
+    device.close()
+    recorded = {(span.op, span.micro_batch): span for span in recorder.timeline().spans}
+    shown = {(span.op, span.micro_batch): span for span in get_only(read_recorded(tmp_path / "step.json.gz")).spans}
+    assert shown.keys() == recorded.keys()
+    for name, span in shown.items():
+        assert (span.lane, span.waits) == (recorded[name].lane, recorded[name].waits)
+        # The range is inside of what is timed.
+        assert span.end - span.start <= recorded[name].end - recorded[name].start + 50e-6
+    for name in (("L0.reduce", 0), ("L0.reduce", 1)):
+        assert shown[name].end - shown[name].start >= 0.004
