@@ -229,7 +229,7 @@ class CpuDevice:
         torch's profiler sees ops on workers only if it records all threads (`profile_all_threads`).
         """
         if self._find_ranges is None:
-            if "torch" not in sys.modules:
+            if sys.modules.get("torch") is None:
                 return None
             from dbo_runtime.devices.ranges import find_ranges
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 
 from dbo_runtime.observe.ranges import OpenRange
 from dbo_runtime.setting_values import Wanted
@@ -44,7 +43,7 @@ def is_profiling() -> bool:
 
     The first is torch's own flag, which its compiler reads, too; torch_npu's profiler sets only the second.
     """
-    return profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
+    return torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
 
 
 class MarkedRange:
