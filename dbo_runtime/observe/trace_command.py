@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
             {name if is_alone else f"{file.name} {name}".rstrip(): step for name, step in recorded.steps.items()}
         )
         notes += recorded.notes
+    if not steps:
+        raise ConfigError(f"{path} has no step that ran an op: profile while requests are served.")
     if arguments.step is not None:
         steps = _choose(steps, arguments.step, path)
     if arguments.figure:

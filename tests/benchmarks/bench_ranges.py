@@ -4,12 +4,12 @@
 
 The step is that of a decoder of 61 layers of 9 ops in 2 micro-batches, whose ops do nothing, on streams that cost
 nothing: what is left is the host's work. Without ranges at all means that the step does not even look for a profiler.
+Figures are those of the fastest of many rounds, in turns, so that what else the machine does counts little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 
 import pytest
 
@@ -26,7 +26,7 @@ from tests.benchmarks.rounds import time_in_turns
 
 torch = pytest.importorskip("torch")
 
-ROUNDS = 200
+ROUNDS = 500
 PROFILED_ROUNDS = 10
 MAX_RATIO = 1.02
 BARE, OFF, ON = "without ranges at all", "no profiler is on", "torch's profiler is on"
@@ -55,14 +55,12 @@ def test_ranges_cost_nothing_while_no_profiler_is_on(publish: Publish) -> None:
     off = time_in_turns(modes, ROUNDS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         on = time_in_turns(modes, PROFILED_ROUNDS)
-    ratio = median(one / other for one, other in zip(off[OFF], off[BARE], strict=True))
-    profiled = median(one / other for one, other in zip(on[OFF], on[BARE], strict=True))
-    looking = median(one - other for one, other in zip(off[OFF], off[BARE], strict=True))
-    added = (median(on[OFF]) - median(on[BARE])) / ops
+    bare, looking, profiled = min(off[BARE]), min(off[OFF]), min(on[OFF])
+    ratio, added = looking / bare, (profiled - min(on[BARE])) / ops
     rows = [
-        [BARE, f"{median(off[BARE]) * 1e3:.3f}", "1.00x"],
-        [OFF, f"{median(off[OFF]) * 1e3:.3f}", f"{ratio:.3f}x, {looking * 1e6:.1f} us a step"],
-        [ON, f"{median(on[OFF]) * 1e3:.2f}", f"{profiled:.1f}x, {added * 1e6:.1f} us an op"],
+        [BARE, f"{bare * 1e3:.3f}", "1.00x"],
+        [OFF, f"{looking * 1e3:.3f}", f"{ratio:.3f}x, {(looking - bare) * 1e6:.1f} us a step"],
+        [ON, f"{profiled * 1e3:.2f}", f"{profiled / bare:.1f}x, {added * 1e6:.1f} us an op"],
     ]
     target = (
         f"- Target: at most {MAX_RATIO}x while no profiler is on. {'Reached' if ratio <= MAX_RATIO else '**Missed**'}."

@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.profiles.events import Event, Events, Kernel, read_events
 from dbo_runtime.observe.profiles.ranged import make_ranged
 from dbo_runtime.observe.profiles.steps import Step, find_steps
@@ -52,7 +51,7 @@ def make_profile(content: Any) -> Profile:
     """Return the steps of a profile, of which `keep_fields` has kept all that is needed.
 
     Raises:
-        ConfigError: naming the field that is not as it must be, or if no step ran anything.
+        ConfigError: naming the field that is not as it must be.
     """
     events = read_events(content)
     host: _InTime[Event] = _InTime(events.host, lambda event: event.start)
@@ -64,8 +63,8 @@ def make_profile(content: Any) -> Profile:
         if timeline.spans:
             steps[f"{len(steps)}: {step.label[:MAX_LABEL]}"] = {events.rank: timeline}
             bases[basis] = bases.get(basis, 0) + 1
-    if not steps:
-        raise ConfigError("traceEvents has no step that ran an op.")
+    if not steps:  # such as a profile of vLLM's API server
+        return Profile({}, (f"{events.rank}: no step that ran an op",))
     return Profile(steps, tuple(f"{events.rank}, {count} steps: {basis}" for basis, count in bases.items()))
 
 

@@ -280,6 +280,20 @@ def test_a_folder_may_have_profiles_and_traces(tmp_path: Path, capsys: pytest.Ca
     ]  # fmt: skip
 
 
+def test_a_profile_without_steps_does_not_hide_those_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Maker(rank=None)
+    server.annotate("llm_engine step: get_output", 0, 10)
+    path = server.save(tmp_path / "async_llm.json")
+    with pytest.raises(ConfigError, match=r"async_llm\.json has no step that ran an op"):
+        run_command(capsys, path)
+    make_split_step().save(tmp_path / "rank-0.json")
+    printed = run_command(capsys, tmp_path).splitlines()
+    assert printed[0] == "process 100: no step that ran an op"
+    assert [line.split()[0] for line in printed[1:]] == ["rank", "step", "rank-0.json", "median"]
+
+
 def replace(**fields: Any) -> Callable[[dict[str, Any]], None]:
     """Return what gives the last event of a profile other fields."""
     return lambda profile: profile["traceEvents"][-1].update(fields)
