@@ -68,7 +68,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "vllm",
             passes_on=True,
         ),
-        "trace": Command("dbo_runtime.observe.trace_command", "summarize a trace that DBO_TRACE wrote, and draw it"),
+        "trace": Command(
+            "dbo_runtime.observe.trace_command", "summarize traces, or profiles of torch's profiler, and draw a step"
+        ),
         "render": Command(
             "dbo_runtime.planner.whatif.render_command", "print the schedule of a cost file's program, or check one"
         ),

@@ -20,9 +20,11 @@ from dbo_runtime.setting_values import (
     PARTS,
     PATH,
     POLICY,
+    RANGES,
     SWITCH,
     Check,
     Values,
+    Wanted,
     allow_count,
     allow_names,
 )
@@ -189,6 +191,14 @@ class RuntimeConfig:
     )
     trace_steps: int = _setting(
         "DBO_TRACE_STEPS", 32, allow_count(1), "at start", "How many split steps DBO_TRACE writes."
+    )
+    ranges: Wanted = _setting(  # noqa: RUF009 - text does not change
+        "DBO_RANGES",
+        "auto",
+        RANGES,
+        "each step",
+        "Name each op of a split step in profilers (docs/observing.md): `auto` while torch's profiler is on; `on` "
+        "always, for those that cannot be detected (nsys, msprof), by NVTX on CUDA and MSTX on an NPU; `off` never.",
     )
     check: Check = _setting(  # noqa: RUF009 - members of an enum do not change
         "DBO_CHECK",

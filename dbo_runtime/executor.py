@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from dbo_runtime.codegen import number_slots
@@ -11,6 +11,7 @@ from dbo_runtime.devices import Device, Event, Lane, Values
 from dbo_runtime.errors import DeviceError, ProgramError, add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.observe.instrument import Instrument
+from dbo_runtime.observe.ranges import OpenRange, name_ops
 from dbo_runtime.program import Program, Value
 from dbo_runtime.schedule import Instruction, Schedule, Slot
 
@@ -70,7 +71,18 @@ class Executor:
         self._joins = [events.get(by_issue[issue]) for issue in schedule.joins]
         self._blocking = next((instruction for instruction in schedule.instructions if instruction.op.host_sync), None)
 
-    def run(self, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None) -> Outputs:
+    @cached_property
+    def range_names(self) -> list[str]:
+        """The name of each instruction's range in profilers, in issue order; made when a run first has ranges."""
+        return name_ops(self.schedule)
+
+    def run(
+        self,
+        inputs: Inputs,
+        enter: Enter = stay,
+        instrument: Instrument | None = None,
+        open_range: OpenRange | None = None,
+    ) -> Outputs:
         """Issue all instructions and return each micro-batch's outputs.
 
         Args:
@@ -78,6 +90,7 @@ class Executor:
             enter: called on the issuing thread before an op whenever the micro-batch changes; only `compute` ops may
                 rely on what it sets.
             instrument: receives each op's interval.
+            open_range: opens a range around each op, on the thread that runs or issues it; `Device.find_ranges`.
 
         Raises:
             DeviceError: if the device captures a graph and an op waits for the device.
@@ -95,7 +108,7 @@ class Executor:
                 values[slot] = value
         self._device.begin()
         try:
-            self._issue(values, enter, instrument)
+            self._issue(values, enter, instrument, open_range)
             outputs = [tuple(values[slot] for slot in slots) for slots in self._outputs]
             self._device.release_to_caller(outputs)
             self._device.finish()
@@ -104,13 +117,15 @@ class Executor:
             raise
         return outputs
 
-    def _issue(self, values: Values, enter: Enter, instrument: Instrument | None) -> None:
+    def _issue(self, values: Values, enter: Enter, instrument: Instrument | None, open_range: OpenRange | None) -> None:
         if self._forks:
             self._first_lane.record(self._start)
             for lane in self._forks:
                 lane.wait(self._start)
         current: int | None = None
-        for micro_batch, lane, waits, task, event in self._instructions:
+        for number, (micro_batch, lane, waits, task, event) in enumerate(self._instructions):
+            if open_range is not None:
+                task = RangedTask(task, open_range, self.range_names[number])
             for awaited in waits:
                 lane.wait(awaited)
             if micro_batch != current:
@@ -175,6 +190,22 @@ class BoundOp:
     def _store(self, values: Values, result: Any) -> None:
         for slot, value in zip(self.writes, unpack(result, len(self.writes)), strict=True):
             values[slot] = value
+
+
+class RangedTask(BoundOp):
+    """An op that runs in a range of the profilers that are on."""
+
+    __slots__ = ("_name", "_open_range")
+
+    def __init__(self, task: BoundOp, open_range: OpenRange, name: str) -> None:
+        super().__init__(task.instruction, task.reads, task.writes, task.frees)
+        self._open_range = open_range
+        self._name = name
+
+    def run(self, values: Values) -> None:
+        """Run the op in its range."""
+        with self._open_range(self._name):
+            super().run(values)
 
 
 def unpack(result: Any, count: int) -> Sequence[Any]:

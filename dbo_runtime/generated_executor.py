@@ -12,6 +12,7 @@ from dbo_runtime.errors import add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Enter, Executor, describe, unpack
 from dbo_runtime.observe.instrument import Instrument
+from dbo_runtime.observe.ranges import OpenRange
 from dbo_runtime.schedule import Schedule
 
 MAX_SHOWN_SOURCES = 16  # sources that tracebacks can show: those of the last schedules that failed
@@ -20,8 +21,8 @@ MAX_SHOWN_SOURCES = 16  # sources that tracebacks can show: those of the last sc
 class GeneratedExecutor(Executor):
     """Runs one schedule, any number of times, by a function that has one line for each thing the host does.
 
-    The function is generated here, which takes some 20 us an instruction. Runs with an instrument go through the plain
-    loop, which measures each op.
+    The function is generated here, which takes some 20 us an instruction. Runs with an instrument or ranges
+    go through the plain loop, so that the function is the same whether or not a profiler is on.
     """
 
     def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
@@ -33,9 +34,9 @@ class GeneratedExecutor(Executor):
         issuing = {name: _get_issuing(lane) for name, lane in self._lanes.items()}
         return write_source(self.schedule, issuing)
 
-    def _issue(self, values: Values, enter: Enter, instrument: Instrument | None) -> None:
-        if instrument is not None:
-            super()._issue(values, enter, instrument)
+    def _issue(self, values: Values, enter: Enter, instrument: Instrument | None, open_range: OpenRange | None) -> None:
+        if instrument is not None or open_range is not None:
+            super()._issue(values, enter, instrument, open_range)
             return
         try:
             self._function(values, enter)

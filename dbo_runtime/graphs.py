@@ -21,6 +21,7 @@ from dbo_runtime.devices import Device, Graph
 from dbo_runtime.errors import ConfigError, ScheduleError, get_context
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.observe.instrument import Instrument
+from dbo_runtime.observe.ranges import OpenRange, open_replay
 from dbo_runtime.render import digest
 from dbo_runtime.validate import validate
 
@@ -110,9 +111,14 @@ class Graphs:
         self._newest: Graph | None = None
 
     def run(
-        self, executor: Executor, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None
+        self,
+        executor: Executor,
+        inputs: Inputs,
+        enter: Enter = stay,
+        instrument: Instrument | None = None,
+        open_range: OpenRange | None = None,
     ) -> Outputs:
-        """Do what `Executor.run` does, by a replay where possible.
+        """Do what `Executor.run` does, by a replay where possible, which is one range.
 
         *enter* is called in eager runs and while a graph is captured, but not for a replay. What ops reach by it must
         be tensors that stay in their place, which the caller writes to before each step.
@@ -120,11 +126,11 @@ class Graphs:
         Raises:
             What `Executor.run` raises, run eagerly.
         """
-        outputs = self._run_or_decline(executor, inputs, enter, instrument)
+        outputs = self._run_or_decline(executor, inputs, enter, instrument, open_range)
         if not isinstance(outputs, Decline):
             return outputs
         self._report(outputs)
-        return executor.run(inputs, enter, instrument)
+        return executor.run(inputs, enter, instrument, open_range)
 
     def close(self) -> None:
         """Release the memory of all graphs. Steps that still come are captured anew."""
@@ -137,7 +143,12 @@ class Graphs:
         self._newest = None
 
     def _run_or_decline(
-        self, executor: Executor, inputs: Inputs, enter: Enter, instrument: Instrument | None
+        self,
+        executor: Executor,
+        inputs: Inputs,
+        enter: Enter,
+        instrument: Instrument | None,
+        open_range: OpenRange | None,
     ) -> Outputs | Decline:
         """Return the results of a replay, or of a new shape's eager run; or why the step is neither."""
         declined = self._check_run(executor, instrument)
@@ -155,10 +166,11 @@ class Graphs:
         if isinstance(known, Decline):
             return known
         if known is not None:
-            return self._replay(known, key, inputs, counts)
+            with open_replay(open_range):
+                return self._replay(known, key, inputs, counts)
         if len(self._known) >= self._max_shapes:
             return Decline("too many shapes", f"{self._max_shapes} were tried")
-        return self._run_first(key, inputs, counts, enter)
+        return self._run_first(key, inputs, counts, enter, open_range)
 
     def _check_run(self, executor: Executor, instrument: Instrument | None) -> Decline | None:
         """Return why this run cannot be a replay whatever its inputs, or None."""
@@ -203,10 +215,12 @@ class Graphs:
         self.replayed += 1
         return outputs
 
-    def _run_first(self, key: _Key, inputs: Inputs, counts: Counts, enter: Enter) -> Outputs:
+    def _run_first(
+        self, key: _Key, inputs: Inputs, counts: Counts, enter: Enter, open_range: OpenRange | None
+    ) -> Outputs:
         """Run the first step of a shape eagerly, then capture it; return the results of the eager run."""
         kept = [[None if value is None else value.clone() for value in given] for given in inputs]
-        outputs = key.executor.run(inputs, enter)
+        outputs = key.executor.run(inputs, enter, None, open_range)
         self._known[key] = captured = self._capture(key, kept, counts, outputs, enter)
         if isinstance(captured, Decline):
             self._report(captured)

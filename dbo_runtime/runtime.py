@@ -16,6 +16,7 @@ from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.executor_cache import ExecutorCache
 from dbo_runtime.observe.declines import count_declined
 from dbo_runtime.observe.instrument import Instrument
+from dbo_runtime.observe.ranges import open_step
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.policies import LATEST_FIRST
@@ -255,9 +256,11 @@ class MicroBatchRuntime:
     def run(
         self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None
     ) -> Outputs:
-        """Run a plan; see `Executor.run`."""
+        """Run a plan; see `Executor.run`. Its ops have ranges in profilers where the settings want them."""
+        ranges = self.device.find_ranges(self.config.ranges)
         try:
-            outputs = plan.executor.run(inputs, enter, instrument)
+            with open_step(ranges, plan):
+                outputs = plan.executor.run(inputs, enter, instrument, ranges)
         except Exception as error:
             # vLLM's executors pass an error on by its text alone, without notes: log here where it happened.
             self._log.error("a split step failed", error=repr(error), where=get_context(error))

@@ -46,6 +46,9 @@ GOOD = [
     ("DBO_GENERIC", "1", "generic", True),
     ("DBO_TRACE", "traces", "trace", "traces"),
     ("DBO_TRACE_STEPS", "1", "trace_steps", 1),
+    ("DBO_RANGES", "auto", "ranges", "auto"),
+    ("DBO_RANGES", "on", "ranges", "on"),
+    ("DBO_RANGES", "off", "ranges", "off"),
     ("DBO_CHECK", "1", "check", Check.RESULTS),
     ("DBO_CHECK", "races", "check", Check.RACES),
 ]
@@ -79,6 +82,7 @@ BAD = [
     ("DBO_POLICY", "staggered:-1", "optimal, sequential, alternate, staggered or staggered:LEAD"),
     ("DBO_POLICY", "staggered:one", "optimal, sequential, alternate, staggered or staggered:LEAD"),
     ("DBO_SIDE", "1", "auto, on or off"),
+    ("DBO_RANGES", "1", "auto, on or off"),
     ("DBO_SIDE_CORES", "8", "CUBE:VECTOR, such as 8:16"),
     ("DBO_SIDE_CORES", "8:0", "CUBE:VECTOR, such as 8:16"),
     ("DBO_SIDE_CORES", "8:16:1", "CUBE:VECTOR, such as 8:16"),

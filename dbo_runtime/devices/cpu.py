@@ -8,6 +8,7 @@ workload and slower in another, and schedules are made for lanes whose ops finis
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,8 +16,20 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
-from dbo_runtime.devices import DirectCalls, Graph, Lane, Note, Result, Task, Values, check_recorded, make_capture_error
+from dbo_runtime.devices import (
+    DirectCalls,
+    Graph,
+    Lane,
+    Note,
+    Result,
+    Task,
+    Values,
+    check_recorded,
+    make_capture_error,
+)
 from dbo_runtime.errors import DeviceError
+from dbo_runtime.observe.ranges import OpenRange
+from dbo_runtime.setting_values import Wanted
 
 ThreadState = Callable[[], AbstractContextManager[Any]]
 
@@ -186,6 +199,7 @@ class CpuDevice:
         self._inline = frozenset(inline)
         self._lanes: dict[str, CallingThreadLane | WorkerLane] = {}
         self._failure: BaseException | None = None
+        self._find_ranges: Callable[[Wanted], OpenRange | None] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -208,6 +222,19 @@ class CpuDevice:
     def start_timer(self) -> HostTimer:
         """Start a timer now."""
         return HostTimer()
+
+    def find_ranges(self, wanted: Wanted = "auto") -> OpenRange | None:
+        """Return those of torch; None where torch is not imported.
+
+        torch's profiler sees ops on workers only if it records all threads (`profile_all_threads`).
+        """
+        if self._find_ranges is None:
+            if sys.modules.get("torch") is None:
+                return None
+            from dbo_runtime.devices.ranges import find_ranges
+
+            self._find_ranges = find_ranges
+        return self._find_ranges(wanted)
 
     def begin(self) -> None:
         """Begin a run with the calling thread's state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dbo_runtime.devices.ranges import Marks
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.errors import DeviceError
 
@@ -22,4 +23,6 @@ class CudaDevice(StreamDevice):
         if not torch.cuda.is_available():
             reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
             raise DeviceError(f"{reason}; install a CUDA build of torch and its driver, or use device 'cpu'.")
-        super().__init__("cuda", torch.cuda, torch.cuda.CUDAGraph)
+        super().__init__(
+            "cuda", torch.cuda, torch.cuda.CUDAGraph, Marks(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
+        )

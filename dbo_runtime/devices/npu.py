@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dbo_runtime.devices import Lane
+from dbo_runtime.devices.ranges import Marks
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
@@ -44,7 +45,7 @@ class NpuDevice(StreamDevice):
 
     def __init__(self, groups: Sequence[Any] = (), core_limits: Mapping[str, CoreLimit] | None = None) -> None:
         npu = import_npu()
-        super().__init__("npu", npu, npu.NPUGraph)
+        super().__init__("npu", npu, npu.NPUGraph, find_marks(npu))
         self._groups = tuple(groups)
         self._core_limits = dict(core_limits or {})
 
@@ -90,6 +91,14 @@ class NpuDevice(StreamDevice):
         """Return the ids of HCCL's streams."""
         device = torch.device("npu", self.backend.current_device())
         return {group._get_backend(device).get_coll_stream_id(device) for group in self._groups}
+
+
+def find_marks(npu: ModuleType) -> Marks | None:
+    """Return MSTX ranges on the host and on the current stream; None if this torch_npu has none."""
+    mstx: Any = getattr(npu, "mstx", None)
+    if not hasattr(mstx, "range_start"):
+        return None
+    return Marks(lambda name: mstx.range_start(name, npu.current_stream()), mstx.range_end)
 
 
 def import_npu() -> ModuleType:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dbo_runtime.devices import Device, Event, Graph, Lane, Result, Timer, make_capture_error
+from dbo_runtime.observe.ranges import OpenRange
+from dbo_runtime.setting_values import Wanted
 
 
 class SerialDevice:
@@ -33,6 +35,10 @@ class SerialDevice:
     def start_timer(self) -> Timer:
         """Start a timer of the other device."""
         return self._device.start_timer()
+
+    def find_ranges(self, wanted: Wanted = "auto") -> OpenRange | None:
+        """Return those of the other device."""
+        return self._device.find_ranges(wanted)
 
     def begin(self) -> None:
         """Begin a run of the other device."""

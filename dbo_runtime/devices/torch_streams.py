@@ -15,9 +15,12 @@ from typing import Any, cast
 import torch
 
 from dbo_runtime.devices import Graph, Lane, Result
+from dbo_runtime.devices.ranges import Marks, find_ranges
 from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
 from dbo_runtime.devices.stream_lane import StreamEvent, StreamLane
 from dbo_runtime.errors import DeviceError
+from dbo_runtime.observe.ranges import OpenRange
+from dbo_runtime.setting_values import Wanted
 
 POOL_STREAMS = 32  # that CUDA (of one priority) and NPU each return in rotation (c10/cuda/CUDAStream.h, NPUStream.cpp)
 
@@ -29,6 +32,7 @@ class StreamDevice:
         name: that `open_device` takes, and torch's name of the device type.
         backend: `torch.npu` or `torch.cuda`.
         make_graph: returns a new graph of the backend.
+        marks: how ranges are marked for the backend's own profilers.
 
     Attributes:
         run: number of runs begun.
@@ -36,10 +40,11 @@ class StreamDevice:
 
     can_capture = True
 
-    def __init__(self, name: str, backend: Any, make_graph: Callable[[], Any]) -> None:
+    def __init__(self, name: str, backend: Any, make_graph: Callable[[], Any], marks: Marks | None = None) -> None:
         self.name = name
         self.backend = backend
         self._make_graph = make_graph
+        self._marks = marks
         self._capture_stream: Any = None
         self.run = 0
         self._lanes: dict[str, StreamLane] = {}
@@ -71,6 +76,11 @@ class StreamDevice:
     def start_timer(self) -> StreamTimer:
         """Start a timer on the current stream."""
         return StreamTimer(self.backend)
+
+    def find_ranges(self, wanted: Wanted = "auto") -> OpenRange | None:
+        """Return those of torch and of the backend; None under capture, when nothing runs yet."""
+        found = find_ranges(wanted, self._marks)
+        return None if found is None or self.is_capturing else found
 
     def begin(self) -> None:
         """Begin a run: the first lane is the stream that is current now."""

@@ -1,4 +1,4 @@
-"""`dbo trace`: summarize the trace of one step, or a folder of traces."""
+"""`dbo trace`: summarize the trace of one step, a profile of many, or a folder of either."""
 
 from __future__ import annotations
 
@@ -12,62 +12,93 @@ from typing import Any
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.figure import draw_figure
+from dbo_runtime.observe.recorded_file import read_recorded
 from dbo_runtime.observe.summary import Summary, summarize
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.observe.trace_file import read_trace
 
 HEADS = ("ms", "hidden", "E_overlap", "LB/T")
+Steps = dict[str, dict[str, Timeline]]
+"""Timelines by step and rank."""
 Figures = tuple[float | None, ...]
 """Milliseconds, share hidden, E_overlap, LB/T."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("path", help="a trace, or a folder of traces as DBO_TRACE writes it")
-    parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one trace as PNG, a panel for each rank")
+    parser.add_argument(
+        "path",
+        help="a trace, a profile of torch's profiler (.json or .json.gz), or a folder of them, such as DBO_TRACE's",
+    )
+    parser.add_argument("--step", metavar="NUMBER", help="only this step of a profile")
+    parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one step as PNG, a panel for each rank")
     parser.add_argument("--json", action="store_true", help="print all figures for programs, in seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures of the traces."""
+    """Print the figures of the steps."""
     path = Path(arguments.path)
-    traces = {file.name: read_trace(file) for file in _list_files(path)}
+    steps: Steps = {}
+    notes: list[str] = []
+    for file in _list_files(path):
+        recorded = read_recorded(file)
+        is_alone = file == path
+        steps.update(
+            {name if is_alone else f"{file.name} {name}".rstrip(): step for name, step in recorded.steps.items()}
+        )
+        notes += recorded.notes
+    if not steps:
+        raise ConfigError(f"{path} has no step that ran an op: profile while requests are served.")
+    if arguments.step is not None:
+        steps = _choose(steps, arguments.step, path)
     if arguments.figure:
-        if len(traces) > 1:
-            raise ConfigError(f"a figure shows one trace, but {path} has {len(traces)}: name one of its files.")
-        draw_figure(next(iter(traces.values())), arguments.figure, path.name)
+        if len(steps) > 1:
+            raise ConfigError(
+                f"a figure shows one step, but {path} has {len(steps)}: name one of its files, or a profile's --step."
+            )
+        draw_figure(next(iter(steps.values())), arguments.figure, path.name)
     if arguments.json:
-        print(json.dumps(_describe(traces), indent=2))
-    elif os.path.isdir(path):
-        print(_tabulate(traces))
+        print(json.dumps(_describe({name or path.name: step for name, step in steps.items()}), indent=2))
+        return 0
+    for note in notes:
+        print(note)
+    if len(steps) > 1 or os.path.isdir(path):
+        print(_tabulate(steps))
     else:
-        print("\n\n".join(_report(name, timeline) for name, timeline in traces[path.name].items()))
+        print("\n\n".join(_report(name, timeline) for name, timeline in next(iter(steps.values())).items()))
     return 0
 
 
 def _list_files(path: Path) -> list[Path]:
     if not os.path.isdir(path):
         return [path]
-    files = sorted(path.glob("*.json"))
+    files = sorted((*path.glob("*.json"), *path.glob("*.json.gz")))
     if not files:
         raise ConfigError(
-            f"folder {path} has no traces (*.json). No step was split, or DBO_TRACE named another folder."
+            f"folder {path} has no traces (*.json, *.json.gz). No step was split, or DBO_TRACE named another folder."
         )
     return files
+
+
+def _choose(steps: Steps, number: str, path: Path) -> Steps:
+    """Return the step of a profile with this number."""
+    chosen = {name: step for name, step in steps.items() if name.partition(":")[0] == number}
+    if not chosen:
+        raise ConfigError(f"{path} has no step {number!r}: without --step, all steps of a profile are listed.")
+    return chosen
 
 
 def _report(name: str, timeline: Timeline) -> str:
     return f"{name}: {summarize(timeline)}\ndigits are micro-batches, dots idle\n{timeline.draw()}"
 
 
-def _describe(traces: dict[str, dict[str, Timeline]]) -> dict[str, Any]:
+def _describe(traces: Steps) -> dict[str, Any]:
     return {
         file: {name: summarize(timeline).as_dict() for name, timeline in timelines.items()}
         for file, timelines in traces.items()
     }
 
 
-def _tabulate(traces: dict[str, dict[str, Timeline]]) -> str:
+def _tabulate(traces: Steps) -> str:
     """Return a row for each rank of each step, one of medians, and what planning took, where that is known."""
     steps = [(file, name, summarize(line)) for file, lines in traces.items() for name, line in lines.items()]
     widths = max(len(file) for file, _, _ in steps), max(len("median"), *(len(name) for _, name, _ in steps))

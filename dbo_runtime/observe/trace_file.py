@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.observe.fields import Fields, is_count, is_list, is_name
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.outside_files import parse_json, read_text
 
@@ -35,22 +35,22 @@ def read_trace(path: str | Path) -> dict[str, Timeline]:
 
 def _read_timelines(trace: Any) -> dict[str, Timeline]:
     events = [
-        _Fields(event, f"traceEvents[{number}]")
-        for number, event in enumerate(_Fields(trace, "the content").get("traceEvents", _is_list, "a list"))
+        Fields(event, f"traceEvents[{number}]")
+        for number, event in enumerate(Fields(trace, "the content").get("traceEvents", is_list, "a list"))
     ]
     names = [event for event in events if event.content.get("name") == "process_name"]
-    processes = {event.get("pid", _is_count, "a whole number"): _read_name(event) for event in names}
+    processes = {event.get("pid", is_count, "a whole number"): _read_name(event) for event in names}
     if len({*processes.values()}) < len(names) or len(names) > MAX_RANKS:
         raise ConfigError(
             f"traceEvents name {len(names)} processes; each has its own pid and name, {MAX_RANKS} at most."
         )
-    other = _Fields(trace, "the content").open("otherData")
+    other = Fields(trace, "the content").open("otherData")
     bounds = _read_seconds(other, "bound_seconds")
     planning = _read_seconds(other, "planning_seconds")  # older traces have none
     spans: dict[int, list[Span]] = {process: [] for process in processes}
     for event in events:
         if event.content.get("ph") == "X":
-            spans[event.get("pid", lambda pid: _is_count(pid) and pid in spans, "that of a process")].append(
+            spans[event.get("pid", lambda pid: is_count(pid) and pid in spans, "that of a process")].append(
                 _read_span(event)
             )
     for process, of_process in spans.items():
@@ -61,42 +61,8 @@ def _read_timelines(trace: Any) -> dict[str, Timeline]:
     }
 
 
-class _Fields:
-    """An object of the file, and where it is."""
-
-    def __init__(self, content: Any, where: str) -> None:
-        if type(content) is not dict:
-            raise ConfigError(f"{where} is {reprlib.repr(content)}; it must be an object.")
-        self.content: dict[str, Any] = content
-        self._where = where
-
-    def get(self, name: str, is_allowed: Callable[[Any], bool], allowed: str) -> Any:
-        """Return a field; ConfigError unless it is as it must be."""
-        value = self.content.get(name)
-        if not is_allowed(value):
-            raise ConfigError(f"{self._where}: {name} is {reprlib.repr(value)}; it must be {allowed}.")
-        return value
-
-    def open(self, name: str) -> _Fields:
-        """Return a field that is an object itself."""
-        return _Fields(self.content.get(name), f"{self._where}: {name}")
-
-
-def _is_list(value: Any) -> bool:
-    return type(value) is list
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_micro_batch(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_MICRO_BATCHES
-
-
-def _is_name(value: Any) -> bool:
-    """Whether it is text that leaves a terminal and a table as they are."""
-    return type(value) is str and value.isprintable() and 0 < len(value) <= 1000
 
 
 def _is_time(value: Any) -> bool:
@@ -104,15 +70,15 @@ def _is_time(value: Any) -> bool:
 
 
 def _is_wait(value: Any) -> bool:
-    return _is_list(value) and len(value) == 2 and _is_name(value[0]) and _is_micro_batch(value[1])
+    return is_list(value) and len(value) == 2 and is_name(value[0]) and _is_micro_batch(value[1])
 
 
-def _read_name(event: _Fields) -> str:
-    name: str = event.open("args").get("name", _is_name, "printable text")
+def _read_name(event: Fields) -> str:
+    name: str = event.open("args").get("name", is_name, "printable text")
     return name
 
 
-def _read_seconds(other: _Fields, what: str) -> Mapping[str, float]:
+def _read_seconds(other: Fields, what: str) -> Mapping[str, float]:
     if what not in other.content and what == "planning_seconds":
         return {}
     of_names = other.open(what)
@@ -121,17 +87,17 @@ def _read_seconds(other: _Fields, what: str) -> Mapping[str, float]:
     return of_names.content
 
 
-def _read_span(event: _Fields) -> Span:
+def _read_span(event: Fields) -> Span:
     time = f"from 0 to {MAX_MICROSECONDS:g} microseconds"
     args = event.open("args")
     start, duration = event.get("ts", _is_time, time), event.get("dur", _is_time, time)
     issued = args.get("issued", _is_time, time) / 1e6 if "issued" in args.content else None
-    waits = args.get("waits", _is_list, "a list") if "waits" in args.content else ()
+    waits = args.get("waits", is_list, "a list") if "waits" in args.content else ()
     if not all(map(_is_wait, waits)):
         args.get("waits", lambda _: False, "pairs of an op and a micro-batch")
     return Span(
-        event.get("cat", _is_name, "the name of a lane"),
-        args.get("op", _is_name, "the name of an op"),
+        event.get("cat", is_name, "the name of a lane"),
+        args.get("op", is_name, "the name of an op"),
         args.get("micro_batch", _is_micro_batch, f"a whole number below {MAX_MICRO_BATCHES}"),
         start / 1e6,
         (start + duration) / 1e6,

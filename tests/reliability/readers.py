@@ -28,6 +28,7 @@ from dbo_runtime.observe.trace import make_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.render import parse, render
 from dbo_runtime.validate import validate
+from tests.observe.profiles.handmade import make_split_step, make_ubatched_step
 from tests.observe.test_trace import TOY, record_run
 from tests.programs import lower_toy
 from tests.reliability.hostile_adapters import make_adapter, make_class
@@ -71,6 +72,7 @@ def list_readers() -> list[Reader]:
     return [
         Reader("cost file", partial(make_json, costs), load_costs, "costs.json", costs[0]),
         Reader("trace", partial(make_json, traces), _summarize, "step.json", traces[0]),
+        Reader("profile", partial(make_json, _make_profiles()), _summarize, "profile.json", _make_profiles()[0]),
         Reader("rendered schedule", partial(make_text, [_render()]), _check_schedule, "schedule.txt"),
         Reader("config.json of a model", partial(make_json, [model]), _examine_model, "config.json", model),
         Reader("metrics folder", _make_counts, _sum_counts, "counter_dbo1.db"),
@@ -100,6 +102,11 @@ def _load_cases() -> list[Any]:
 @cache
 def _make_traces() -> list[Any]:
     return [json.loads(json.dumps(make_trace(lines))) for lines in ({"rank 0": TOY}, {"rank 0": record_run()})]
+
+
+@cache
+def _make_profiles() -> list[Any]:
+    return [make_split_step().make(), make_ubatched_step().make()]
 
 
 def _summarize(path: str) -> None:

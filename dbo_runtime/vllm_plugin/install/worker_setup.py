@@ -9,6 +9,7 @@ from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.api.groups import get_groups
+from dbo_runtime.vllm_plugin.api.profiler import profile_all_threads
 from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
 from dbo_runtime.vllm_plugin.install.cpu_patches import apply_patches
 from dbo_runtime.vllm_plugin.install.model_setup import set_up_model
@@ -28,6 +29,8 @@ def set_up_worker(worker: WorkerBase, config: RuntimeConfig, quiet: bool) -> Non
     platform = get_platform()
     _patch_cpu_build(worker.vllm_config, platform, quiet)
     _install_host_lengths(worker.vllm_config, platform, config)
+    if platform.host_computes:  # lanes are threads
+        profile_all_threads(worker)
     _wrap_load_model(worker.model_runner, config)
     _wrap_profile_run(worker.model_runner)
     _wrap_warm_up(worker)
