@@ -14,7 +14,7 @@ from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.executor_cache import ExecutorCache
-from dbo_runtime.observe.declines import count_declined
+from dbo_runtime.observe.declines import count_declined, note_standing
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
@@ -272,6 +272,10 @@ class MicroBatchRuntime:
     def decline(self, decline: Decline) -> None:
         """Count a step that is not split; log the first of each reason."""
         count_declined(self._log, self.statistics.declined, decline)
+
+    def decline_all(self, decline: Decline) -> None:
+        """Log that no further step is split, nor counted."""
+        note_standing(self._log, decline)
 
     def close(self) -> None:
         """End the device's threads. Plans made so far cannot be run any more."""

@@ -14,7 +14,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, is_forward
 from dbo_runtime.batch import Batch, share_data_parallel
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
-from dbo_runtime.runtime import DataParallelSplit, ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.runtime import OFF, DataParallelSplit, ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_capture, check_mode
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
@@ -132,6 +132,19 @@ class StepDecider:
         if self.first_steps is None or kind is None or not self.first_steps.takes(kind):
             return None
         return self.first_steps
+
+    def find_standing(self) -> Decline | None:
+        """Return why no step is split, if settings, costs and the layout of ranks alone prevent it; alike on all ranks.
+
+        While ranks compare their decisions (DBO_CHECK), and where unsplit steps run ops concurrently, there is none.
+        """
+        runtime = self._runtime
+        if self.first_steps is not None and self.first_steps.failure is not None:
+            return self.first_steps.failure
+        is_chosen = self.choose_cuts is not None or self.choose_sizes is not None
+        if runtime.config.check or runtime.forces_side or is_chosen:
+            return None
+        return OFF if runtime.config.mode == "off" else runtime.check_transport(self._transport)
 
     def _name_kind(self, plan: ExecutionPlan, context: ForwardContext) -> Hashable:
         """Name the kind of a step: its schedule, its sizes in octaves, and whether a request is cut.

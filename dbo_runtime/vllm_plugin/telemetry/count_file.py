@@ -54,6 +54,18 @@ class CountFile:
             self._write_kept()
             self._next_try = 0.0
 
+    def put(self, key: str, value: float) -> None:
+        """Replace a value. Of several files with the same key, readers take what was put last.
+
+        Raises:
+            OSError: if there is no room for its key. Nothing is kept.
+        """
+        if key not in self._keys:
+            self._make_room(key)
+            self._keys.add(key)
+        assert self._file is not None, "it has been opened for its first key"
+        self._file.write_value(key, value, time.time())
+
     def exists(self) -> bool:
         """Return whether the file is where others look for it."""
         return self._path.exists()
