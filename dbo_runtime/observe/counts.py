@@ -73,18 +73,21 @@ def statistics() -> dict[str, Any]:
 
     `split`, `unsplit` and `concurrent` steps; `micro_batches`, and their `tokens` in total; `declined`: steps by
     reason; `standing_declines`: engines that count no further steps, by reason; `disagreements` of ranks by outcome
-    (`unsplit`, `error`); `encoder_forwards` of a vision encoder by mode (`split`, `unsplit`); `planning_seconds` of all steps, in
-    total; `predicted_seconds` and `measured_seconds` by mode, of the steps with a prediction; `communication_seconds`
-    and `hidden_seconds` of the `sampled` split steps, one in 64. All zero where overlap is off.
+    (`unsplit`, `error`); `encoder_forwards` of a vision encoder by mode (`split`, `unsplit`); `planning_seconds` of all
+    steps, in total; `predicted_seconds` and `measured_seconds` by mode, of the steps with a prediction;
+    `communication_seconds` and `hidden_seconds` of the `sampled` split steps, one in 64. All zero where overlap is off.
     """
     folder = get_folder()
     values_by_name: dict[str, dict[str, float]] = {}
-    files = [] if folder is None else [file for kind in KINDS for file in sorted(Path(folder).glob(f"{kind}_dbo*.db"))]
-    for file in files:
+    for file in [] if folder is None else _list_files(Path(folder)):
         for name, label, value in _read(file):
             values = values_by_name.setdefault(name, {})
             values[label] = values.get(label, 0.0) + value
     return _sum_up(values_by_name)
+
+
+def _list_files(folder: Path) -> list[Path]:
+    return [file for kind in KINDS for file in sorted(folder.glob(f"{kind}_dbo*.db"))]
 
 
 def _read(file: Path) -> list[tuple[str, str, float]]:
@@ -142,9 +145,7 @@ def _sum_up(counts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         "micro_batches": count("micro_batches"),
         "tokens": count("micro_batch_tokens_sum"),
         "declined": {reason: round(number) for reason, number in counts.get("declines", {}).items()},
-        "standing_declines": {
-            reason: round(number) for reason, number in counts.get("standing_declines", {}).items()
-        },
+        "standing_declines": {reason: round(number) for reason, number in counts.get("standing_declines", {}).items()},
         "disagreements": {outcome: count("disagreements", outcome) for outcome in get_args(Outcome)},
         "planning_seconds": get_seconds("planning_seconds_sum"),
         "predicted_seconds": dict(counts.get("predicted_seconds", {})),

@@ -26,7 +26,7 @@ class Family(NamedTuple):
 
 
 def count_everything(folder: Path) -> str:
-    """Count one of everything that there is, in *folder*; return what Prometheus 3 reads, whose names keep their colon."""
+    """Count one of everything, in *folder*; return what Prometheus 3 reads, whose names keep their colon."""
     metrics = Metrics(folder, "tiny", 0, asks_costs=True)
     for plan in (make_plan(100, 28), Decline("padded batch")):
         metrics.count_step(plan)

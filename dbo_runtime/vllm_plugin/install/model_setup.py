@@ -69,14 +69,8 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     program = _record_model(adapter, model, rank, collectives)
     encoder = _record_encoder(model, rank, collectives)
     _compare_settings(rank, program, encoder)
-    architecture = rank.vllm_config.model_config.architecture
     metrics = _open_metrics(rank)
-    if isinstance(program, Decline):
-        warn_declined(rank.log, "every step", program, model=architecture)
-        if metrics is not None:
-            metrics.count_standing(program)
-    if isinstance(encoder, Decline):
-        warn_declined(rank.log, "every forward of the vision encoder", encoder, model=architecture)
+    _report_declines(rank, program, encoder, metrics)
     is_split = isinstance(program, Program) or isinstance(encoder, EncoderProgram)
     if not any_stage(is_split):
         return
@@ -98,6 +92,19 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
             _set_up_steps(served, runner, program, adapter, rank, collectives, device, metrics)
             _announce(adapter, rank, collectives)
     served.install(model)
+
+
+def _report_declines(
+    rank: RankContext, program: Program | Decline, encoder: EncoderProgram | Decline | None, metrics: Metrics | None
+) -> None:
+    """Log what is not split, and count why no step is."""
+    architecture = rank.vllm_config.model_config.architecture
+    if isinstance(program, Decline):
+        warn_declined(rank.log, "every step", program, model=architecture)
+        if metrics is not None:
+            metrics.count_standing(program)
+    if isinstance(encoder, Decline):
+        warn_declined(rank.log, "every forward of the vision encoder", encoder, model=architecture)
 
 
 def _record_model(
