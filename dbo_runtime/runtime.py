@@ -36,6 +36,8 @@ NOTHING_TO_HIDE = {
 }
 """Transports whose communication is not worth overlapping, and why."""
 
+HIDES_NOTHING = {transport: Decline("no communication to hide", why) for transport, why in NOTHING_TO_HIDE.items()}
+
 OFF = Decline("DBO_MODE is off")
 
 
@@ -193,7 +195,7 @@ class MicroBatchRuntime:
             return None
         if self.planner is not None and (transport == "one host" or self.planner.can_use_side):
             return None
-        return Decline("no communication to hide", NOTHING_TO_HIDE[transport])
+        return HIDES_NOTHING[transport]
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Decline a step of *tokens* tokens that is not split whatever its requests are, before they are read."""
@@ -202,6 +204,10 @@ class MicroBatchRuntime:
         if self._planner is None:
             return self._thresholds.decline_early(tokens)
         return self._planner.decline_early(tokens) if self.config.mode == "auto" else None
+
+    def decline_decodes(self) -> Decline | None:
+        """Decline a step of decodes only, before they are read; without costs."""
+        return None if self._planner is not None else self._thresholds.check_prefill(0)
 
     def check_balance(self, share: float) -> Decline | None:
         """Decline a cut whose smallest micro-batch has only *share* of an even one's work; `auto` only."""

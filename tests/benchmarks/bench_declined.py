@@ -4,9 +4,9 @@
 
 A forward that does nothing is called as vLLM calls a model: bare, and replaced by the one that declines each step for
 the reason of the row, with its decision, counts on /metrics, and timer. Attention metadata is that of 64 decodes in 61
-layers, built by a builder that is traced as in a server. Each round runs every row once, in random order; figures are
-medians over rounds of what a step takes more than a bare one of the same round. Times are CPU times of the calling
-thread, which waits for nothing, because other processes share the machine.
+layers, built by a builder that is traced as in a server. Each round runs every row once, in random order. Times are
+CPU times of the calling thread, which waits for nothing, and figures those of the best round, because other processes
+share the machine and its caches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,10 +45,10 @@ from tests.benchmarks.rounds import time_in_turns
 from tests.vllm_plugin.context.test_splitter import CONFIG, UNTRACED, FakeBuilder, build, make_common, make_group
 from tests.vllm_plugin.step.test_forward import ONE_RANK
 
-ROUNDS = 20
+ROUNDS = 40
 STEPS = 200  # of each row, in a round
 MAX_SECONDS = 20e-6
-MAX_STANDING_SECONDS = 0.2e-6  # the same forward is called, so this is noise
+MAX_STANDING_SECONDS = 0.1e-6  # the same forward is called, so this is noise
 BARE, STANDING = "vLLM's own forward", "`no communication to hide`, for every step: vLLM's own forward is back"
 AUTO = RuntimeConfig()
 
@@ -73,7 +72,7 @@ ROWS = (
     Row("DBO_MODE is off", False, RuntimeConfig(mode="off")),
     Row("no communication to hide", False, transport="none"),
     Row("fewer tokens than DBO_MIN_TOKENS", False),
-    Row("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", True, RuntimeConfig(min_tokens=64)),
+    Row("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", False, RuntimeConfig(min_tokens=64)),
     Row("nowhere to cut", True, RuntimeConfig(mode="always"), query_lens=(1,)),
     Row("no gain predicted", True, has_costs=True),
 )
@@ -151,28 +150,31 @@ def test_a_declined_step_costs_the_host_little(publish: Publish, device: Device,
     seconds = time_in_turns(modes, ROUNDS, time.thread_time)
     for row, (_, declining) in installed.items():
         assert set(declining.runtime.statistics.declined) == {row.reason}
-    added = {name: find_added(seconds[name], seconds[BARE]) for name in seconds}
-    ratio = {name: median(map(lambda one, bare: one / bare, seconds[name], seconds[BARE])) for name in seconds}
+    best = {name: min(each) / STEPS for name, each in seconds.items()}
+    added = {name: each - best[BARE] for name, each in best.items()}
     read = {row.reason: "yes" if row.reads else "no" for row in ROWS}
     rows = [
-        [f"`{name}`" if name in read else name, read.get(name, "no"), f"{added[name] * 1e6:.2f}", f"{ratio[name]:.1f}x"]
+        [
+            f"`{name}`" if name in read else name,
+            read.get(name, "no"),
+            f"{added[name] * 1e6:.2f}",
+            f"{best[name] / best[BARE]:.1f}x",
+        ]
         for name in sorted(added, key=lambda name: added[name])
     ]
-    worst = max(added[row.reason] for row in ROWS)
+    early, late = (max(added[row.reason] for row in ROWS if row.reads == reads) for reads in (False, True))
     targets = [
-        f"- Target: at most {MAX_SECONDS * 1e6:.0f} us. {judge(worst <= MAX_SECONDS)}: {worst * 1e6:.1f} us.",
+        f"- Target: at most {MAX_SECONDS * 1e6:.0f} us. Before the batch is read: {judge(early <= MAX_SECONDS)}, "
+        f"{early * 1e6:.1f} us. After it: {judge(late <= MAX_SECONDS)}, {late * 1e6:.0f} us.",
         f"- Target: 0 where a reason holds for every step. {judge(added[STANDING] <= MAX_STANDING_SECONDS)}: "
         f"{added[STANDING] * 1e6:.2f} us, the noise of calling the same forward.",
+        f"- A bare step, of a module of torch's that does nothing, takes {best[BARE] * 1e6:.2f} us here.",
     ]
     header = ["declined because", "reads the batch", "us a step", "by a forward that does nothing"]
     publish("declined", find_command(__file__), [*make_table(header, rows), "", *targets])
-    assert worst <= MAX_SECONDS
+    assert early <= MAX_SECONDS
+    assert late <= MAX_SECONDS
     assert added[STANDING] <= MAX_STANDING_SECONDS
-
-
-def find_added(ones: list[float], bare: list[float]) -> float:
-    """Return the seconds that a step takes more than a bare one."""
-    return median(one - other for one, other in zip(ones, bare, strict=True)) / STEPS
 
 
 def judge(is_reached: bool) -> str:

@@ -165,7 +165,7 @@ class StepDecider:
         Without data parallel ranks the batch is the same on all ranks, so all decline alike. With them, what this rank
         alone knows cannot stop the step here: the other ranks communicate as was decided, so it is put to the vote.
         """
-        shared = self._check_early(tokens) if self.rank is None else self._decide_data_parallel(context)
+        shared = self._check_early(context, tokens) if self.rank is None else self._decide_data_parallel(context)
         if isinstance(shared, Decline):
             return _make_decision(shared)
         plan = unsupported or self._plan(context, tokens, shared)
@@ -179,11 +179,13 @@ class StepDecider:
             return _make_decision(plan)
         return self._agree(plan, contexts, plan.digest, f"cuts {plan.cuts}")
 
-    def _check_early(self, tokens: int) -> Decline | None:
-        """Decline a step by its size and the transport alone, before its batch is read; chosen cuts come first."""
+    def _check_early(self, context: ForwardContext, tokens: int) -> Decline | None:
+        """Decline a step before its batch is read: by transport, size, or as decodes; chosen cuts come first."""
+        runtime = self._runtime
         if self.choose_cuts is not None:
             return None
-        return self._runtime.check_transport(self._transport) or self._runtime.decline_early(tokens)
+        early = runtime.check_transport(self._transport) or runtime.decline_early(tokens)
+        return early or (runtime.decline_decodes() if self._splitter.has_decodes_only(context) else None)
 
     def _decide_data_parallel(self, context: ForwardContext) -> DataParallelSplit | Decline:
         """Decide how all data parallel ranks split a step, from what vLLM has made equal on them."""

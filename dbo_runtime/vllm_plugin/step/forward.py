@@ -108,6 +108,7 @@ class SplitForward:
         self._metrics = metrics
         self._lora = lora
         self._is_final = False
+        self._takes_input_ids = any(value.name == INPUT_IDS for value in runtime.program.inputs)
 
     def copy_for(self, device: Device, config: RuntimeConfig, group: GroupCoordinator) -> SplitForward:
         """Return a forward of the same model with separate plans, counts and times, and a silent log."""
@@ -204,11 +205,6 @@ class SplitForward:
                 results = unsplit
                 self._step_aside()
         return results
-
-    @property
-    def _takes_input_ids(self) -> bool:
-        """Whether the program takes token ids as well."""
-        return any(value.name == INPUT_IDS for value in self.runtime.program.inputs)
 
     def _check_input_ids(self, input_ids: torch.Tensor | None, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens lacks the token ids that the program takes, or None."""
