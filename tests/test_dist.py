@@ -21,7 +21,7 @@ needs_tools = pytest.mark.skipif(not has_tools, reason="needs git, a checkout, b
 @needs_tools
 def test_both_packages_install_into_an_empty_environment_and_plan(tmp_path: Path) -> None:
     packages = make_packages(ROOT, tmp_path)
-    source, wheel = packages
+    wheel, source = packages
     version = read_version(ROOT)
     assert (source.name, wheel.name) == (f"dbo_runtime-{version}.tar.gz", f"dbo_runtime-{version}-py3-none-any.whl")
     with tarfile.open(source) as files:

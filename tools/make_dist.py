@@ -1,4 +1,4 @@
-"""Build the packages of the last commit, check them, and try them out: `make dist`; with `--release`, all but the upload.
+"""Build the packages of the last commit, check them and try them out (`make dist`); `--release` is all but the upload.
 
 The commit is exported into an empty folder, so nothing that lies about in the checkout gets into a package. The source
 package is built from it, and the wheel from that. twine checks both, strictly. Each is then installed into an empty
