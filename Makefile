@@ -22,7 +22,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults soak mutants fuzz growth docs lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults soak mutants fuzz growth docs dashboard dist release lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -130,6 +130,15 @@ faults: setup ## kill, stop, fill and cut off real servers under load, split and
 
 docs: setup ## write the tables of README.md and docs/ that come from code
 	$(BIN)/python tools/write_docs.py
+
+dashboard: setup ## write examples/monitoring/dashboard.json (Python 3.11 or newer, for Grafana's SDK)
+	$(BIN)/python tools/dashboard.py
+
+dist: setup ## build the packages of the last commit into dist/, check them, and try them out in empty environments
+	$(BIN)/python tools/make_dist.py
+
+release: setup ## the same of a tagged and dated commit: all but the upload, whose command it prints
+	$(BIN)/python tools/make_dist.py --release
 
 lint: setup ## check style, types and who imports whom
 	$(BIN)/ruff check .

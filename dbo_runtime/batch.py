@@ -118,20 +118,21 @@ class Thresholds:
             return Decline("fewer tokens than DBO_MIN_TOKENS", f"{tokens} < {self.tokens}")
         return None
 
+    def check_prefill(self, tokens: int) -> Decline | None:
+        """Return why a step with so many *tokens* of prefills is not split, or None."""
+        if tokens < self.prefill_tokens:
+            return Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", f"{tokens} < {self.prefill_tokens}")
+        return None
+
 
 def decide(batch: Batch, parts: int, thresholds: Thresholds) -> tuple[BatchSlice, ...] | Decline:
     """Decide whether to split into *parts* micro-batches, and where.
 
     There are fewer micro-batches than asked for where the batch allows no more cuts.
     """
-    early = thresholds.decline_early(batch.tokens)
+    early = thresholds.decline_early(batch.tokens) or thresholds.check_prefill(batch.prefill_tokens)
     if early is not None:
         return early
-    if batch.prefill_tokens < thresholds.prefill_tokens:
-        return Decline(
-            "fewer prefill tokens than DBO_MIN_PREFILL_TOKENS",
-            f"{batch.prefill_tokens} < {thresholds.prefill_tokens}",
-        )
     cuts = place_cuts(batch, share_evenly(batch, parts))
     if not cuts:
         return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")

@@ -14,7 +14,7 @@ from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
 from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
 from dbo_runtime.executor_cache import ExecutorCache
-from dbo_runtime.observe.declines import count_declined
+from dbo_runtime.observe.declines import count_declined, note_standing
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.observe.ranges import open_step
 from dbo_runtime.planner.online.planner import Planner
@@ -36,6 +36,8 @@ NOTHING_TO_HIDE = {
     "one host": "all ranks are on one host, where communication takes the cores that compute",
 }
 """Transports whose communication is not worth overlapping, and why."""
+
+HIDES_NOTHING = {transport: Decline("no communication to hide", why) for transport, why in NOTHING_TO_HIDE.items()}
 
 OFF = Decline("DBO_MODE is off")
 
@@ -194,7 +196,7 @@ class MicroBatchRuntime:
             return None
         if self.planner is not None and (transport == "one host" or self.planner.can_use_side):
             return None
-        return Decline("no communication to hide", NOTHING_TO_HIDE[transport])
+        return HIDES_NOTHING[transport]
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Decline a step of *tokens* tokens that is not split whatever its requests are, before they are read."""
@@ -203,6 +205,10 @@ class MicroBatchRuntime:
         if self._planner is None:
             return self._thresholds.decline_early(tokens)
         return self._planner.decline_early(tokens) if self.config.mode == "auto" else None
+
+    def decline_decodes(self) -> Decline | None:
+        """Decline a step of decodes only, before they are read; without costs."""
+        return None if self._planner is not None else self._thresholds.check_prefill(0)
 
     def check_balance(self, share: float) -> Decline | None:
         """Decline a cut whose smallest micro-batch has only *share* of an even one's work; `auto` only."""
@@ -275,6 +281,10 @@ class MicroBatchRuntime:
     def decline(self, decline: Decline) -> None:
         """Count a step that is not split; log the first of each reason."""
         count_declined(self._log, self.statistics.declined, decline)
+
+    def decline_all(self, decline: Decline) -> None:
+        """Log that no further step is split, nor counted."""
+        note_standing(self._log, decline)
 
     def close(self) -> None:
         """End the device's threads. Plans made so far cannot be run any more."""

@@ -8,13 +8,18 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from dbo_runtime.errors import ConfigError
 
 PREFIX = "vllm:dbo_"
+KINDS = ("counter", "histogram")  # of files that are summed over engines
 FOLDER = "_DBO_RUNTIME_COUNTS"  # set by this package only, for the processes that a server starts
+LABELS = ("mode", "reason", "outcome")  # by which steps are counted; a metric has one of them at most
 SHARED = "PROMETHEUS_MULTIPROC_DIR"  # set by vLLM if it has several API servers
+
+Outcome = Literal["unsplit", "error"]
+"""What became of a step about which ranks disagreed: it ran unsplit on all of them, or ended the engine."""
 
 MAX_FILE_BYTES = 1 << 24  # of counts; an engine has some 4 KiB
 _REMEDY = "Remove it: the engine that it belongs to has ended, or is counted no more."
@@ -24,6 +29,9 @@ HELP: Mapping[str, str] = MappingProxyType(
         "steps": "Steps by mode: split, unsplit, or concurrent (unsplit, with ops on a second compute lane).",
         "encoder_forwards": "Forwards of a vision encoder by mode: split or unsplit.",
         "declines": "Steps that were not split, by reason.",
+        "standing_declines": "Engines of which no further step is split or counted, by reason.",
+        "disagreements": "Steps about which ranks disagreed, by outcome: unsplit (one had a reason), or error.",
+        "costs_known": "Whether steps are planned by measured costs (1) or go by the thresholds (0).",
         "micro_batches": "Micro-batches of split steps.",
         "micro_batch_tokens": "Tokens in a micro-batch.",
         "planning_seconds": "Seconds that a step waited on the host for its decision, the agreement of ranks included.",
@@ -64,21 +72,26 @@ def statistics() -> dict[str, Any]:
     """Return the counts of all engines on this host, from any process of the server.
 
     `split`, `unsplit` and `concurrent` steps; `micro_batches`, and their `tokens` in total; `declined`: steps by
-    reason; `encoder_forwards` of a vision encoder by mode (`split`, `unsplit`); `planning_seconds` of all steps, in
-    total; `predicted_seconds` and `measured_seconds` by mode, of the steps with a prediction; `communication_seconds`
-    and `hidden_seconds` of the `sampled` split steps, one in 64. All zero where overlap is off.
+    reason; `standing_declines`: engines that count no further steps, by reason; `disagreements` of ranks by outcome
+    (`unsplit`, `error`); `encoder_forwards` of a vision encoder by mode (`split`, `unsplit`); `planning_seconds` of all
+    steps, in total; `predicted_seconds` and `measured_seconds` by mode, of the steps with a prediction;
+    `communication_seconds` and `hidden_seconds` of the `sampled` split steps, one in 64. All zero where overlap is off.
     """
     folder = get_folder()
     values_by_name: dict[str, dict[str, float]] = {}
-    for file in [] if folder is None else sorted(Path(folder).glob("*_dbo*.db")):
+    for file in [] if folder is None else _list_files(Path(folder)):
         for name, label, value in _read(file):
             values = values_by_name.setdefault(name, {})
             values[label] = values.get(label, 0.0) + value
     return _sum_up(values_by_name)
 
 
+def _list_files(folder: Path) -> list[Path]:
+    return [file for kind in KINDS for file in sorted(folder.glob(f"{kind}_dbo*.db"))]
+
+
 def _read(file: Path) -> list[tuple[str, str, float]]:
-    """Return name, `mode` or `reason` if there is one, and value of each count in a file."""
+    """Return name, `mode`, `reason` or `outcome` if there is one, and value of each count in a file."""
     from prometheus_client.multiprocess import MultiProcessCollector
 
     _check_file(file)
@@ -87,7 +100,7 @@ def _read(file: Path) -> list[tuple[str, str, float]]:
         return [
             (
                 sample.name.removeprefix(PREFIX).removesuffix("_total"),
-                sample.labels.get("mode") or sample.labels.get("reason") or "",
+                next((sample.labels[label] for label in LABELS if label in sample.labels), ""),
                 _check_value(sample.value),
             )
             for sample in samples
@@ -132,6 +145,8 @@ def _sum_up(counts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         "micro_batches": count("micro_batches"),
         "tokens": count("micro_batch_tokens_sum"),
         "declined": {reason: round(number) for reason, number in counts.get("declines", {}).items()},
+        "standing_declines": {reason: round(number) for reason, number in counts.get("standing_declines", {}).items()},
+        "disagreements": {outcome: count("disagreements", outcome) for outcome in get_args(Outcome)},
         "planning_seconds": get_seconds("planning_seconds_sum"),
         "predicted_seconds": dict(counts.get("predicted_seconds", {})),
         "measured_seconds": dict(counts.get("measured_seconds", {})),

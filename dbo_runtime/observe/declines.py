@@ -16,6 +16,11 @@ def warn_declined(log: FilteringBoundLogger, what: str, decline: Decline, **fact
     log.warning(f"{what} runs unsplit", reason=decline.reason, detail=decline.detail or None, **facts)
 
 
+def note_standing(log: FilteringBoundLogger, decline: Decline) -> None:
+    """Log, while serving, that no further step is split."""
+    log.info("every further step runs unsplit", reason=decline.reason, detail=decline.detail or None)
+
+
 def count_declined(log: FilteringBoundLogger, counts: Counter[str], decline: Decline) -> None:
     """Count a step that is not split by its reason; log the first of each reason."""
     if not counts[decline.reason]:

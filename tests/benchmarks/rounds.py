@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 
 
-def time_in_turns(modes: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def time_in_turns(
+    modes: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Return the seconds of each mode in each round, in which each runs once, in random order; a first one warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in modes}
     names, chance = list(modes), random.Random(0)
     for _ in range(rounds + 1):
         chance.shuffle(names)
         for name in names:
-            start = time.perf_counter()
+            start = clock()
             modes[name]()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: each[1:] for name, each in seconds.items()}

@@ -82,3 +82,11 @@ def test_a_command_is_checked_with_its_own_variables(serving: Surroundings) -> N
     printed = serving.run("--", "DBO_MODE=off", "vllm", "serve", "model").stdout
     assert "DBO_MODE=off: every step runs unsplit" in printed
     assert "FAIL  command  " in printed  # this vLLM is a stub, without a command line
+
+
+def test_a_list_of_plugins_before_the_command_that_leaves_us_out_is_found(serving: Surroundings) -> None:
+    """The server itself cannot say so: no code of ours runs in it."""
+    done = serving.run("--", "VLLM_PLUGINS=other", "vllm", "serve", "model")
+    assert done.returncode == 1
+    assert "FAIL  plugin " in done.stdout
+    assert "VLLM_PLUGINS='other' excludes it" in done.stdout

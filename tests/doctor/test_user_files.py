@@ -177,3 +177,11 @@ def test_an_adapter_that_is_broken_is_a_failure(serving: Surroundings, tmp_path:
     found = serving.examine(write_model(tmp_path / "model", {"architectures": ["TheirModel"]}))
     assert (found["status"], found["model"]["state"]) == (1, "fail")
     assert "adapter theirs:Adapter of TheirModel cannot be imported" in found["model"]["found"]
+
+
+def test_a_cost_file_that_is_not_there_is_a_warning_with_its_path(tmp_path: Path) -> None:
+    found = check_costs(RuntimeConfig(costs=str(tmp_path / "none.json")))
+    assert found.state == "warn"
+    assert str(tmp_path / "none.json") in found.found
+    assert "auto` uses thresholds" in found.found
+    assert "dbo calibrate" in found.remedy

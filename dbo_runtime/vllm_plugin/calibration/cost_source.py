@@ -28,6 +28,7 @@ from dbo_runtime.vllm_plugin.calibration.step_fit import fit_steps
 from dbo_runtime.vllm_plugin.parallel.agreement import format_ranks, gather
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -80,9 +81,17 @@ class CostSource:
         forward: of its model.
         identity: what costs must hold for.
         rank: the context of this rank.
+        metrics: shows that costs are known; None on ranks that do not count.
     """
 
-    def __init__(self, runner: GPUModelRunner, forward: SplitForward, identity: Identity, rank: RankContext) -> None:
+    def __init__(
+        self,
+        runner: GPUModelRunner,
+        forward: SplitForward,
+        identity: Identity,
+        rank: RankContext,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._runner = runner
         self._forward = forward
         self._identity = identity
@@ -90,6 +99,7 @@ class CostSource:
         self._host_computes = rank.platform.host_computes
         self._log = rank.log
         self._stage = rank.stage.name
+        self._metrics = metrics
         scheduler = rank.vllm_config.scheduler_config
         self._limits = ServingLimits(
             tokens=scheduler.max_num_batched_tokens,
@@ -236,6 +246,8 @@ class CostSource:
         if problem:
             runtime.planner = before
             raise ConfigError(problem)
+        if self._metrics is not None:
+            self._metrics.show_costs(True)
         self._log.info(
             "planning by costs",
             source=source,

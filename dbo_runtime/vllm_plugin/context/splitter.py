@@ -6,8 +6,9 @@ Slicing the built metadata field by field is what broke vllm-ascend #941 release
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+ARRAYS = (torch.Tensor, np.ndarray)
+
 
 class ContextSplitter:
     """Makes one forward context per micro-batch from that of the step.
@@ -60,6 +63,7 @@ class ContextSplitter:
         self._vllm_config = vllm_config
         self._runner = runner
         self._builders: dict[int, tuple[AttentionMetadataBuilder, list[AttentionMetadataBuilder]]] = {}
+        self._unknown: dict[type, tuple[str, ...]] = {}  # fields by class of the common metadata
 
     def read_batch(self, context: ForwardContext, tokens: int) -> Batch | Decline:
         """Return the sizes to decide by, or why this step cannot be split."""
@@ -72,7 +76,7 @@ class ContextSplitter:
         if decline is not None:
             return decline
         sources = []
-        for metadata in {id(each): each for each in context.attn_metadata.values()}.values():  # layers share them
+        for metadata in _list_distinct(context.attn_metadata.values()):
             source = _get_known_source(metadata)
             if isinstance(source, Decline):
                 return source
@@ -81,6 +85,12 @@ class ContextSplitter:
                 return decline
             sources.append(source)
         return self._describe(sources, tokens)
+
+    def has_decodes_only(self, context: ForwardContext) -> bool:
+        """Return whether no request has more than one token, as far as is known before the batch is read."""
+        metadata = next(iter(context.attn_metadata.values()), None) if type(context.attn_metadata) is dict else None
+        source = None if metadata is None else get_source(metadata)
+        return source is not None and source.common.max_query_len <= 1
 
     def split(
         self, context: ForwardContext, slices: Sequence[BatchSlice], sizes: Sequence[Sequence[int]] = ()
@@ -113,13 +123,17 @@ class ContextSplitter:
 
     def _describe(self, sources: Sequence[MetadataSource], tokens: int) -> Batch:
         common = sources[0].common
-        query_lens = tuple(np.diff(common.query_start_loc_cpu.numpy()).tolist())
+        starts = common.query_start_loc_cpu.tolist()
+        query_lens = tuple(map(sub, starts[1:], starts))
         drafts = count_drafts(self._vllm_config)
         decode_len = max(1 + drafts, *(source.builder.reorder_batch_threshold or 1 for source in sources))
-        prefill = sum(length for length in query_lens if length > decode_len)
+        is_decode = max(query_lens) <= decode_len
+        prefill = 0 if is_decode else sum(length for length in query_lens if length > decode_len)
         cuttable = all(self.platform.can_cut_requests(source.common, self._vllm_config) for source in sources)
-        seq_lens = common.seq_lens_cpu_upper_bound[: len(query_lens)].tolist()
-        context_lens = tuple(max(length - query, 0) for length, query in zip(seq_lens, query_lens, strict=True))
+        seq_lens = common.seq_lens_cpu_upper_bound.tolist()[: len(query_lens)]
+        context_lens = tuple(map(sub, seq_lens, query_lens))
+        if min(context_lens) < 0:  # of padding
+            context_lens = tuple(max(length, 0) for length in context_lens)
         if tokens > common.num_actual_tokens:  # padding is one more request, which may be cut anywhere
             query_lens, context_lens = (*query_lens, tokens - common.num_actual_tokens), (*context_lens, 0)
         keeps_states = any(has_states(source.builder) for source in sources)
@@ -184,8 +198,7 @@ class ContextSplitter:
     def _check_context_data(self, context: ForwardContext, tokens: int) -> Decline | None:
         """Decline if the context, or what a platform put into it, has data per token that would not be sliced."""
         for name, value in get_data(context).items():
-            is_array = isinstance(value, torch.Tensor | np.ndarray)
-            if is_array and name not in self.platform.sliced_tensors and tokens in _get_extents(value):
+            if isinstance(value, ARRAYS) and name not in self.platform.sliced_tensors and tokens in value.shape:
                 return Decline("unknown per-token data in the forward context", name)
         return None
 
@@ -194,7 +207,7 @@ class ContextSplitter:
         common, sliced = source.common, self.platform.fields
         if source.common_prefix_len:
             return Decline("cascade attention")
-        known = int(common.query_start_loc_cpu[-1])
+        known = int(common.query_start_loc_cpu.numpy()[-1])
         padded = known < tokens and not self.platform.pads_batches
         if common.num_actual_tokens != known or known > tokens or padded:
             return Decline("padded batch", f"{tokens} tokens, {common.num_actual_tokens} in the attention metadata")
@@ -204,10 +217,18 @@ class ContextSplitter:
         if common.seq_lens_cpu_upper_bound is None:
             return Decline("attention metadata without sequence lengths on the host")
         counts = {common.num_reqs, common.num_reqs + 1, tokens}
-        for field in fields(common):
-            if field.name not in sliced.known and not counts.isdisjoint(_get_extents(getattr(common, field.name))):
-                return Decline("unknown per-request or per-token attention metadata", field.name)
+        for name in self._list_unknown(common):
+            if not counts.isdisjoint(_get_extents(getattr(common, name))):
+                return Decline("unknown per-request or per-token attention metadata", name)
         return None
+
+    def _list_unknown(self, common: CommonAttentionMetadata) -> tuple[str, ...]:
+        """Return the fields of the common metadata that are not known to be sliced; remembered for its class."""
+        kind = type(common)
+        if kind not in self._unknown:
+            known = self.platform.fields.known
+            self._unknown[kind] = tuple(field.name for field in fields(common) if field.name not in known)
+        return self._unknown[kind]
 
     def _slice_common(
         self, common: CommonAttentionMetadata, slices: Sequence[BatchSlice]
@@ -252,6 +273,17 @@ def count_tokens(context: ForwardContext, tokens: int) -> int:
     return min((source.common.num_actual_tokens for source in sources), default=tokens)
 
 
+def _list_distinct(shared: Iterable[AttentionMetadata]) -> list[AttentionMetadata]:
+    """Return the metadata that layers share, each once; mostly layers that follow each other have the same."""
+    found: list[AttentionMetadata] = []
+    last = None
+    for each in shared:
+        if each is not last and all(each is not other for other in found):
+            found.append(each)
+        last = each
+    return found
+
+
 def _get_known_source(metadata: AttentionMetadata) -> MetadataSource | Decline:
     source = get_source(metadata)
     return Decline("attention metadata of unknown origin", type(metadata).__name__) if source is None else source
@@ -266,11 +298,11 @@ def _without_padding(slices: Sequence[BatchSlice], common: CommonAttentionMetada
 
 def _is_in_use(value: object) -> bool:
     """Return whether a field is set: 0 and {} are not, any tensor is."""
-    return bool(value) if isinstance(value, int | dict) else value is not None
+    return value is not None and (bool(value) if isinstance(value, (int, dict)) else True)
 
 
 def _get_extents(value: object) -> set[int]:
     """Return the dimensions of an array, or the length of a list: those by which it could need to be sliced."""
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if isinstance(value, ARRAYS):
         return set(value.shape)
-    return {len(value)} if isinstance(value, list | tuple) else set()
+    return {len(value)} if isinstance(value, (list, tuple)) else set()

@@ -69,11 +69,8 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     program = _record_model(adapter, model, rank, collectives)
     encoder = _record_encoder(model, rank, collectives)
     _compare_settings(rank, program, encoder)
-    architecture = rank.vllm_config.model_config.architecture
-    if isinstance(program, Decline):
-        warn_declined(rank.log, "every step", program, model=architecture)
-    if isinstance(encoder, Decline):
-        warn_declined(rank.log, "every forward of the vision encoder", encoder, model=architecture)
+    metrics = _open_metrics(rank)
+    _report_declines(rank, program, encoder, metrics)
     is_split = isinstance(program, Program) or isinstance(encoder, EncoderProgram)
     if not any_stage(is_split):
         return
@@ -88,7 +85,6 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     served = ServedModel(rank)
     if is_split:
         device = rank.platform.open_device(collectives.process_groups, config, rank.log)
-        metrics = _open_metrics(rank)
         if isinstance(encoder, EncoderProgram):
             served.encoder = _make_encoder(encoder, rank, device, metrics)
         if isinstance(program, Program):
@@ -96,6 +92,19 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
             _set_up_steps(served, runner, program, adapter, rank, collectives, device, metrics)
             _announce(adapter, rank, collectives)
     served.install(model)
+
+
+def _report_declines(
+    rank: RankContext, program: Program | Decline, encoder: EncoderProgram | Decline | None, metrics: Metrics | None
+) -> None:
+    """Log what is not split, and count why no step is."""
+    architecture = rank.vllm_config.model_config.architecture
+    if isinstance(program, Decline):
+        warn_declined(rank.log, "every step", program, model=architecture)
+        if metrics is not None:
+            metrics.count_standing(program)
+    if isinstance(encoder, Decline):
+        warn_declined(rank.log, "every forward of the vision encoder", encoder, model=architecture)
 
 
 def _record_model(
@@ -157,7 +166,7 @@ def _make_encoder(encoder: EncoderProgram, rank: RankContext, device: Device, me
         adapter=name_adapter(encoder.adapter),
         transport=transport,
     )
-    agreement = Agreement(group)
+    agreement = Agreement(group, count=None if metrics is None else metrics.count_disagreement)
     split = SplitEncoder(encoder.module, encoder.adapter, runtime, transport, agreement, metrics)
     split.first_steps = _make_first_steps(agreement, rank)
     return split
@@ -179,7 +188,7 @@ def _set_up_steps(
         program = served.compiler.wrap(program)
     runtime = MicroBatchRuntime(program, device, rank.config, rank.log, rank.groups.all_ranks.world_size)
     served.forward = _make_forward(runner, runtime, adapter, rank, metrics)
-    served.costs = CostSource(runner, served.forward, make_identity(rank), rank)
+    served.costs = CostSource(runner, served.forward, make_identity(rank), rank, metrics)
 
 
 def _make_forward(
@@ -191,7 +200,8 @@ def _make_forward(
 ) -> SplitForward:
     trace_builders()  # now, because vLLM makes builders after the model
     model, data_parallel = runner.get_model(), rank.groups.data_parallel
-    agreement = Agreement(rank.groups.all_ranks, rank.can_disagree)
+    count = None if metrics is None else metrics.count_disagreement
+    agreement = Agreement(rank.groups.all_ranks, rank.can_disagree, count)
     splitter = ContextSplitter(rank.platform, rank.vllm_config, runner, rank.dispatch)
     number = None if data_parallel is None else data_parallel.rank_in_group
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
@@ -222,7 +232,7 @@ def _open_metrics(rank: RankContext) -> Metrics | None:
         return None
     config = rank.vllm_config
     name, engine = config.model_config.served_model_name, config.parallel_config.data_parallel_index
-    return Metrics(folder, name, engine, rank.log)
+    return Metrics(folder, name, engine, rank.log, asks_costs=bool(rank.config.costs or rank.config.calibrate))
 
 
 def _open_traces(rank: RankContext, device: Device) -> TraceFolder | None:

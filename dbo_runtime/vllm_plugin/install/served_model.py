@@ -46,15 +46,19 @@ class ServedModel:
         if self.encoder is not None:
             self.encoder.install()
 
-    def start_serving(self) -> None:
-        """Compile, get costs, and split from now on: vLLM has warmed up."""
+    def start_serving(self, is_final: bool = False) -> None:
+        """Compile, get costs, and split from now on: vLLM has warmed up.
+
+        With *is_final*, settings and costs are not changed later, and a model of which nothing is split gets its own
+        forward back.
+        """
         if self.forward is not None:
             runtime = self.forward.runtime
             if self.compiler is not None:  # first, because costs are those of the ops that serve
                 self.compiler.compile(runtime.program)
             if self.costs is not None:
                 self.costs.prepare(runtime.config)
-            self.forward.start_serving()
+            self.forward.start_serving(is_final)
         if self.encoder is not None:
             self.encoder.start_serving()
 

@@ -99,7 +99,7 @@ def _wrap_warm_up(worker: WorkerBase) -> None:
         result = warm_up(*args, **kwargs)
         served = get_served_model(worker.model_runner.get_model())
         if served is not None:
-            served.start_serving()
+            served.start_serving(is_final=not hasattr(worker, "dbo_configure"))  # without `WorkerExtension`
         return result
 
     worker.compile_or_warm_up_model = warm_up_and_serve

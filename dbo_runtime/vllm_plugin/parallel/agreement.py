@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError, ScheduleError
+from dbo_runtime.observe.counts import Outcome
 from dbo_runtime.outside_files import MAX_FILE_BYTES, parse_json
 from dbo_runtime.runtime import ExecutionPlan
 
@@ -36,11 +37,15 @@ class Agreement:
         group: vLLM's coordinator of all of them.
         votes: whether one rank may have reasons against a step that the others cannot know, as with prefix caching
             (`checks.check_prefix_cache`). Then ranks vote on each step that could be split.
+        count: told of each disagreement, whether the step runs `unsplit` or ends in an `error`; None for no counts.
     """
 
-    def __init__(self, group: GroupCoordinator, votes: bool = False) -> None:
+    def __init__(
+        self, group: GroupCoordinator, votes: bool = False, count: Callable[[Outcome], None] | None = None
+    ) -> None:
         self._group = group
         self._votes = votes
+        self._count = count
         self._agreed: BoundedDict[Hashable, None] = BoundedDict(MAX_AGREED_PLANS)
 
     @property
@@ -68,6 +73,7 @@ class Agreement:
             return own
         if key in self._agreed and not self._votes:
             if isinstance(own, Decline):
+                self._note("error")
                 raise ScheduleError(
                     f"all ranks agreed to split this step, and this one cannot: {own}. Please report it; DBO_MODE=off "
                     "serves unsplit meanwhile."
@@ -75,6 +81,8 @@ class Agreement:
             return own
         gathered = self._gather(_DECLINES if isinstance(own, Decline) else _fingerprint(statement))
         if _DECLINES in gathered:
+            if any(gathered):
+                self._note("unsplit")
             return self._get_first_decline(own)
         if len(set(gathered)) > 1:
             self.compare(statement)
@@ -85,11 +93,16 @@ class Agreement:
         """Raise ScheduleError, with the statement of each rank, unless all are *statement*. Collective, slow."""
         disagreement = describe_disagreement(self._group, statement)
         if disagreement is not None:
+            self._note("error")
             raise ScheduleError(f"ranks decided differently for one step; please report this. {disagreement}")
 
     def gather(self, own: Any) -> list[Any]:
         """Return the plain data of all ranks, in rank order; see `gather`. Collective, slow."""
         return gather(self._group, own)
+
+    def _note(self, outcome: Outcome) -> None:
+        if self._count is not None:
+            self._count(outcome)
 
     def _gather(self, own: int) -> list[int]:
         gathered = [torch.empty(1, dtype=torch.int64) for _ in range(self._group.world_size)]

@@ -82,6 +82,8 @@ class Stage:
 
     def check_inputs(self, given: IntermediateTensors | None, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens cannot be split, by what the previous stage has sent, or None."""
+        if given is None and self.is_first:
+            return None
         sizes = {} if given is None else {name: tensor.shape[0] for name, tensor in given.tensors.items()}
         if sizes.keys() != (set() if self.is_first else {*self.handed}):
             return Decline("unknown intermediate tensors", _list(sizes) or "none")

@@ -14,7 +14,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, is_forward
 from dbo_runtime.batch import Batch, share_data_parallel
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
-from dbo_runtime.runtime import DataParallelSplit, ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.runtime import OFF, DataParallelSplit, ExecutionPlan, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_capture, check_mode
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
@@ -133,6 +133,19 @@ class StepDecider:
             return None
         return self.first_steps
 
+    def find_standing(self) -> Decline | None:
+        """Return why no step is split, if settings, costs and the layout of ranks alone prevent it; alike on all ranks.
+
+        While ranks compare their decisions (DBO_CHECK), and where unsplit steps run ops concurrently, there is none.
+        """
+        runtime = self._runtime
+        if self.first_steps is not None and self.first_steps.failure is not None:
+            return self.first_steps.failure
+        is_chosen = self.choose_cuts is not None or self.choose_sizes is not None
+        if runtime.config.check or runtime.forces_side or is_chosen:
+            return None
+        return OFF if runtime.config.mode == "off" else runtime.check_transport(self._transport)
+
     def _name_kind(self, plan: ExecutionPlan, context: ForwardContext) -> Hashable:
         """Name the kind of a step: its schedule, its sizes in octaves, and whether a request is cut.
 
@@ -152,7 +165,7 @@ class StepDecider:
         Without data parallel ranks the batch is the same on all ranks, so all decline alike. With them, what this rank
         alone knows cannot stop the step here: the other ranks communicate as was decided, so it is put to the vote.
         """
-        shared = self._check_early(tokens) if self.rank is None else self._decide_data_parallel(context)
+        shared = self._check_early(context, tokens) if self.rank is None else self._decide_data_parallel(context)
         if isinstance(shared, Decline):
             return _make_decision(shared)
         plan = unsupported or self._plan(context, tokens, shared)
@@ -166,11 +179,13 @@ class StepDecider:
             return _make_decision(plan)
         return self._agree(plan, contexts, plan.digest, f"cuts {plan.cuts}")
 
-    def _check_early(self, tokens: int) -> Decline | None:
-        """Decline a step by its size and the transport alone, before its batch is read; chosen cuts come first."""
+    def _check_early(self, context: ForwardContext, tokens: int) -> Decline | None:
+        """Decline a step before its batch is read: by transport, size, or as decodes; chosen cuts come first."""
+        runtime = self._runtime
         if self.choose_cuts is not None:
             return None
-        return self._runtime.check_transport(self._transport) or self._runtime.decline_early(tokens)
+        early = runtime.check_transport(self._transport) or runtime.decline_early(tokens)
+        return early or (runtime.decline_decodes() if self._splitter.has_decodes_only(context) else None)
 
     def _decide_data_parallel(self, context: ForwardContext) -> DataParallelSplit | Decline:
         """Decide how all data parallel ranks split a step, from what vLLM has made equal on them."""

@@ -107,6 +107,8 @@ class SplitForward:
         self._stage = stage
         self._metrics = metrics
         self._lora = lora
+        self._is_final = False
+        self._takes_input_ids = any(value.name == INPUT_IDS for value in runtime.program.inputs)
 
     def copy_for(self, device: Device, config: RuntimeConfig, group: GroupCoordinator) -> SplitForward:
         """Return a forward of the same model with separate plans, counts and times, and a silent log."""
@@ -115,7 +117,7 @@ class SplitForward:
             self.runtime.program, device, config, open_log(quiet=True), ranks=group.world_size
         )
         own.decider, own._timers = self.decider.copy_for(own.runtime, group), deque(maxlen=MAX_TIMED_STEPS)
-        own.recording, own._metrics = Recording(), None
+        own.recording, own._metrics, own._is_final = Recording(), None, False
         return own
 
     def describe_caches(self) -> dict[str, tuple[int, int]]:
@@ -128,9 +130,21 @@ class SplitForward:
             **({} if first_steps is None else {"first steps": first_steps.fill}),
         }
 
-    def start_serving(self) -> None:
-        """Split steps from now on: vLLM has warmed up."""
+    def start_serving(self, is_final: bool = False) -> None:
+        """Split steps from now on: vLLM has warmed up. *is_final*: settings, cuts and costs stay as they are."""
         self.decider.phase = Phase.SERVING
+        self._is_final = is_final
+        self._step_aside()
+
+    def _step_aside(self) -> None:
+        """Give the model its own forward back if no further step is split: then this package costs steps nothing."""
+        standing = self.decider.find_standing() if self._is_final else None
+        if standing is None:
+            return
+        self._model.forward = self._forward
+        self.runtime.decline_all(standing)
+        if self._metrics is not None:
+            self._metrics.count_standing(standing)
 
     def __call__(
         self,
@@ -189,12 +203,8 @@ class SplitForward:
             else:
                 first_steps.compare(kind, *compared, plan)
                 results = unsplit
+                self._step_aside()
         return results
-
-    @property
-    def _takes_input_ids(self) -> bool:
-        """Whether the program takes token ids as well."""
-        return any(value.name == INPUT_IDS for value in self.runtime.program.inputs)
 
     def _check_input_ids(self, input_ids: torch.Tensor | None, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens lacks the token ids that the program takes, or None."""

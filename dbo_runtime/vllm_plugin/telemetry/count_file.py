@@ -32,7 +32,7 @@ class CountFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: MmapedDict | None = None
-        self._keys: set[str] = set()
+        self._values: dict[str, float] = {}  # in the file, which no other process writes
         self._kept: dict[str, float] = {}  # what has no room in the file
         self._size = 0
         self._used = HEAD_BYTES
@@ -44,7 +44,7 @@ class CountFile:
         Raises:
             OSError: if there is no room for its key, once in `RETRY_SECONDS`. The amount is kept and added later.
         """
-        if key in self._keys:
+        if key in self._values:
             self._write(key, amount)
             return
         self._kept[key] = self._kept.get(key, 0.0) + amount
@@ -54,6 +54,18 @@ class CountFile:
             self._write_kept()
             self._next_try = 0.0
 
+    def put(self, key: str, value: float) -> None:
+        """Replace a value. Of several files with the same key, readers take what was put last.
+
+        Raises:
+            OSError: if there is no room for its key. Nothing is kept.
+        """
+        if key not in self._values:
+            self._make_room(key)
+        self._values[key] = value
+        assert self._file is not None, "it has been opened for its first key"
+        self._file.write_value(key, value, time.time())
+
     def exists(self) -> bool:
         """Return whether the file is where others look for it."""
         return self._path.exists()
@@ -62,11 +74,11 @@ class CountFile:
         for key in list(self._kept):
             self._make_room(key)
             self._write(key, self._kept.pop(key))
-            self._keys.add(key)
 
     def _write(self, key: str, amount: float) -> None:
         assert self._file is not None, "it has been opened for its first key"
-        self._file.write_value(key, self._file.read_value(key)[0] + amount, 0.0)
+        value = self._values[key] = self._values.get(key, 0.0) + amount
+        self._file.write_value(key, value, 0.0)
 
     def _make_room(self, key: str) -> None:
         used = self._used + ENTRY_BYTES + len(key.encode())

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, get_args
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.observe.counts import FOLDER, HELP, PREFIX, SHARED
+from dbo_runtime.observe.counts import FOLDER, HELP, KINDS, PREFIX, SHARED, Outcome
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.runtime import ExecutionPlan, Mode
@@ -31,6 +31,7 @@ from dbo_runtime.vllm_plugin.telemetry.count_file import CountFile
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
+LAST = "gauge_mostrecent"  # kind of a file whose values replace each other
 CHECKED_STEPS = 64  # after so many, see whether the files are still there
 _LOST = "counts of steps do not reach /metrics"
 _REMEDY = "make room, or set TMPDIR to a folder with room that nothing cleans up, and restart"
@@ -100,23 +101,35 @@ class Metrics:
         model: the name that vLLM serves it under.
         engine: vLLM's index of the engine: the data parallel rank.
         log: of this rank.
+        asks_costs: whether the settings name costs to plan by, or ask for a calibration.
     """
 
-    def __init__(self, folder: str | Path, model: str, engine: int, log: FilteringBoundLogger | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        model: str,
+        engine: int,
+        log: FilteringBoundLogger | None = None,
+        asks_costs: bool = False,
+    ) -> None:
         self._folder = Path(folder)
         self._log = log or open_log()
         self._labels = {"model_name": model, "engine": str(engine)}
         self._counted = 0
         self._has_warned = False
         owner = uuid.uuid4().hex  # several engines may live in one process
-        self._files = {kind: CountFile(self._folder / f"{kind}_dbo{owner}.db") for kind in ("counter", "histogram")}
+        self._files = {kind: CountFile(self._folder / f"{kind}_dbo{owner}.db") for kind in (*KINDS, LAST)}
+        self._asks_costs = asks_costs
         self._keys: dict[tuple[str, ...], str] = {}
         for mode in get_args(Mode):
             self._add("steps", 0, mode=mode)
+        for outcome in get_args(Outcome):
+            self._add("disagreements", 0, outcome=outcome)
         for name, bounds in HISTOGRAMS.items():
             for bound in bounds:
                 self._put("histogram", name, "_bucket", 0, {"le": str(float(bound))})
             self._put("histogram", name, "_sum", 0, {})  # `LLM.get_metrics()` asserts that buckets have a sum
+        self.show_costs(False)
 
     def count_step(self, plan: ExecutionPlan | Decline) -> None:
         """Count a step by its mode, and by its reason if it was declined."""
@@ -137,6 +150,22 @@ class Metrics:
     def count_planning(self, seconds: float) -> None:
         """Count the seconds that a step, split or not, waited for its decision."""
         self._observe("planning_seconds", seconds)
+
+    def count_standing(self, decline: Decline) -> None:
+        """Count a reason for which no further step is split; those steps are not counted one by one."""
+        self._add("standing_declines", 1, reason=decline.reason)
+
+    def count_disagreement(self, outcome: Outcome) -> None:
+        """Count a step about which ranks disagreed."""
+        self._add("disagreements", 1, outcome=outcome)
+
+    def show_costs(self, are_known: bool) -> None:
+        """Show whether steps are planned by measured costs."""
+        asked = "yes" if self._asks_costs else "no"
+        try:
+            self._files[LAST].put(self._get_key("costs_known", "", {"asked": asked}), float(are_known))
+        except OSError as error:
+            self._warn(error)
 
     def count_encoder(self, plan: ExecutionPlan | Decline) -> None:
         """Count a forward of the vision encoder by its mode."""

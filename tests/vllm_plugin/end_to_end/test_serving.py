@@ -98,12 +98,33 @@ def test_a_model_without_an_adapter_is_served_unsplit_and_the_log_says_so(tmp_pa
         "sampling = SamplingParams(max_tokens=2, detokenize=False)\n"
         "answers = llm.generate([{'prompt_token_ids': [1, 2, 3, 4]}] * 4, sampling, use_tqdm=False)\n"
         "assert len(answers) == 4 and all(len(a.outputs[0].token_ids) == 2 for a in answers)\n"
+        "import dbo_runtime\n"
+        "print(dbo_runtime.statistics()['standing_declines'])\n"
     )
     done = run_python(script, VLLM_ENABLE_V1_MULTIPROCESSING="0", **ON)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (
         "every step runs unsplit  reason=no adapter is registered  detail=GraniteForCausalLM; docs/write" in done.stderr
     )
+    assert done.stdout.splitlines()[-1] == "{'no adapter is registered': 1}"
+
+
+def test_where_there_is_nothing_to_hide_vllms_own_forward_serves_and_metrics_say_why(tmp_path: Path) -> None:
+    """Neither is there a file of costs: that is one line in the log, and a gauge."""
+    settings = {"DBO_MODE": "auto", "DBO_COSTS": str(tmp_path / "none.json"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with serve(TINY, tmp_path / "log", **{**ON, **settings}) as server:
+        assert server.complete(PROMPTS) == ANSWERS
+        standing, costs = server.scrape("vllm:dbo_standing_declines_total"), server.scrape("vllm:dbo_costs_known")
+        steps, log = server.scrape("vllm:dbo_steps_total"), server.log.read_text()
+    ((labels, count),) = standing.items()
+    assert 'reason="no communication to hide"' in labels
+    assert count == 1
+    ((labels, known),) = costs.items()
+    assert 'asked="yes"' in labels
+    assert known == 0
+    assert set(steps.values()) == {0}
+    assert log.count("every further step runs unsplit") == 1
+    assert log.count("no costs to plan with") == 1
 
 
 def test_a_setting_that_is_not_allowed_stops_the_start(tmp_path: Path) -> None:

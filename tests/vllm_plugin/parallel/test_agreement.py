@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
@@ -114,6 +115,36 @@ def test_plans_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     SimulatedPair(monkeypatch, "schedule 2")
     with pytest.raises(ScheduleError, match=r"rank 0: schedule 1; rank 1: schedule 2"):
         Agreement(Pair).agree(PLAN, KEY, "schedule 1")
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "counted"),
+    [
+        (PLAN, DECLINE, ["unsplit"]),
+        (DECLINE, None, ["unsplit"]),
+        (DECLINE, DECLINE, []),
+        (PLAN, "split", []),
+        (PLAN, "schedule 2", ["error"]),
+    ],
+)
+def test_disagreements_are_counted_by_what_becomes_of_the_step(
+    monkeypatch: pytest.MonkeyPatch, own: Any, other: Any, counted: list[str]
+) -> None:
+    SimulatedPair(monkeypatch, other)
+    told: list[str] = []
+    with suppress(ScheduleError):
+        Agreement(Pair, count=told.append).agree(own, KEY, "split")
+    assert told == counted
+
+
+def test_a_rank_that_cannot_follow_what_was_agreed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    SimulatedPair(monkeypatch, "split")
+    told: list[str] = []
+    agreement = Agreement(Pair, count=told.append)
+    agreement.agree(PLAN, KEY, "split")
+    with pytest.raises(ScheduleError):
+        agreement.agree(DECLINE, KEY, "split")
+    assert told == ["error"]
 
 
 def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,9 @@ class Splitter:
     def read_batch(self, context: Any, tokens: int) -> Batch | Decline:
         return self.batch
 
+    def has_decodes_only(self, context: Any) -> bool:
+        return False
+
     def split(self, context: Any, slices: Sequence[BatchSlice], sizes: Any = ()) -> list[Any] | Decline:
         if self.contexts is None:
             self.contexts = [make_context() for _ in slices]

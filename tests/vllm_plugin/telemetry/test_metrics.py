@@ -34,6 +34,8 @@ NOTHING = {
     "micro_batches": 0,
     "tokens": 0,
     "declined": {},
+    "standing_declines": {},
+    "disagreements": {"unsplit": 0, "error": 0},
     "planning_seconds": 0.0,
     "predicted_seconds": {},
     "measured_seconds": {},
@@ -118,6 +120,9 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         metrics.count_planning(0.125)
         metrics.count_time("split", 0.5, 0.75)
         metrics.count_encoder(make_plan(16, 16))
+        metrics.count_standing(Decline("DBO_MODE is off"))
+        metrics.count_disagreement("error")
+        metrics.show_costs(True)
         spans = (Span("compute", "a", 0, 0.0, 3.0), Span("comm", "b", 1, 2.0, 6.0), Span("aux", "c", 0, 2.5, 3.5))
         metrics.add_sample(Timeline(spans))
     assert dbo_runtime.statistics() == {
@@ -128,6 +133,8 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         "micro_batches": 4,
         "tokens": 256,
         "declined": {"nowhere to cut": 2},
+        "standing_declines": {"DBO_MODE is off": 2},
+        "disagreements": {"unsplit": 0, "error": 2},
         "planning_seconds": 0.25,
         "predicted_seconds": {"split": 1.0},
         "measured_seconds": {"split": 1.5},
@@ -136,6 +143,27 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         "hidden_seconds": 3.0,
     }
     assert len(scrape(folder)["vllm:dbo_steps_total"]) == 6  # an engine each, split, unsplit and concurrent
+
+
+@pytest.mark.parametrize(("asks", "asked"), [(True, "yes"), (False, "no")])
+def test_whether_costs_are_known_is_shown_from_the_start_and_replaced(folder: Path, asks: bool, asked: str) -> None:
+    metrics = Metrics(folder, "tiny", 0, asks_costs=asks)
+    assert scrape(folder)["vllm:dbo_costs_known"] == {("tiny", "0", asked): 0}
+    metrics.show_costs(True)
+    assert scrape(folder)["vllm:dbo_costs_known"] == {("tiny", "0", asked): 1}
+
+
+def test_of_two_engines_of_one_process_the_costs_of_the_later_are_shown(folder: Path) -> None:
+    Metrics(folder, "tiny", 0).show_costs(True)
+    Metrics(folder, "tiny", 0)
+    assert scrape(folder)["vllm:dbo_costs_known"] == {("tiny", "0", "no"): 0}
+
+
+def test_disagreements_are_counted_from_zero_so_that_the_first_is_an_increase(folder: Path) -> None:
+    metrics = Metrics(folder, "tiny", 0)
+    assert scrape(folder)["vllm:dbo_disagreements_total"] == {("tiny", "0", "error"): 0, ("tiny", "0", "unsplit"): 0}
+    metrics.count_disagreement("unsplit")
+    assert scrape(folder)["vllm:dbo_disagreements_total"] == {("tiny", "0", "error"): 0, ("tiny", "0", "unsplit"): 1}
 
 
 def test_without_counts_everything_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
