@@ -20,11 +20,9 @@ from dbo_runtime.setting_values import (
     PARTS,
     PATH,
     POLICY,
-    RANGES,
     SWITCH,
     Check,
     Values,
-    Wanted,
     allow_count,
     allow_names,
 )
@@ -178,8 +176,7 @@ class RuntimeConfig:
         False,
         SWITCH,
         "at start",
-        "Where vLLM compiles, compile the ops of split steps, too, one by one; CPU only. Takes seconds per layer at "
-        "start.",
+        "Where vLLM compiles, compile the ops of split steps, too (CPU only), which takes seconds a layer at start.",
     )
     trace: str = _setting(
         "DBO_TRACE",
@@ -192,10 +189,10 @@ class RuntimeConfig:
     trace_steps: int = _setting(
         "DBO_TRACE_STEPS", 32, allow_count(1), "at start", "How many split steps DBO_TRACE writes."
     )
-    ranges: Wanted = _setting(  # noqa: RUF009 - text does not change
+    ranges: str = _setting(
         "DBO_RANGES",
         "auto",
-        RANGES,
+        allow_names("auto", "on", "off"),
         "each step",
         "Name each op of a split step in profilers (docs/observing.md): `auto` while torch's profiler is on; `on` "
         "always, for those that cannot be detected (nsys, msprof), by NVTX on CUDA and MSTX on an NPU; `off` never.",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, decide, decide_data_parallel, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import get_context
-from dbo_runtime.executor import Enter, Executor, Inputs, Outputs, stay
+from dbo_runtime.execution_plan import DataParallelSplit, ExecutionPlan
+from dbo_runtime.executor import Enter, Inputs, Outputs, stay
 from dbo_runtime.executor_cache import ExecutorCache
 from dbo_runtime.observe.declines import count_declined, note_standing
 from dbo_runtime.observe.instrument import Instrument
@@ -27,9 +28,6 @@ from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-Mode = Literal["split", "unsplit", "concurrent"]
-"""How a step ran: in micro-batches; by the model's own forward; or as one batch with concurrent ops on `side`."""
-
 NOTHING_TO_HIDE = {
     "none": "no layer is spread over ranks",
     "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
@@ -40,53 +38,6 @@ NOTHING_TO_HIDE = {
 HIDES_NOTHING = {transport: Decline("no communication to hide", why) for transport, why in NOTHING_TO_HIDE.items()}
 
 OFF = Decline("DBO_MODE is off")
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutionPlan:
-    """How to run one batch.
-
-    Attributes:
-        slices: one per micro-batch.
-        executor: of their schedule.
-        digest: names the schedule.
-        expected: predicted seconds of the step; None without a prediction.
-        kind: of the step, if its time is compared with that of unsplit ones; see `Probation`.
-    """
-
-    slices: tuple[BatchSlice, ...]
-    executor: Executor
-    digest: str
-    expected: float | None = None
-    kind: Hashable | None = None
-
-    @property
-    def mode(self) -> Mode:
-        """How a step runs by this plan."""
-        return "split" if len(self.slices) > 1 else "concurrent"
-
-    @property
-    def cuts(self) -> list[int]:
-        """The token offsets at which the batch is cut."""
-        return [piece.first_token for piece in self.slices[1:]]
-
-
-@dataclass(frozen=True, slots=True)
-class DataParallelSplit:
-    """How all data parallel ranks split a step.
-
-    Attributes:
-        sizes: tokens of every rank in each micro-batch [micro-batches][ranks].
-        choice: the issue order and its prediction; None without costs.
-    """
-
-    sizes: tuple[tuple[int, ...], ...]
-    choice: SplitChoice | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the plan before it is made, the same on all ranks."""
-        return "by the settings" if self.choice is None else self.choice.order.name
 
 
 @dataclass(slots=True)

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, Literal, TypeVar, cast
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
-Wanted = Literal["auto", "on", "off"]
 
 MAX_DIGITS = 20
 MAX_COUNT = 1 << 31  # of anything; what is larger is a mistake
@@ -123,10 +122,6 @@ def _parse_policy(text: str) -> tuple[str, int]:
     raise ValueError(text)
 
 
-def _parse_wanted(text: str) -> Wanted:
-    return cast("Wanted", allow_names("auto", "on", "off").parse(text))
-
-
 SWITCH = Values(_parse_switch, "0 or 1")
 CHECK = Values(_parse_check, "0, 1 or races")
 PATH = Values(str, "a path")
@@ -134,7 +129,6 @@ CORES = Values(_parse_cores, "CUBE:VECTOR, such as 8:16")
 PARTS = Values(_parse_parts, f"auto, or {allow_count(2, MAX_MICRO_BATCHES).allowed}")
 NAMES = Values(_parse_names, "names of classes, with commas between them")
 MARGIN = Values(_parse_margin, "a number, at least 0")
-RANGES = Values(_parse_wanted, "auto, on or off")
 POLICY = Values(_parse_policy, "optimal, sequential, alternate, staggered or staggered:LEAD")
 
 

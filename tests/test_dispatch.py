@@ -42,12 +42,13 @@ from dbo_runtime.dispatch import (
 )
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.events import EventTable
+from dbo_runtime.execution_plan import DataParallelSplit
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.lowering import lower
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program
-from dbo_runtime.runtime import DataParallelSplit, MicroBatchRuntime
+from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.validate import validate
 from tests.reference_model import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 

@@ -17,13 +17,14 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.errors import ConfigError, DeviceError
 from dbo_runtime.events import EventTable
+from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.graphs import Graphs
 from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.runtime import MicroBatchRuntime
 from tests.graph_logs import Log
 from tests.programs import record_toy
 

@@ -12,6 +12,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
+from dbo_runtime.execution_plan import DataParallelSplit, ExecutionPlan
 from dbo_runtime.executor import run_sequential
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
@@ -24,7 +25,7 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.policies import Policy, alternate, sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.render import digest
-from dbo_runtime.runtime import DataParallelSplit, ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.runtime import MicroBatchRuntime
 from tests.programs import record_three_lanes, record_toy
 
 BATCH = Batch((512, 512), prefill_tokens=1024)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.ranges import OpenRange
-from dbo_runtime.setting_values import Wanted
 
 Result = TypeVar("Result")
 Values = list[Any]
@@ -137,7 +136,7 @@ class Device(Protocol):
     def start_timer(self) -> Timer:
         """Start a timer when everything launched on the current stream or thread so far is done."""
 
-    def find_ranges(self, wanted: Wanted = "auto") -> OpenRange | None:
+    def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
         """Return what opens named ranges in profilers, on any thread that runs or issues ops; None if none is to.
 
         Args:

@@ -29,7 +29,6 @@ from dbo_runtime.devices import (
 )
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.ranges import OpenRange
-from dbo_runtime.setting_values import Wanted
 
 ThreadState = Callable[[], AbstractContextManager[Any]]
 
@@ -199,7 +198,7 @@ class CpuDevice:
         self._inline = frozenset(inline)
         self._lanes: dict[str, CallingThreadLane | WorkerLane] = {}
         self._failure: BaseException | None = None
-        self._find_ranges: Callable[[Wanted], OpenRange | None] | None = None
+        self._find_ranges: Callable[[str], OpenRange | None] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -223,7 +222,7 @@ class CpuDevice:
         """Start a timer now."""
         return HostTimer()
 
-    def find_ranges(self, wanted: Wanted = "auto") -> OpenRange | None:
+    def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
         """Return those of torch; None where torch is not imported.
 
         torch's profiler sees ops on workers only if it records all threads (`profile_all_threads`).

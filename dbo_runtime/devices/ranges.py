@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dbo_runtime.observe.ranges import OpenRange
-from dbo_runtime.setting_values import Wanted
 
 
 class Marks(NamedTuple):
@@ -24,7 +23,7 @@ class Marks(NamedTuple):
     end: Callable[[Any], object]
 
 
-def find_ranges(wanted: Wanted, marks: Marks | None = None) -> OpenRange | None:
+def find_ranges(wanted: str, marks: Marks | None = None) -> OpenRange | None:
     """Return what opens ranges on the calling thread, or None where nothing would see them.
 
     Args:

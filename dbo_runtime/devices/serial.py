@@ -7,7 +7,6 @@ from typing import Any
 
 from dbo_runtime.devices import Device, Event, Graph, Lane, Result, Timer, make_capture_error
 from dbo_runtime.observe.ranges import OpenRange
-from dbo_runtime.setting_values import Wanted
 
 
 class SerialDevice:
@@ -36,7 +35,7 @@ class SerialDevice:
         """Start a timer of the other device."""
         return self._device.start_timer()
 
-    def find_ranges(self, wanted: Wanted = "auto") -> OpenRange | None:
+    def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
         """Return those of the other device."""
         return self._device.find_ranges(wanted)
 

@@ -20,7 +20,6 @@ from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
 from dbo_runtime.devices.stream_lane import StreamEvent, StreamLane
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.ranges import OpenRange
-from dbo_runtime.setting_values import Wanted
 
 POOL_STREAMS = 32  # that CUDA (of one priority) and NPU each return in rotation (c10/cuda/CUDAStream.h, NPUStream.cpp)
 
@@ -77,7 +76,7 @@ class StreamDevice:
         """Start a timer on the current stream."""
         return StreamTimer(self.backend)
 
-    def find_ranges(self, wanted: Wanted = "auto") -> OpenRange | None:
+    def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
         """Return those of torch and of the backend; None under capture, when nothing runs yet."""
         found = find_ranges(wanted, self._marks)
         return None if found is None or self.is_capturing else found

@@ -10,7 +10,6 @@ from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_r
 from dbo_runtime.devices.event_loop import Machine, run_ahead, run_schedule
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.schedule import Instruction, Schedule
-from dbo_runtime.setting_values import Wanted
 
 OpDuration = Callable[[Instruction], float]
 """The seconds of an instruction's op."""
@@ -101,7 +100,7 @@ class VirtualDevice:
         """Start a timer of the next run."""
         return VirtualTimer(self)
 
-    def find_ranges(self, wanted: Wanted = "auto") -> None:
+    def find_ranges(self, wanted: str = "auto") -> None:
         """Return None: no profiler sees virtual time."""
 
     def begin(self) -> None:

@@ -25,8 +25,9 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths

@@ -5,7 +5,7 @@ Read against vLLM 0.23.0 to 0.33.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dbo_runtime.batch import BatchSlice
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -52,3 +52,14 @@ def get_window(spec: KVCacheSpec) -> int | None:
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else None
+
+
+def list_distinct(shared: Iterable[AttentionMetadata]) -> list[AttentionMetadata]:
+    """Return the metadata that layers share, each once; mostly layers that follow each other have the same."""
+    found: list[AttentionMetadata] = []
+    last = None
+    for each in shared:
+        if each is not last and all(each is not other for other in found):
+            found.append(each)
+        last = each
+    return found

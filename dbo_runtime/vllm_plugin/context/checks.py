@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.decline import Decline
@@ -16,6 +17,8 @@ from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
+
+ARRAYS = (torch.Tensor, np.ndarray)
 
 
 def check_mode(context: ForwardContext) -> Decline | None:
@@ -120,3 +123,15 @@ def _list_blocks_written_after(
             first = max(length - (end - max(start, token)) - int(excess[request]), 0)
             blocks[request] = block_table[request, first // block_size : -(-length // block_size)]
     return blocks
+
+
+def is_in_use(value: object) -> bool:
+    """Return whether a field is set: 0 and {} are not, any tensor is."""
+    return value is not None and (bool(value) if isinstance(value, (int, dict)) else True)
+
+
+def get_extents(value: object) -> set[int]:
+    """Return the dimensions of an array, or the length of a list: those by which it could need to be sliced."""
+    if isinstance(value, ARRAYS):
+        return set(value.shape)
+    return {len(value)} if isinstance(value, (list, tuple)) else set()

@@ -6,22 +6,32 @@ Slicing the built metadata field by field is what broke vllm-ascend #941 release
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from operator import sub
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from vllm.config import set_current_vllm_config
 
 from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.forward_context import copy_unsplit, get_data, slice_context
-from dbo_runtime.vllm_plugin.api.metadata import IntArray, get_window, read_block_table, slice_common_metadata
+from dbo_runtime.vllm_plugin.api.metadata import (
+    IntArray,
+    get_window,
+    list_distinct,
+    read_block_table,
+    slice_common_metadata,
+)
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder
 from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_drafts
-from dbo_runtime.vllm_plugin.context.checks import check_context, check_prefix_cache
+from dbo_runtime.vllm_plugin.context.checks import (
+    ARRAYS,
+    check_context,
+    check_prefix_cache,
+    get_extents,
+    is_in_use,
+)
 from dbo_runtime.vllm_plugin.context.states import (
     ALIGNED,
     check_drafts,
@@ -37,8 +47,6 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-ARRAYS = (torch.Tensor, np.ndarray)
 
 
 class ContextSplitter:
@@ -76,7 +84,7 @@ class ContextSplitter:
         if decline is not None:
             return decline
         sources = []
-        for metadata in _list_distinct(context.attn_metadata.values()):
+        for metadata in list_distinct(context.attn_metadata.values()):
             source = _get_known_source(metadata)
             if isinstance(source, Decline):
                 return source
@@ -212,13 +220,13 @@ class ContextSplitter:
         if common.num_actual_tokens != known or known > tokens or padded:
             return Decline("padded batch", f"{tokens} tokens, {common.num_actual_tokens} in the attention metadata")
         for name in sliced.unsupported:
-            if _is_in_use(getattr(common, name, None)):
+            if is_in_use(getattr(common, name, None)):
                 return Decline("attention metadata field not supported yet", name)
         if common.seq_lens_cpu_upper_bound is None:
             return Decline("attention metadata without sequence lengths on the host")
         counts = {common.num_reqs, common.num_reqs + 1, tokens}
         for name in self._list_unknown(common):
-            if not counts.isdisjoint(_get_extents(getattr(common, name))):
+            if not counts.isdisjoint(get_extents(getattr(common, name))):
                 return Decline("unknown per-request or per-token attention metadata", name)
         return None
 
@@ -239,7 +247,7 @@ class ContextSplitter:
             changed = {name: getattr(part, name) for name in sliced.split if hasattr(part, name)}
             changed["max_seq_len"] = int(part.seq_lens_cpu_upper_bound.max())
             for name in sliced.per_request:
-                if _get_extents(getattr(common, name, None)):
+                if get_extents(getattr(common, name, None)):
                     changed[name] = getattr(common, name)[piece.requests]
             for name in sliced.per_token:
                 if getattr(common, name, None) is not None:
@@ -273,17 +281,6 @@ def count_tokens(context: ForwardContext, tokens: int) -> int:
     return min((source.common.num_actual_tokens for source in sources), default=tokens)
 
 
-def _list_distinct(shared: Iterable[AttentionMetadata]) -> list[AttentionMetadata]:
-    """Return the metadata that layers share, each once; mostly layers that follow each other have the same."""
-    found: list[AttentionMetadata] = []
-    last = None
-    for each in shared:
-        if each is not last and all(each is not other for other in found):
-            found.append(each)
-        last = each
-    return found
-
-
 def _get_known_source(metadata: AttentionMetadata) -> MetadataSource | Decline:
     source = get_source(metadata)
     return Decline("attention metadata of unknown origin", type(metadata).__name__) if source is None else source
@@ -294,15 +291,3 @@ def _without_padding(slices: Sequence[BatchSlice], common: CommonAttentionMetada
     tokens, requests = common.num_actual_tokens, common.num_reqs
     kept = (piece for piece in slices if piece.first_token < tokens)
     return [replace(p, last_request=min(p.last_request, requests), last_token=min(p.last_token, tokens)) for p in kept]
-
-
-def _is_in_use(value: object) -> bool:
-    """Return whether a field is set: 0 and {} are not, any tensor is."""
-    return value is not None and (bool(value) if isinstance(value, (int, dict)) else True)
-
-
-def _get_extents(value: object) -> set[int]:
-    """Return the dimensions of an array, or the length of a list: those by which it could need to be sliced."""
-    if isinstance(value, ARRAYS):
-        return set(value.shape)
-    return {len(value)} if isinstance(value, (list, tuple)) else set()

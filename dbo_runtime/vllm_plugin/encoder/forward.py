@@ -13,7 +13,8 @@ import torch
 from dbo_runtime.adapter import EncoderAdapter
 from dbo_runtime.batch import Batch, share_by_work
 from dbo_runtime.decline import Decline
-from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.comparison import compare_split
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError, ScheduleError
+from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.observe.counts import Outcome
 from dbo_runtime.outside_files import MAX_FILE_BYTES, parse_json
-from dbo_runtime.runtime import ExecutionPlan
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator

@@ -14,7 +14,8 @@ from vllm.forward_context import ForwardContext, get_forward_context, is_forward
 from dbo_runtime.batch import Batch, share_data_parallel
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
-from dbo_runtime.runtime import OFF, DataParallelSplit, ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.execution_plan import DataParallelSplit, ExecutionPlan
+from dbo_runtime.runtime import OFF, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_capture, check_mode
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter

@@ -14,7 +14,7 @@ import torch
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
-from dbo_runtime.runtime import ExecutionPlan
+from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.comparison import compare_split
 

@@ -19,10 +19,11 @@ from dbo_runtime.adapter import INPUT_IDS, POSITIONS, X
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Timer
+from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.probation import Proposal
-from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent

@@ -22,10 +22,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, get_args
 
 from dbo_runtime.decline import Decline
+from dbo_runtime.execution_plan import ExecutionPlan, Mode
 from dbo_runtime.observe.counts import FOLDER, HELP, KINDS, PREFIX, SHARED, Outcome
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.runtime import ExecutionPlan, Mode
 from dbo_runtime.vllm_plugin.telemetry.count_file import CountFile
 
 if TYPE_CHECKING:

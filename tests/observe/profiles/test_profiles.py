@@ -16,6 +16,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import open_device
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.observe import recorded_file, trace_command
 from dbo_runtime.observe.gaps import find_gaps
 from dbo_runtime.observe.profiles.kinds import is_communication, is_host_copy
@@ -25,7 +26,7 @@ from dbo_runtime.observe.summary import summarize
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.runtime import ExecutionPlan, MicroBatchRuntime
+from dbo_runtime.runtime import MicroBatchRuntime
 from tests.graph_logs import Log
 from tests.observe.profiles.handmade import (
     FIRST,

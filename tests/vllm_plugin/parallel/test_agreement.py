@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.runtime import ExecutionPlan
+from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.vllm_plugin.parallel import agreement as agreement_module
 from dbo_runtime.vllm_plugin.parallel.agreement import (
     MAX_GATHERED_BYTES,
