@@ -319,12 +319,30 @@ def test_lengths_are_computed_on_the_host_from_where_sequences_end() -> None:
     assert (kept.tolist(), kept.dtype, kept.device.type) == ([0, 4, 12], torch.int32, "cpu")
 
 
-@pytest.mark.parametrize("shape", [(1, 12, 8), (2, 6, 2, 4), (1, 12, 2, 4)])
-def test_attention_that_was_not_planned_is_left_to_vllm(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("forward", ["forward_cpu", "forward_oot"])
+@pytest.mark.parametrize(
+    ("shape", "lengths", "passed"),
+    [
+        ((1, 12, 8), make_lengths(ENDS), False),  # a shape of which host lengths were not made
+        ((2, 6, 2, 4), make_lengths(ENDS), False),
+        ((1, 12, 2, 4), None, True),
+        ((1, 12, 2, 4), torch.tensor([4, 4, 4]), True),  # lengths of vLLM's
+    ],
+)
+def test_attention_that_was_not_planned_is_left_to_vllm(
+    shape: tuple[int, ...], lengths: torch.Tensor | None, passed: bool, forward: str
+) -> None:
     attention, query = make_attention(), torch.ones(shape)
-    lengths = None if shape == (1, 12, 2, 4) else make_lengths(ENDS)
-    assert attention.forward_cpu(query, query, query, None, None, lengths) is query
-    assert len(attention.given) == 1
+    assert getattr(attention, forward)(query, query, query, None, None, lengths) is query
+    (given,) = attention.given
+    assert given[-1] is (lengths if passed else None)
+
+
+def test_attention_of_another_platform_takes_host_lengths_too() -> None:
+    given = (PACKED, PACKED, PACKED, None, None, make_lengths(ENDS))
+    attention = make_attention()
+    assert torch.equal(attention.forward_oot(*given), attention.forward_cpu(*given))
+    assert attention.given == []
 
 
 def test_a_plan_for_other_images_is_refused() -> None:
@@ -341,7 +359,6 @@ def test_under_a_check_both_ways_are_computed_and_compared() -> None:
         make_attention(check=True, factor=1.1).forward_cpu(*given)
 
 
-@pytest.mark.vllm
 def test_the_plan_lies_once_on_top_of_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor import custom_op
 
