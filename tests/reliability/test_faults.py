@@ -96,11 +96,13 @@ def test_a_run_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
     assert run.stdout is not None
     server = Path("/proc") / run.stdout.readline().decode().strip()
     deadline = time.monotonic() + 30
-    while (server / "comm").read_text().strip() != "sleep":
-        assert time.monotonic() < deadline, "it was not started"
-        time.sleep(0.1)
-    run.kill()
-    run.communicate()
+    try:
+        while (server / "comm").read_text().strip() != "sleep":
+            assert time.monotonic() < deadline, "it was not started"
+            time.sleep(0.1)
+    finally:
+        run.kill()
+        run.communicate()
     while server.exists() and "State:\tZ" not in (server / "status").read_text():
         assert time.monotonic() < deadline, "it runs on"
         time.sleep(0.1)
