@@ -195,8 +195,11 @@ class Servers:
 
 def find_cause(log: str) -> str:
     """Return the line of a log that says what went wrong first: a refusal, what else we say, or the first error."""
-    for pattern in (_REFUSAL, _OURS, _ERROR):
-        found = pattern.search(log)
+    theirs = "\n".join(
+        line for line in log.splitlines() if "[dbo_runtime]" not in line
+    )  # ours name errors that are patched
+    for pattern, text in ((_REFUSAL, log), (_OURS, log), (_ERROR, theirs)):
+        found = pattern.search(text)
         if found:
             return _tidy(found[found.lastindex or 0])
     return ""

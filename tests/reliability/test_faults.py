@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from tests.reliability.faults import make_variables
 from tests.reliability.layouts import find_place
 from tests.reliability.observation import observe
 from tests.reliability.refusals import REFUSALS, refuse
-from tests.reliability.sandbox import Sandbox
+from tests.reliability.sandbox import ROOT, Sandbox
 from tests.reliability.scenarios import TENSOR, Setting
 from tests.reliability.servers import Servers
 
@@ -74,6 +77,35 @@ def test_two_ranks_outlast_a_pause_and_hang_ups_and_end_when_an_op_raises(
     assert "a planted error on compute" in outcome.cause
     assert "HTTP 500" in outcome.clients
     assert_only_vllm_left(outcome.left)
+
+
+RUN = """
+import os, subprocess, sys, time
+from pathlib import Path
+from tests.reliability.sandbox import ROOT, Sandbox
+
+with Sandbox(Path(sys.argv[1])) as sandbox:
+    words = sandbox.enter("sleep", "1000")
+    print(subprocess.Popen(words, env={**os.environ, **sandbox.environment}).pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_run_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT)
+    assert run.stdout is not None
+    server = Path("/proc") / run.stdout.readline().decode().strip()
+    deadline = time.monotonic() + 30
+    try:
+        while (server / "comm").read_text().strip() != "sleep":
+            assert time.monotonic() < deadline, "it was not started"
+            time.sleep(0.1)
+    finally:
+        run.kill()
+        run.communicate()
+    while server.exists() and "State:\tZ" not in (server / "status").read_text():
+        assert time.monotonic() < deadline, "it runs on"
+        time.sleep(0.1)
 
 
 def assert_ends_cleanly(end: str) -> None:

@@ -15,12 +15,13 @@ from tests.benchmarks.page import ROOT, make_table, write_section
 
 from .equivalents import describe_stale, read_equivalents
 from .mutations import Mutation, list_mutations, take_sample
-from .report import HEADER, TARGET, Trial, count, describe, list_rows
+from .report import HEADER, TARGET, Trial, count, describe, keep, list_rows
 from .server import Order, Verdict, find_source
 from .targets import TARGETS
 
 COMMAND = "make mutants"
 PAGE = ROOT / "docs" / "reliability.md"
+RESULTS = ROOT / "build" / "mutants.json"  # so that a module may be tried again alone
 
 
 def main() -> int:
@@ -35,11 +36,10 @@ def main() -> int:
         if not options.modules or any(part in name for part in options.modules)
     }
     trials = try_all(samples, options.workers)
-    minutes = (time.monotonic() - began) / 60
     drawn = f"at most {options.count} mutants of each, drawn with seed {options.seed}"
-    remark = f"{len(samples)} of {len(TARGETS)} modules, {drawn}; {minutes:.0f} minutes."
-    lines = [*make_table(HEADER, list_rows(trials)), "", remark]
-    print("\n".join([*lines, *stale]))
+    scores = keep(RESULTS, drawn, {name: count(found) for name, found in trials.items()})
+    lines = [*make_table(HEADER, list_rows(scores)), "", f"{len(scores)} of {len(TARGETS)} modules, {drawn}."]
+    print("\n".join([*lines, *stale, f"{(time.monotonic() - began) / 60:.0f} minutes"]))
     if options.write_page:
         write_section("mutants", COMMAND, lines, PAGE)
     everything = [trial for found in trials.values() for trial in found]

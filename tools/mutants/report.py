@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from .mutations import Mutation
@@ -52,11 +54,23 @@ def count(trials: Sequence[Trial]) -> Score:
     return Score(len(trials), killed, hung, sum(trial.is_listed and not trial.is_killed for trial in trials))
 
 
-def list_rows(modules: Mapping[str, Sequence[Trial]]) -> list[tuple[str, int, int, int, int, str]]:
+def add_up(scores: Mapping[str, Score]) -> Score:
+    """Return the score of all modules."""
+    return Score(*(sum(column) for column in zip(*scores.values(), strict=True)))
+
+
+def keep(file: Path, sample: str, scores: Mapping[str, Score]) -> dict[str, Score]:
+    """Keep the scores of modules in a file, with those of earlier runs that drew the same *sample*; return all."""
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    kept = {sample: {**kept.get(sample, {}), **scores}}
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(kept, indent=1))
+    return {name: Score(*score) for name, score in sorted(kept[sample].items())}
+
+
+def list_rows(scores: Mapping[str, Score]) -> list[tuple[str, int, int, int, int, str]]:
     """Return name, counts and score of each module, and of all."""
-    everything = [trial for trials in modules.values() for trial in trials]
-    scores = {**{name: count(trials) for name, trials in modules.items()}, "all": count(everything)}
-    return [(name, *score, f"{score.share:.0%}") for name, score in scores.items()]
+    return [(name, *score, f"{score.share:.0%}") for name, score in {**scores, "all": add_up(scores)}.items()]
 
 
 def describe(trial: Trial) -> str | None:
