@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import tarfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,9 @@ import pytest
 from tools.make_dist import DistError, check_release, make_packages, read_version, try_out
 
 ROOT = Path(__file__).parents[1]
-has_tools = all(find_spec(name) for name in ("build", "twine")) and shutil.which("git") and (ROOT / ".git").exists()
-needs_tools = pytest.mark.skipif(not has_tools, reason="needs git, a checkout, build and twine")
 
 
 @pytest.mark.slow
-@needs_tools
 def test_both_packages_install_into_an_empty_environment_and_plan(tmp_path: Path) -> None:
     packages = make_packages(ROOT, tmp_path)
     wheel, source = packages
@@ -48,19 +43,16 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True)
 
 
-@needs_tools
 def test_a_tagged_and_dated_commit_is_a_release(checkout: Path) -> None:
     check_release(checkout)
 
 
-@needs_tools
 def test_a_checkout_with_changes_is_no_release(checkout: Path) -> None:
     (checkout / "new.py").write_text("")
     with pytest.raises(DistError, match="differs from the last commit"):
         check_release(checkout)
 
 
-@needs_tools
 def test_a_commit_without_the_tag_of_its_version_is_no_release(checkout: Path) -> None:
     git(checkout, "tag", "--delete", "v1.2.0")
     git(checkout, "tag", "v1.1.0")
@@ -68,7 +60,6 @@ def test_a_commit_without_the_tag_of_its_version_is_no_release(checkout: Path) -
         check_release(checkout)
 
 
-@needs_tools
 def test_a_version_without_a_date_in_the_changelog_is_no_release(checkout: Path) -> None:
     (checkout / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0 (not released yet)\n")
     git(checkout, "-c", "user.name=A", "-c", "user.email=a@example.org", "commit", "--quiet", "--all", "--message=Two")

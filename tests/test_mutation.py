@@ -14,7 +14,7 @@ from tools.mutants.__main__ import list_all
 from tools.mutants.equivalents import Equivalent, describe_stale, read_equivalents
 from tools.mutants.finder import ROOT
 from tools.mutants.mutations import apply_mutation, list_mutations, take_sample
-from tools.mutants.report import Score, Trial, count, describe, keep, list_rows
+from tools.mutants.report import Score, Trial, count, describe, list_rows
 from tools.mutants.server import HUNG, KILLED, SURVIVED, Order, Verdict
 from tools.mutants.targets import TARGETS
 
@@ -214,9 +214,7 @@ def test_every_module_has_tests() -> None:
     assert [file for files in TARGETS.values() for file in files if not (ROOT / "tests" / file).exists()] == []
 
 
-def test_scores_of_earlier_runs_with_the_same_sample_are_kept(tmp_path: Path) -> None:
-    file = tmp_path / "build" / "mutants.json"
-    keep(file, "20 of each", {"b": Score(20, 15, 1, 0), "c": Score(2, 2, 0, 0)})
-    scores = keep(file, "20 of each", {"b": Score(20, 18, 0, 2)})
-    assert list_rows(scores) == [("b", 20, 18, 0, 2, "100%"), ("c", 2, 2, 0, 0, "100%"), ("all", 22, 20, 0, 2, "100%")]
-    assert keep(file, "5 of each", {"c": Score(5, 4, 0, 0)}) == {"c": Score(5, 4, 0, 0)}
+def test_rows_are_of_each_module_and_of_all() -> None:
+    rows = list_rows({"b": Score(20, 18, 0, 2), "c": Score(2, 1, 0, 0)})
+    assert rows == [("b", 20, 18, 0, 2, "100%"), ("c", 2, 1, 0, 0, "50%"), ("all", 22, 19, 0, 2, "95%")]
+    assert list_rows({}) == [("all", 0, 0, 0, 0, "100%")]

@@ -1,4 +1,4 @@
-"""Named ranges in torch's profiler, and beside it in what a device's own profilers read: NVTX, or MSTX."""
+"""Named ranges in torch's profiler, and in what a device's own profilers read: NVTX, or MSTX."""
 
 from __future__ import annotations
 

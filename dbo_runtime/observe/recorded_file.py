@@ -33,7 +33,7 @@ def read_recorded(path: str | Path) -> Profile:
             f"{str(path)!r} is neither a trace of dbo_runtime nor a profile of torch's profiler: {error} Name a file "
             "that DBO_TRACE, `plan --trace` or vLLM's /start_profile wrote."
         ) from error
-    return Profile({"": read_trace(path)}, ())
+    return Profile({"": read_trace(path)}, ())  # again, within the limits of a trace
 
 
 def _is_own(content: Any) -> bool:

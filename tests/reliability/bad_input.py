@@ -9,11 +9,9 @@ reader may be run again alone; the table is of all.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -23,14 +21,14 @@ from random import Random
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.benchmarks.page import ROOT, make_table, tell_section
+from tests.benchmarks.kept import keep
+from tests.benchmarks.page import make_table, tell_section
 from tests.reliability.odd_inputs import list_large, place_oddly
 from tests.reliability.outcomes import MAX_BYTES, MAX_KEPT, Outcomes
 from tests.reliability.page import PAGE
 from tests.reliability.readers import Reader, list_plugin_readers, list_readers, open_folder
 
 MIB = 1 << 20
-RESULTS = ROOT / "build" / "bad-input.json"
 
 
 def main() -> int:
@@ -47,17 +45,10 @@ def main() -> int:
         for error in found.others[:MAX_KEPT]:
             print(f"{name}: {error}", file=sys.stderr)
     command = f"python -m tests.reliability.bad_input --inputs {arguments.inputs}"
-    tell_section(arguments.write_page, "bad-input", command, describe(keep(outcomes)), PAGE)
+    kept = keep("bad-input", {name: asdict(found) for name, found in outcomes.items()})
+    known = {reader.name: Outcomes(**kept[reader.name]) for reader in _list_all() if reader.name in kept}
+    tell_section(arguments.write_page, "bad-input", command, describe(known), PAGE)
     return int(any(found.others for found in outcomes.values()))
-
-
-def keep(outcomes: Mapping[str, Outcomes]) -> dict[str, Outcomes]:
-    """Keep outcomes with those of earlier runs; return all, in the order of the readers."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept.update({name: asdict(found) for name, found in outcomes.items()})
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(kept, indent=1))
-    return {reader.name: Outcomes(**kept[reader.name]) for reader in _list_all() if reader.name in kept}
 
 
 def _list_all() -> list[Reader]:

@@ -8,8 +8,6 @@ and a temporary folder of their own, so that what is left there is theirs.
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
 import signal
 import sys
 import tempfile
@@ -18,8 +16,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from examples.network_hosts import TwoHosts
+from tests.benchmarks.kept import keep
 from tests.benchmarks.page import ROOT, tell_section
 from tests.reliability.clock import Clock
 from tests.reliability.layouts import find_place
@@ -33,14 +33,13 @@ from tests.reliability.server_plugin import plant
 from tests.reliability.servers import OFF, ON, NotUpError, Servers
 
 COMMAND = "python -m tests.reliability.faults --write-page"
-RESULTS = ROOT / "build" / "faults.json"
 # vLLM's own CPU build fails with data parallel experts, which dbo_runtime patches: that is compared unsplit.
 SIDES = {"tensor": {"on": ON, "off": OFF}, "data": {"on": ON, "off": {**ON, "DBO_MODE": "off"}}}
 Tell = Callable[[str, str, str, Outcome], None]
 
 
 class Table:
-    """The outcomes so far, kept in a file, so that sessions may be run apart; the page shows them after each."""
+    """The outcomes so far, which are kept: sessions may be run apart. The page shows them after each."""
 
     def __init__(self, is_written: bool) -> None:
         self._is_written = is_written
@@ -48,33 +47,20 @@ class Table:
     def add(self, fault: str, layout: str, side: str, outcome: Outcome) -> None:
         """Add what became of a fault, with overlap (`on`) or with vLLM alone (`off`)."""
         print(f"{side}: {fault} ({layout}): {outcome}", flush=True)
-        RESULTS.parent.mkdir(exist_ok=True)
-        with RESULTS.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # another process may run other sessions
-            file.seek(0)
-            rows = read_rows(file.read())
-            rows.setdefault((fault, layout), Row(fault, layout)).outcomes[side] = outcome
-            file.truncate(0)
-            file.write(json.dumps([asdict(row) for row in rows.values()], indent=1))
-            file.flush()
-            self._show(rows)
+        found = {"fault": fault, "layout": layout, "side": side, "outcome": asdict(outcome)}
+        self._show(keep("faults", {f"{layout}: {fault}, {side}": found}))
 
     def show(self) -> None:
         """Write all outcomes that are kept."""
-        self._show(read_rows(RESULTS.read_text()))
+        self._show(keep("faults", {}))
 
-    def _show(self, rows: dict[tuple[str, str], Row]) -> None:
+    def _show(self, kept: Mapping[str, Any]) -> None:
+        rows: dict[tuple[str, str], Row] = {}
+        for found in kept.values():
+            row = rows.setdefault((found["fault"], found["layout"]), Row(found["fault"], found["layout"]))
+            row.outcomes[found["side"]] = Outcome(**found["outcome"])
         shown = sorted((row for row in rows.values() if "on" in row.outcomes), key=_find_place)
         tell_section(self._is_written, "faults", COMMAND, make_lines(shown), PAGE)
-
-
-def read_rows(text: str) -> dict[tuple[str, str], Row]:
-    """Return the rows of a file of outcomes by fault and layout."""
-    rows = {}
-    for row in json.loads(text or "[]"):
-        outcomes = {side: Outcome(**outcome) for side, outcome in row["outcomes"].items()}
-        rows[row["fault"], row["layout"]] = Row(row["fault"], row["layout"], outcomes)
-    return rows
 
 
 def _find_place(row: Row) -> int:

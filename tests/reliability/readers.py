@@ -50,7 +50,7 @@ class Reader:
         file: the name of its file in a folder; empty for readers of no file.
         valid: the content of a valid file of JSON, if it is one.
         share: of the inputs that this reader gets: each of a command that plans takes a second.
-        seconds: that it may take; a command that plans searches besides.
+        seconds: of the processor that an input may take; a command that plans also searches.
     """
 
     name: str

@@ -18,7 +18,8 @@ from getpass import getuser
 from pathlib import Path
 from types import TracebackType
 
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.page import ROOT
+
 MARK = "RELIABILITY_RUN"  # a variable of all processes of a run
 DISK_MIB = 64
 COMPILED = f"torchinductor_{getuser()}"

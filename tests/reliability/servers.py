@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from tests.benchmarks.page import ROOT
 from tests.reliability.client import Seen, read
 from tests.reliability.layouts import Layout, Place, list_nodes
 from tests.reliability.sandbox import Sandbox
 from tests.reliability.server_plugin import FOLDER, Order
 from tests.vllm_plugin.engines import TINY
 
-ROOT = Path(__file__).parents[2]
 STARTS_WITHIN = 600.0  # seconds, on a machine that is busy with other things
 WARM_ANSWERS = 40  # before a fault
 CLIENTS = 8

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.page import ROOT
 from tests.reliability import scenarios
 from tests.reliability.clock import Clock
 from tests.reliability.faults import make_variables
 from tests.reliability.layouts import find_place
 from tests.reliability.observation import observe
 from tests.reliability.refusals import REFUSALS, refuse
-from tests.reliability.sandbox import ROOT, Sandbox
+from tests.reliability.sandbox import Sandbox
 from tests.reliability.scenarios import TENSOR, Setting
 from tests.reliability.servers import Servers
 
@@ -82,7 +83,7 @@ def test_two_ranks_outlast_a_pause_and_hang_ups_and_end_when_an_op_raises(
 RUN = """
 import os, subprocess, sys, time
 from pathlib import Path
-from tests.reliability.sandbox import ROOT, Sandbox
+from tests.reliability.sandbox import Sandbox
 
 with Sandbox(Path(sys.argv[1])) as sandbox:
     words = sandbox.enter("sleep", "1000")

@@ -11,17 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from tests.benchmarks.kept import keep
 from tests.benchmarks.page import ROOT, make_table, write_section
 
 from .equivalents import describe_stale, read_equivalents
 from .mutations import Mutation, list_mutations, take_sample
-from .report import HEADER, TARGET, Trial, count, describe, keep, list_rows
+from .report import HEADER, TARGET, Score, Trial, count, describe, list_rows
 from .server import Order, Verdict, find_source
 from .targets import TARGETS
 
 COMMAND = "make mutants"
 PAGE = ROOT / "docs" / "reliability.md"
-RESULTS = ROOT / "build" / "mutants.json"  # so that a module may be tried again alone
 
 
 def main() -> int:
@@ -37,7 +37,8 @@ def main() -> int:
     }
     trials = try_all(samples, options.workers)
     drawn = f"at most {options.count} mutants of each, drawn with seed {options.seed}"
-    scores = keep(RESULTS, drawn, {name: count(found) for name, found in trials.items()})
+    kept = keep("mutants", {name: {"drawn": drawn, "score": count(found)} for name, found in trials.items()})
+    scores = {name: Score(*kept[name]["score"]) for name in TARGETS if name in kept and kept[name]["drawn"] == drawn}
     lines = [*make_table(HEADER, list_rows(scores)), "", f"{len(scores)} of {len(TARGETS)} modules, {drawn}."]
     print("\n".join([*lines, *stale, f"{(time.monotonic() - began) / 60:.0f} minutes"]))
     if options.write_page:

@@ -16,7 +16,7 @@ from dbo_runtime.program import SIDE, Program
 
 MAX_LEAD_LAYERS = 3  # of the staggered orders that are tried
 MAX_COUNTS = 8  # of micro-batches whose policies are kept
-MAX_SEARCHED = 8  # micro-batches; of more, lanes are kept busy by common policies, too
+MAX_SEARCHED = 8  # micro-batches; more are issued by the fastest of the common policies
 MAX_SHORT_SEARCH_STATES = 3_000  # of a search with few layers: more improve no order by more than 0.3 %
 
 

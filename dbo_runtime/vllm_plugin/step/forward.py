@@ -135,9 +135,9 @@ class SplitForward:
         """Split steps from now on: vLLM has warmed up. *is_final*: settings, cuts and costs stay as they are."""
         self.decider.phase = Phase.SERVING
         self._is_final = is_final
-        self._step_aside()
+        self._restore_forward()
 
-    def _step_aside(self) -> None:
+    def _restore_forward(self) -> None:
         """Give the model its own forward back if no further step is split: then this package costs steps nothing."""
         standing = self.decider.find_standing() if self._is_final else None
         if standing is None:
@@ -204,7 +204,7 @@ class SplitForward:
             else:
                 first_steps.compare(kind, *compared, plan)
                 results = unsplit
-                self._step_aside()
+                self._restore_forward()
         return results
 
     def _check_input_ids(self, input_ids: torch.Tensor | None, tokens: int) -> Decline | None:
