@@ -12,7 +12,7 @@ from dbo_runtime.errors import DeviceError, ProgramError, add_context
 from dbo_runtime.events import EventTable
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.observe.ranges import OpenRange, name_ops
-from dbo_runtime.program import Program, Value
+from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.schedule import Instruction, Schedule, Slot
 
 Enter = Callable[[int], Any]
@@ -227,7 +227,10 @@ def unpack(result: Any, count: int) -> Sequence[Any]:
 
 def describe(instruction: Instruction) -> str:
     """Return what an error says of the op that raised it."""
-    op = instruction.op
+    return describe_op(instruction.op, instruction.issue.micro_batch)
+
+
+def describe_op(op: Op, micro_batch: int) -> str:
+    """Return which op of which micro-batch, and where it was declared."""
     layer = "outside any layer" if op.layer is None else f"layer {op.layer}"
-    where = f"micro-batch {instruction.issue.micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"
-    return f"op {op.name!r}, {layer}, {where}"
+    return f"op {op.name!r}, {layer}, micro-batch {micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import zmq
+
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 VOCABULARY = 320
 
@@ -161,15 +163,26 @@ class Engine:
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def close(self) -> None:
-        """End the workers.
+        """End the workers, and close the sockets of vLLM's queues to them.
 
-        Of a pipeline, an empty step is left in vLLM's queue of batches. It holds on to a ZeroMQ context until a later
-        garbage collection, which waits for ever if it comes to the context before its sockets.
+        What holds on to a queue (an empty step of a pipeline, the traceback of a test that failed) leaves its ZeroMQ
+        context to a later garbage collection, which waits forever if it comes to the context before open sockets.
         """
         core = self.llm.llm_engine.engine_core
-        if core.engine_core.batch_queue:
-            core.engine_core.batch_queue.clear()
+        executor = core.engine_core.model_executor
+        queues = [getattr(executor, "rpc_broadcast_mq", None), *getattr(executor, "response_mqs", ())]
         core.shutdown()
+        for queue in filter(None, queues):
+            close_sockets(queue)
+
+
+def close_sockets(queue: Any) -> None:
+    """Close the sockets of a queue of vLLM's whose writer or readers have ended."""
+    condition = queue._spin_condition
+    for owner in filter(None, (queue, condition)):
+        for socket in list(vars(owner).values()):
+            if isinstance(socket, zmq.Socket):
+                socket.close(linger=0)
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:

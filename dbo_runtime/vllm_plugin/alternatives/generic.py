@@ -74,6 +74,8 @@ class GenericAdapter:
     ) -> Value:
         """Declare one micro-batch: parts of the forward, and the reduces between them.
 
+        A part may change in place what it is given, as Granite scales its embedded tokens: a forward owns its inputs.
+
         Raises:
             DeclineError: if it sums nothing, or communicates otherwise as well.
         """
@@ -83,24 +85,25 @@ class GenericAdapter:
         layers = stage.layers or range(self._vllm_config.model_config.hf_text_config.num_hidden_layers)
         each = _count_per_layer(count, len(layers))
         more = [name for name in stage.handed if name != HIDDEN]
-        given = [] if stage.is_first else [p.input(name) for name in more]
+        given = (x, positions, *(() if stage.is_first else map(p.input, more)))
         start = partial(_start, partial(Coroutine, self._group, model.forward), None if stage.is_first else more)
         for number in range(count):
             with p.layer(layers.start + number // each):
                 name = f"part{number % each}"
                 if number == 0:
-                    x, coroutine = p.compute(name, start, x, positions, *given, outputs=2, ordered=True)
+                    x, coroutine = p.compute(name, start, *given, outputs=2, ordered=True, overwrites=given)
                 else:
-                    x = p.compute(name, _resume, x, coroutine, ordered=True)
+                    x = p.compute(name, _resume, x, coroutine, ordered=True, overwrites=(x,))
                 x = p.comm(f"reduce{number % each}", collectives.all_reduce, x, overwrites=(x,))
         return self._record_tail(p, x, coroutine, more)
 
     def _record_tail(self, p: ProgramBuilder, x: Value, coroutine: Value, more: Sequence[str]) -> Value:
         """Declare the end of the forward, which gives hidden states, or the tensors for the next stage."""
         if self._stage.is_last:
-            hidden: Value = p.compute("tail", _finish, x, coroutine, ordered=True)
+            hidden: Value = p.compute("tail", _finish, x, coroutine, ordered=True, overwrites=(x,))
             return hidden
-        results = p.compute("tail", partial(_finish_stage, more), x, coroutine, ordered=True, outputs=1 + len(more))
+        finish = partial(_finish_stage, more)
+        results = p.compute("tail", finish, x, coroutine, ordered=True, outputs=1 + len(more), overwrites=(x,))
         hidden, *rest = results if more else (results,)
         for name, value in zip(more, rest, strict=True):
             p.output(name, value)

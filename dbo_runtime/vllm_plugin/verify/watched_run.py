@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dbo_runtime.executor import Enter, stay, unpack
+from dbo_runtime.errors import ProgramError
+from dbo_runtime.executor import Enter, describe_op, stay, unpack
 from dbo_runtime.policies import sequential
 from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.sanitizer.effects import Held, OpCall, describe_change
@@ -55,7 +56,7 @@ class WatchedRun:
         values = self._values[micro_batch]
         reads = [values[value] for value in op.reads]
         call, given = OpCall(op, reads), copy_tensors(reads) if op.communicator is not None else []
-        results = unpack(op.fn(*reads), len(op.writes))
+        results = _call(op, micro_batch, reads)
         self.faults += [Fault(op, describe_change(value)) for value, change in call.find_changes() if change]
         shared = call.find_shared(results, self._list_held(micro_batch, op))
         if shared is not None:
@@ -85,7 +86,7 @@ def run_watched(
     """Run micro-batches op by op on one rank, in *order*, by default one after the other.
 
     Raises:
-        What an op raises.
+        ProgramError: if the function of an op fails, with the op and its line; the cause is what the function raised.
     """
     run = WatchedRun(programs)
     run.run(inputs, sequential(programs) if order is None else order, enter)
@@ -95,6 +96,24 @@ def run_watched(
 def run_ops(program: Program, inputs: Sequence[Any]) -> Kept:
     """Run a program op after op; return copies of all values that its ops wrote."""
     return run_watched([program], [inputs]).kept[0]
+
+
+def _call(op: Op, micro_batch: int, reads: Sequence[Any]) -> Sequence[Any]:
+    """Return the values that an op writes.
+
+    What its function raises is most often a mistake of the declaration: a value too many, or one of another shape.
+    """
+    try:
+        return unpack(op.fn(*reads), len(op.writes))
+    except Exception as error:
+        given = ", ".join(f"{value} {_describe_value(read)}" for value, read in zip(op.reads, reads, strict=True))
+        raise ProgramError(
+            f"{type(error).__name__}: {error}\n  while running {describe_op(op, micro_batch)}\n  with {given or 'nothing'}"
+        ) from error
+
+
+def _describe_value(value: Any) -> str:
+    return str([*value.shape]) if isinstance(value, torch.Tensor) else f"({type(value).__name__})"
 
 
 def _are_among(results: Sequence[Any], given: Sequence[Any]) -> bool:

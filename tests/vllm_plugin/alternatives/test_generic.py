@@ -20,6 +20,7 @@ from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives import generic
 from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapter
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results
+from dbo_runtime.vllm_plugin.verify.watched_run import run_watched
 from tests.vllm_plugin.end_to_end.test_equivalence import run_cut
 from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_answers_as_unsplit
 from tests.vllm_plugin.engine import Engine
@@ -104,6 +105,23 @@ def test_micro_batches_in_turns_come_to_what_the_forward_does(adapter: GenericAd
             own.update(zip(op.writes, result if len(op.writes) > 1 else (result,), strict=True))
     for own, unsplit in zip(values, wanted, strict=True):
         assert torch.allclose(own[program.outputs[0]], unsplit)
+
+
+class ScalingModel(Model):
+    """Changes what it is given, and each sum, in place."""
+
+    def forward(self, ids: Any, positions: torch.Tensor, intermediate: Any, x: torch.Tensor) -> torch.Tensor:
+        x *= 2
+        for _ in range(LAYERS * self.sums):
+            x = self.group.all_reduce(x @ self.weight).mul_(0.5)
+        return x
+
+
+def test_a_forward_may_change_in_place_what_it_is_given(adapter: GenericAdapter, group: Group) -> None:
+    program = record(adapter, ScalingModel(group))
+    inputs = [(torch.randn(tokens, 4), torch.arange(tokens)) for tokens in (3, 5)]
+    faults = run_watched([program] * 2, inputs).faults
+    assert not [fault for fault in faults if fault.op.lane == "compute"]  # the toy's sums do compute
 
 
 class StageModel(Model):
