@@ -107,9 +107,8 @@ def _call(op: Op, micro_batch: int, reads: Sequence[Any]) -> Sequence[Any]:
         return unpack(op.fn(*reads), len(op.writes))
     except Exception as error:
         given = ", ".join(f"{value} {_describe_value(read)}" for value, read in zip(op.reads, reads, strict=True))
-        raise ProgramError(
-            f"{type(error).__name__}: {error}\n  while running {describe_op(op, micro_batch)}\n  with {given or 'nothing'}"
-        ) from error
+        lines = f"{type(error).__name__}: {error}", f"while running {describe_op(op, micro_batch)}", f"with {given}"
+        raise ProgramError("\n  ".join(lines)) from error
 
 
 def _describe_value(value: Any) -> str:
