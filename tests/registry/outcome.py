@@ -69,9 +69,9 @@ def find_decline(trial: Mapping[str, Any]) -> str:
 def find_error(trial: Mapping[str, Any]) -> str:
     """Return why a trial failed: where it is a worker's error, vLLM's own says only where to look."""
     error = trial["error"]
-    if "See stack trace" in error:
-        causes = re.findall(r"(?:^|\] )([A-Za-z_.]*(?:Error|Exception): .*)$", trial["log"], re.M)
-        error = next((cause for cause in reversed(causes) if "See stack trace" not in cause), error)
+    if "See stack trace" in error or "failed with error ''" in error:
+        causes = re.findall(r"(?:^|\] )([A-Za-z_.]*(?:Error|Exception)(?:: .*)?)$", trial["log"], re.M)
+        error = next((cause for cause in reversed(causes) if "stack trace" not in cause), error)
     return shorten(error)
 
 

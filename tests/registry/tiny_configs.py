@@ -88,6 +88,8 @@ CHATGLM: Mapping[str, Any] = {
     "original_rope": True,
 }
 PANGU_MOE: Mapping[str, Any] = {**MOE, **LATENT, "q_lora_rank": 64, "sandwich_norm": True}
+# Models of latent attention that make their rotary embedding by the config's word for it; others take DeepSeek's yarn.
+AS_IT_IS = ("HYV4ForCausalLM",)
 EXTRA: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(
         ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "Param2MoEForCausalLM", "SarvamMoEForCausalLM"), MOE
@@ -95,13 +97,21 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "BailingMoeV2_5ForCausalLM": {
         **MOE,
         "layer_group_size": 2,
+        "group_norm_size": 2,
         "q_lora_rank": 64,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 64,
         "v_head_dim": 64,
     },
-    "BailingMoeV3ForCausalLM": {**MOE, **LATENT, "layer_group_size": 2, "short_conv_kernel_size": 4, "q_lora_rank": 64},
+    "BailingMoeV3ForCausalLM": {
+        **MOE,
+        **LATENT,
+        "layer_group_size": 2,
+        "short_conv_kernel_size": 4,
+        "no_kda_lora": True,
+        "q_lora_rank": 64,
+    },
     "SarvamMLAForCausalLM": {**MOE, **LATENT, "q_lora_rank": None},
     "ChatGLMForConditionalGeneration": CHATGLM,
     "ChatGLMModel": CHATGLM,
@@ -124,7 +134,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
     "Gemma4ForCausalLM": {"per_layer_config": None, "num_kv_shared_layers": 0},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
-    "ExaoneMoeForCausalLM": {"sliding_windows": 16},
+    "ExaoneMoeForCausalLM": {"sliding_windows": [16] * LAYERS},
     "DbrxForCausalLM": {"rope_theta": 10000.0},
     "IQuestLoopCoderForCausalLM": {"loop_num": 2, "loop_window_size": 16, "max_window_layers": LAYERS},
     "MiMoV2ForCausalLM": {
@@ -242,8 +252,9 @@ def make_config(architecture: str) -> dict[str, Any]:
     else:
         content = shrink(get_defaults(architecture))
     content |= {**EXTRA.get(architecture, {}), "architectures": [architecture], "torch_dtype": "float32"}
-    if content.get("kv_lora_rank"):  # vLLM's rotary kernel for CPU is wrong for MLA without yarn
-        content |= {"rope_scaling": None, "rope_parameters": LATENT["rope_scaling"]}
+    if content.get("kv_lora_rank"):  # vLLM's rotary kernel for CPU is wrong for MLA without DeepSeek's yarn
+        yarn = {**LATENT["rope_scaling"], "rope_type": "deepseek_yarn" if architecture in AS_IT_IS else "yarn"}
+        content |= {"rope_scaling": None, "rope_parameters": yarn}
     return content
 
 
@@ -253,7 +264,7 @@ def get_defaults(architecture: str) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     types = [kind for kind, names in NAMES.items() if architecture in ((names,) if isinstance(names, str) else names)]
-    for kind in types:
+    for kind in sorted(types, key=lambda kind: not kind.endswith("_text")):  # others hold that of the text in them
         if kind in CONFIG_MAPPING:
             return {**CONFIG_MAPPING[kind]().to_dict(), "model_type": CONFIG_MAPPING[kind].model_type}
     return {**LLAMA_LIKE, "model_type": "llama"}
