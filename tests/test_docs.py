@@ -24,7 +24,14 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = list_documents()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document",
+    [
+        # What commands print there takes minutes to compute.
+        pytest.param(path, marks=[pytest.mark.slow] if path.name == "scale.md" else [], id=str(path.relative_to(ROOT)))
+        for path in DOCUMENTS
+    ],
+)
 def test_tables_that_come_from_code_are_up_to_date(document: Path) -> None:
     text = document.read_text()
     assert fill_tables(text) == text, "run `make docs`"

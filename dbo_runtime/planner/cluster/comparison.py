@@ -76,9 +76,8 @@ def run_once(scenario: Scenario, pricer: StepPricer, seed: int, rate: float) -> 
     return scenario.level.judge(outcome)
 
 
-def estimate_throughput(scenario: Scenario, pricer: StepPricer) -> float:
+def estimate_throughput(workload: Workload, layout: Layout, pricer: StepPricer) -> float:
     """Return about how many requests a second the instance can do, in full steps of prefills and of decodes."""
-    layout, workload = scenario.layout, scenario.workload
     prefill = pricer.price(layout.budget, 0)[0] / layout.budget * workload.prompt
     decode = pricer.price(0, layout.sequences)[0] / layout.sequences * (workload.output - 1)
     return layout.ranks / (prefill + decode)
@@ -88,7 +87,7 @@ def compare_capacity(
     scenario: Scenario, unsplit: StepPricer, overlapped: StepPricer, seeds: Sequence[int]
 ) -> Comparison:
     """Return the most requests a second within the service level, unsplit and with overlap, for each seed."""
-    start = estimate_throughput(scenario, unsplit)
+    start = estimate_throughput(scenario.workload, scenario.layout, unsplit)
     return Comparison(
         tuple(
             Trial(*(find_capacity(partial(run_once, scenario, each, seed), start) for each in (unsplit, overlapped)))

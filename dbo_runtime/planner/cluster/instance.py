@@ -91,7 +91,8 @@ class _Engine:
     def arrive(self, requests: Sequence[Request]) -> Generator[Any, Any, None]:
         """Queue each request on the rank that has fewest, when it arrives."""
         for request in requests:
-            yield self._environment.timeout(max(request.arrival - self._environment.now, 0.0))
+            if request.arrival > self._environment.now:
+                yield self._environment.timeout(request.arrival - self._environment.now)
             self._count_population()
             served = Served(request, request.prompt)
             self._outcome.served.append(served)
@@ -101,7 +102,8 @@ class _Engine:
 
     def run(self, count: int) -> Generator[Any, Any, None]:
         """Run steps until *count* requests are done; without work, wait for the next arrival."""
-        while sum(len(rank.finished) for rank in self._ranks) < count:
+        left = count
+        while left:
             loads = {rank.fill() for rank in self._ranks}
             if not any(load.prefill_tokens or load.decodes for load in loads):
                 yield self._arrived
@@ -110,8 +112,7 @@ class _Engine:
                 continue
             yield self._time_step(loads)
             self._count_population()
-            for rank in self._ranks:
-                rank.end_step(self._outcome.steps, self._environment.now)
+            left -= sum(rank.end_step(self._outcome.steps, self._environment.now) for rank in self._ranks)
             self._outcome.seconds = self._environment.now
 
     def _repeat(self, loads: Collection[Load]) -> Generator[Any, Any, bool]:

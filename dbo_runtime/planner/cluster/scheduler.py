@@ -56,14 +56,12 @@ class RankScheduler:
         sequences: most running requests.
         waiting: requests with prompt tokens left, the oldest first; those that have started are running.
         decodes: the step in which each decode ends, with a number that orders equal ones.
-        finished: requests that are done.
     """
 
     budget: int
     sequences: int
     waiting: deque[Served] = field(default_factory=deque)
     decodes: list[tuple[int, int, Served]] = field(default_factory=list)
-    finished: list[Served] = field(default_factory=list)
     _chunks: list[tuple[Served, int]] = field(default_factory=list)
     _count: int = 0
 
@@ -83,6 +81,8 @@ class RankScheduler:
 
     def fill(self) -> Load:
         """Choose what the next step computes, and return how much that is."""
+        if not self.waiting:
+            return Load(0, len(self.decodes))
         left, self._chunks = self.budget - len(self.decodes), []
         room = self.sequences - len(self.decodes)
         for served in self.waiting:
@@ -93,12 +93,18 @@ class RankScheduler:
             left -= tokens
         return Load(sum(tokens for _, tokens in self._chunks), len(self.decodes))
 
-    def end_step(self, number: int, now: float) -> None:
-        """Account for a step that ended *now*: first tokens of prompts that are computed, and last tokens."""
+    def end_step(self, number: int, now: float) -> int:
+        """Account for a step that ended *now*: first tokens of prompts that are computed, and last tokens.
+
+        Return how many requests are done with it.
+        """
+        done = 0
         while self.decodes and self.decodes[0][0] <= number:
             served = heappop(self.decodes)[2]
             served.last = now
-            self.finished.append(served)
+            done += 1
+        if not self._chunks:
+            return done
         for served, tokens in self._chunks:
             served.left -= tokens
         while self.waiting and not self.waiting[0].left:
@@ -106,8 +112,9 @@ class RankScheduler:
             served.first = now
             if served.request.output == 1:
                 served.last = now
-                self.finished.append(served)
+                done += 1
             else:
                 self._count += 1
                 heappush(self.decodes, (number + served.request.output - 1, self._count, served))
         self._chunks = []
+        return done

@@ -10,11 +10,11 @@ import sys
 from dbo_runtime.config import RuntimeConfig, read_environment
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.cluster.cluster_report import describe_comparison, list_comparison
-from dbo_runtime.planner.cluster.comparison import Scenario, compare_capacity
+from dbo_runtime.planner.cluster.comparison import Scenario, compare_capacity, estimate_throughput
 from dbo_runtime.planner.cluster.disturbance import Disturbances
 from dbo_runtime.planner.cluster.instance import Layout
 from dbo_runtime.planner.cluster.service_level import ServiceLevel
-from dbo_runtime.planner.cluster.step_times import predict_step_times
+from dbo_runtime.planner.cluster.step_times import StepPricer, predict_step_times
 from dbo_runtime.planner.cluster.workload import Workload
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.whatif.corners import Corner
@@ -23,6 +23,8 @@ from dbo_runtime.planner.whatif.scale_cases import SCALE_CASES, USABLE, ScaleCas
 from dbo_runtime.setting_values import read_count
 
 MOST_SEQUENCES = 256  # that a rank runs, where memory does not say fewer
+LEAST_REQUESTS = 20  # for each rank
+RUN_BY_TTFT = 12  # how many times longer than the time to the first token a run at full load lasts
 LARGEST = 1 << 20  # of any count on the command line
 
 
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     level.add_argument("--tpot", default="0.1", help="seconds from one token to the next")
     level.add_argument("--quantile", default="0.99", help="share of the requests that have both")
     runs = parser.add_argument_group("the runs")
-    runs.add_argument("--requests", help="for each rank (default: 60, or 4 times its sequences if it decodes)")
+    runs.add_argument("--requests", help="for each rank (default: enough for a steady state)")
     runs.add_argument("--seeds", default="3", help="how many times")
     runs.add_argument("--json", action="store_true", help="print figures for programs")
 
@@ -72,22 +74,22 @@ def run(arguments: argparse.Namespace) -> int:
     )
     length = round(workload.context + workload.prompt + workload.output / 2)
     layout = Layout(ranks, _read("--budget", arguments.budget), _count_sequences(arguments, case, ranks, length))
-    scenario = Scenario(
-        workload,
-        layout,
-        Disturbances(_number("--stragglers", arguments.stragglers), _number("--slowdown", arguments.slowdown)),
-        ServiceLevel(
-            _number("--ttft", arguments.ttft),
-            _number("--tpot", arguments.tpot),
-            _number("--quantile", arguments.quantile),
-        ),
-        _count_requests(arguments, layout, workload) * ranks,
+    level = ServiceLevel(
+        _number("--ttft", arguments.ttft),
+        _number("--tpot", arguments.tpot),
+        _number("--quantile", arguments.quantile),
     )
+    disturbances = Disturbances(
+        _number("--stragglers", arguments.stragglers), _number("--slowdown", arguments.slowdown)
+    )
+    seeds = range(_read("--seeds", arguments.seeds))
     truth = Corner(
         contention=_number("--contention", arguments.contention), imbalance=_number("--imbalance", arguments.imbalance)
     )
     times = predict_step_times(table, _read_settings(arguments), layout.budget, layout.sequences, length, truth)
-    comparison = compare_capacity(scenario, *times, range(_read("--seeds", arguments.seeds)))
+    requests = _count_requests(arguments, workload, layout, level, times[1])
+    scenario = Scenario(workload, layout, disturbances, level, requests)
+    comparison = compare_capacity(scenario, *times, seeds)
     where = f"{chips} {case.chip}" if case else f"{chips} chips"
     if arguments.json:
         return _print(json.dumps(list_comparison(arguments.costs, scenario, comparison), indent=2))
@@ -122,11 +124,18 @@ def _count_sequences(arguments: argparse.Namespace, case: ScaleCase | None, rank
     return min(room, MOST_SEQUENCES)
 
 
-def _count_requests(arguments: argparse.Namespace, layout: Layout, workload: Workload) -> int:
-    """Return how many requests a rank serves in a run: enough that it is full most of the time, if it can be."""
+def _count_requests(
+    arguments: argparse.Namespace, workload: Workload, layout: Layout, level: ServiceLevel, pricer: StepPricer
+) -> int:
+    """Return how many requests a run serves, if not said: so many that what they wait is not that the run is short.
+
+    A queue that grows must have the time to become longer than users wait, and sequences that run the time to end.
+    """
     if arguments.requests is not None:
-        return _read("--requests", arguments.requests)
-    return max(60, 4 * layout.sequences if workload.output > 1 else 0)
+        return _read("--requests", arguments.requests) * layout.ranks
+    waited = RUN_BY_TTFT * level.ttft * estimate_throughput(workload, layout, pricer)
+    running = 2 * layout.sequences * layout.ranks if workload.output > 1 else 0
+    return min(max(round(waited), running, LEAST_REQUESTS * layout.ranks), LARGEST)
 
 
 def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:

@@ -18,7 +18,7 @@ from dbo_runtime.planner.whatif.estimate import ESTIMATE_SEARCH_STATES
 from dbo_runtime.planner.whatif.ranges import Range, span
 from dbo_runtime.planner.whatif.scale_cases import ScaleCase
 
-CHIPS = (16, 32, 64, 128, 256, 1024)
+CHIPS = (16, 32, 64, 256, 1024)
 MILLION = 1e6  # tokens a second
 NOTHING, UNCHANGED = Range(0.0, 0.0, 0.0), Range(1.0, 1.0, 1.0)
 
