@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,25 +9,12 @@ from hypothesis import strategies as st
 from dbo_runtime.planner.cluster.disturbance import Disturbances
 from dbo_runtime.planner.cluster.instance import Layout, Outcome, serve
 from dbo_runtime.planner.cluster.workload import Request, Workload, draw_requests
+from tests.planner.cluster.pricers import Linear
 from tests.profiles import scale
 
 pytest.importorskip("simpy")
 NONE = Disturbances()
 TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A step takes `start`, and more for each token."""
-
-    start: float = 1.0
-    prefill: float = 0.0
-    decode: float = 0.0
-    uneven: float = 1.0
-
-    def price(self, prefill_tokens: int, decodes: int) -> tuple[float, float]:
-        even = self.start + self.prefill * prefill_tokens + self.decode * decodes
-        return even, even * self.uneven
 
 
 def run(workload: Workload, rate: float, count: int, layout: Layout, pricer: Linear, seed: int = 0) -> Outcome:

@@ -19,8 +19,9 @@ from dbo_runtime.planner.cluster.service_level import (
     find_capacity,
 )
 from dbo_runtime.planner.cluster.workload import Workload
-from tests.planner.cluster.test_instance import Linear
+from tests.planner.cluster.pricers import Linear
 
+pytest.importorskip("simpy")
 SCENARIO = Scenario(
     Workload(500, 20), Layout(2, 1024, 16), Disturbances(0.01, 1.5), ServiceLevel(1.0, 0.08), requests=200
 )

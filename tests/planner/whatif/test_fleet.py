@@ -13,7 +13,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import DboError
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
 from dbo_runtime.planner.whatif.corners import AS_PUBLISHED, list_corners, move_to
-from dbo_runtime.planner.whatif.expert_models import DEEPSEEK, QWEN3_235B
+from dbo_runtime.planner.whatif.expert_models import DEEPSEEK, QWEN3_235B, ExpertModel
 from dbo_runtime.planner.whatif.expert_scale import scale_experts
 from dbo_runtime.planner.whatif.fabrics import FABRICS
 from dbo_runtime.planner.whatif.fleet import FleetRow, predict_fleet
@@ -52,9 +52,8 @@ def test_the_unified_bus_takes_what_cloudmatrix_measured(ranks: int, dispatch: i
         assert (cost.alpha + 128 * cost.token_seconds) * 1e6 == pytest.approx(published)
 
 
-@pytest.mark.parametrize("case", [get_case(name) for name in ("r1-decode-910b", "r1-prefill-h800", "qwen3-235b-910c")])
-def test_a_case_over_as_many_ranks_as_it_has_stays_what_it_is(case: object) -> None:
-    name = case.name  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", ["r1-decode-910b", "r1-prefill-h800", "qwen3-235b-910c"])
+def test_a_case_over_as_many_ranks_as_it_has_stays_what_it_is(name: str) -> None:
     found = next(each for each in SCALE_CASES if each.case == name)
     table = get_case(name).table
     spread = scale_experts(table, table.provenance.parallel["expert"], found.experts, found.network)
@@ -76,9 +75,9 @@ def test_more_ranks_have_fewer_weights_and_as_many_tokens() -> None:
 
 
 @given(st.sampled_from([DEEPSEEK, QWEN3_235B]), st.integers(0, 7))
-def test_a_token_needs_at_least_one_host_and_no_more_than_its_experts(model: object, power: int) -> None:
+def test_a_token_needs_at_least_one_host_and_no_more_than_its_experts(model: ExpertModel, power: int) -> None:
     hosts = 1 << power
-    reached = model.count_hosts(hosts)  # type: ignore[attr-defined]
+    reached = model.count_hosts(hosts)
     assert reached + 1e-9 >= 1
     assert reached <= min(hosts, 8) + 1e-9
 

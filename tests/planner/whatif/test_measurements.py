@@ -21,7 +21,10 @@ from dbo_runtime.planner.whatif.measurements import (
 from dbo_runtime.planner.whatif.published_cases import get_case
 
 DECODES = [each for each in MEASUREMENTS if each.case == "r1-decode-12708"]
-SLOW = [*DECODES, *(each for each in MEASUREMENTS if each.case in ("r1-prefill-910c", "r1-decode-h800"))]
+SLOW = [
+    *DECODES,
+    *(each for each in MEASUREMENTS if each.case in ("r1-prefill-910c", "r1-prefill-h800", "r1-decode-h800")),
+]
 NAMES = [f"{each.case}-{each.size}-{each.context}" for each in MEASUREMENTS]
 
 
