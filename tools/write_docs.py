@@ -15,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
-from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -37,10 +36,11 @@ def main() -> int:
     arguments = parser.parse_args()
     is_check: bool = arguments.check
     documents = [path.resolve() for path in arguments.documents] or list_documents()
-    stale = [document for document in documents if fill_tables(document.read_text()) != document.read_text()]
+    filled = {document: fill_commands(fill_tables(document.read_text())) for document in documents}
+    stale = [document for document, text in filled.items() if text != document.read_text()]
     for document in stale:
         if not is_check:
-            document.write_text(fill_tables(document.read_text()))
+            document.write_text(filled[document])
         print(f"{document.relative_to(ROOT)}: {'stale; run `make docs`' if is_check else 'written'}")
     return 1 if is_check and stale else 0
 
@@ -57,10 +57,19 @@ def fill_tables(text: str) -> str:
         head, found, rest = text.partition(begin)
         if found:
             text = head + begin + make_table() + end + rest.partition(end)[2]
+    return text
+
+
+def fill_commands(text: str) -> str:
+    """Return the text of a document with what all its commands print now."""
     return _COMMAND.sub(lambda found: f"<!-- {found[1]} -->\n{print_command(found[1])}<!-- /{found[1]} -->", text)
 
 
-@cache
+def find_commands(text: str) -> dict[str, str]:
+    """Return what a document says that its commands print, both as blocks, by the command."""
+    return {found[1]: found[2] for found in _COMMAND.finditer(text)}
+
+
 def print_command(words: str) -> str:
     """Return a command, such as `dbo plan --list`, and what it prints, as two blocks.
 
@@ -133,7 +142,7 @@ def _make_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(columns), *body, ""])
 
 
-_COMMAND = re.compile(r"<!-- (dbo [^>]*?) -->\n.*?<!-- /\1 -->", re.DOTALL)
+_COMMAND = re.compile(r"<!-- (dbo [^>]*?) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "settings": make_settings_table,
