@@ -1,0 +1,346 @@
+"""Write the source of an adapter from a folded recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dbo_runtime.errors import ProgramError
+from dbo_runtime.vllm_plugin.verify.draft.calls import FUNCTION, MODULE, Path, Recording, Ref, list_items
+from dbo_runtime.vllm_plugin.verify.draft.expressions import find_unknown
+from dbo_runtime.vllm_plugin.verify.draft.folding import Folded, Kind, Local, Shared, Slot
+from dbo_runtime.vllm_plugin.verify.draft.helpers import Helpers
+from dbo_runtime.vllm_plugin.verify.draft.ops import DraftOp, group, list_reads
+
+WIDTH = 110
+SIGNATURE = (
+    "    def record(self, p: ProgramBuilder, model: Any, collectives: Any, x: Value, positions: Value) -> Value:"
+)
+TENSORS = (Ref, Local, Shared, Slot)
+RESERVED = {"self", "p", "model", "decoder", "layer", "index", "collectives", "positions", "part", "partial", "KNOWN"}
+
+
+@dataclass
+class AdapterSource:
+    """Writes one adapter.
+
+    Args:
+        recording: of the model's forward.
+        folded: the recording with one kind for layers that call the same.
+        name: of the class.
+    """
+
+    recording: Recording
+    folded: Folded
+    name: str
+
+    def __post_init__(self) -> None:
+        self._helpers = Helpers(reserved={*RESERVED, "Decline", "ProgramBuilder", "Value", "Any"})
+        self._passed = sorted({slot for kind in self.folded.kinds for slot in kind.gives})
+        slots = sorted({*self._passed, *self.folded.initial})
+        names = ("hidden" if self._is_shared(self.recording.x) else "x", "residual")
+        self._slots = {slot: names[n] if n < len(names) else f"carried_{n}" for n, slot in enumerate(slots)}
+        self._shared: dict[Ref, str] = {self.recording.x: "x", self.recording.positions: "positions"}
+
+    def write(self) -> str:
+        """Return the module's source.
+
+        Raises:
+            ProgramError: if something that is called cannot be written.
+        """
+        calls = [*self.folded.before, *self.folded.after, *(call for kind in self.folded.kinds for call in kind.calls)]
+        for call in calls:
+            unknown = find_unknown(call)
+            if unknown is not None:
+                raise ProgramError(unknown)
+        record = self._write_record()
+        layers = [line for number, kind in enumerate(self.folded.kinds) for line in self._write_layer(number, kind)]
+        helpers = [f"\n\ndef {name}{text.rstrip()}" for name, text in self._helpers.sources.items()]
+        body = "\n".join([*record, *layers, *helpers])
+        return f"{write_head(self.recording, self.name, 'partial(' in body)}{body}\n"
+
+    def _write_record(self) -> list[str]:
+        recording, folded = self.recording, self.folded
+        needed = [*folded.initial.values(), *self._list_shared(), *_refs(recording.result)]
+        before = group(folded.before, TENSORS, needed)
+        after = group(folded.after, TENSORS, _refs(recording.result))
+        scope = _Scope(self._helpers, {recording.x: "x", recording.positions: "positions"})
+        scope.expect([*before, *after], needed)
+        lines = scope.write(before, "        ")
+        self._shared |= {ref: scope.names[ref] for ref in self._list_shared()}
+        lines += [
+            f"        {self._slots[slot]} = {scope.names[ref]}"
+            for slot, ref in folded.initial.items()
+            if self._slots[slot] != scope.names[ref]
+        ]
+        lines += self._write_loop()
+        scope.names |= {ref: self._slots[slot] for ref, slot in folded.final.items()}
+        scope.done = len(before)
+        lines += scope.write(after, "        ")
+        return [
+            SIGNATURE,
+            '        """Declare one micro-batch: embedded tokens in, hidden states out."""',
+            f"        decoder = {Path('model', recording.decoder)}",
+            *lines,
+            f"        hidden: Value = {scope.names[recording.result]}",
+            "        return hidden",
+        ]
+
+    def _write_loop(self) -> list[str]:
+        kinds = self.folded.kinds
+        indent = "                "
+        lines = [
+            f"        for index, layer in enumerate(decoder.{self.recording.layers}):",
+            "            with p.layer(index):",
+        ]
+        for number, kind in enumerate(kinds):
+            condition = "" if len(kinds) == 1 else self._tell_apart(number)
+            if condition.startswith("#"):
+                lines.append(f"{indent}{condition}")
+                condition = f"index in {set(kind.layers)!r}"
+            if len(kinds) > 1:
+                word = "else:" if number == len(kinds) - 1 else f"{'el' if number else ''}if {condition}:"
+                lines.append(f"{indent}{word}")
+            inner = indent if len(kinds) == 1 else f"{indent}    "
+            args = [
+                "p",
+                "layer",
+                "collectives",
+                *self._list_extra(kind),
+                *(self._name(item) for item in self._list_taken(kind)),
+            ]
+            given = ", ".join(self._slots[slot] for slot in self._passed)
+            lines += _wrap(inner, f"{given} = self.{self._name_kind(number)}", args)
+        return lines
+
+    def _tell_apart(self, number: int) -> str:
+        """Return a condition that only layers of this kind meet among those of the kinds from it on."""
+        kinds = self.folded.kinds[number:]
+        kind = kinds[0]
+        if number == len(self.folded.kinds) - 1:
+            return ""
+        if kind.layers == [0]:
+            return "index == 0"
+        facts = self.recording.facts
+        for expression in facts[kind.layers[0]] if facts else ():
+            values = [{repr(facts[layer].get(expression)) for layer in one.layers} for one in kinds]
+            if len(values[0]) == 1 and all(values[0].isdisjoint(others) for others in values[1:]):
+                value = facts[kind.layers[0]][expression]
+                return (
+                    expression
+                    if value is True
+                    else f"not {expression}"
+                    if value is False
+                    else f"{expression} == {value!r}"
+                )
+        return "# TODO: these layers of the draft's config call something else; say how to tell them apart."
+
+    def _write_layer(self, number: int, kind: Kind) -> list[str]:
+        gives = [kind.gives.get(slot) for slot in self._passed]
+        needed = [local for local in gives if local is not None]
+        ops = group(kind.calls, TENSORS, needed)
+        taken = self._list_taken(kind)
+        scope = _Scope(self._helpers, {item: self._name(item) for item in taken})
+        scope.expect(ops, needed)
+        lines = [*_note_unreduced(kind), *scope.write(ops, "        ")]
+        extra = self._list_extra(kind)
+        parameters = [
+            "self",
+            "p: ProgramBuilder",
+            "layer: Any",
+            "collectives: Any",
+            *(f"{name}: Any" for name in extra),
+            *(f"{self._name(item)}: Value" for item in taken),
+        ]
+        results = ", ".join("None" if local is None else scope.names[local] for local in gives)
+        passed = ", ".join(self._slots[slot] for slot in self._passed)
+        signature = _wrap("    ", f"def {self._name_kind(number)}", parameters)
+        signature[-1] += " -> Any:"
+        return [
+            "",
+            *signature,
+            f'        """Declare {self._describe(number)}; return {passed}."""',
+            *lines,
+            f"        return {results}",
+        ]
+
+    def _name_kind(self, number: int) -> str:
+        kinds = self.folded.kinds
+        if len(kinds) == 1 or (len(kinds) == 2 and number == 1 and kinds[0].layers == [0]):
+            return "record_layer"
+        return "record_first_layer" if kinds[number].layers == [0] else f"record_layer_{number + 1}"
+
+    def _describe(self, number: int) -> str:
+        name = self._name_kind(number)
+        return {"record_layer": "one layer", "record_first_layer": "the first layer"}.get(
+            name, "one layer of this kind"
+        )
+
+    def _list_taken(self, kind: Kind) -> list[Any]:
+        shared = dict.fromkeys(item for call in kind.calls for item in list_reads(call, (Shared,)))
+        return [*shared, *sorted(kind.takes)]
+
+    def _list_extra(self, kind: Kind) -> list[str]:
+        """Return what a layer's calls use that is outside the layer: the decoder, the model."""
+        items = [item for call in kind.calls for item in list_items((call.target, call.args, call.kwargs))]
+        owners = {item.owner for item in items if isinstance(item, Path)}
+        return [name for name in ("decoder", "model") if name in owners]
+
+    def _name(self, item: Any) -> str:
+        return self._slots[item] if isinstance(item, Slot) else self._shared[item.ref]
+
+    def _list_shared(self) -> list[Ref]:
+        reads = (item for kind in self.folded.kinds for call in kind.calls for item in list_reads(call, (Shared,)))
+        return [item.ref for item in dict.fromkeys(reads)]
+
+    def _is_shared(self, ref: Ref) -> bool:
+        return ref in self._list_shared()
+
+
+def write_head(recording: Recording, name: str, has_partial: bool) -> str:
+    """Return the head of a module: imports, the class, and its `decline`."""
+    known = _wrap("", "KNOWN = frozenset", [*map(_quote, recording.classes)], "({", "})")
+    decoder = Path("model", recording.decoder)
+    imports = "from functools import partial\n" if has_partial else ""
+    return f'''"""{recording.architecture} for dbo_runtime: a draft, to be read against the model's forward."""
+
+from __future__ import annotations
+
+{imports}from typing import Any
+
+from dbo_runtime import Decline, ProgramBuilder, Value
+
+{chr(10).join(known)}
+
+
+class {name}:
+    """Splits the layers of vLLM's {recording.architecture} at their reduces."""
+
+    def decline(self, model: Any) -> Decline | None:
+        """Return why this model, as configured and loaded, cannot be split, or None if it can."""
+        layers = {decoder}.{recording.layers}
+        parts = [{decoder}, *layers, *(part for layer in layers for part in layer.children())]
+        unknown = {{type(part).__name__ for part in parts}} - KNOWN
+        return Decline("its parts are not known", ", ".join(sorted(unknown))) if unknown else None
+
+'''
+
+
+class _Scope:
+    """The variables of one function that is written.
+
+    Args:
+        helpers: the functions of the module.
+        names: of the parameters.
+    """
+
+    def __init__(self, helpers: Helpers, names: Mapping[Any, str]) -> None:
+        self.names = dict(names)
+        self.done = 0
+        self._helpers = helpers
+        self._last: dict[Any, int] = {}
+
+    def expect(self, ops: Sequence[DraftOp], results: Iterable[Any]) -> None:
+        """Note until when each value is read, so that names can be used again."""
+        for number, op in enumerate(ops):
+            self._last.update({item: number for call in op.calls for item in list_reads(call, TENSORS)})
+        self._last.update(dict.fromkeys(results, len(ops)))
+
+    def write(self, ops: Sequence[DraftOp], indent: str) -> list[str]:
+        """Return the lines that declare the ops."""
+        lines: list[str] = []
+        for op in ops:
+            write = {FUNCTION: self._write_functions, MODULE: self._write_module}.get(op.first.kind, self._write_reduce)
+            lines += write(op, indent)
+            self.done += 1
+        return lines
+
+    def _write_functions(self, op: DraftOp, indent: str) -> list[str]:
+        helper = self._helpers.add_functions(op.name.rpartition("_2")[0] or op.name, op.calls, op.writes, TENSORS)
+        return self._write_compute(op, str(helper), helper.reads, ["x"] * len(op.writes), indent)
+
+    def _write_module(self, op: DraftOp, indent: str) -> list[str]:
+        call = op.first
+        reads: tuple[Any, ...] = call.args
+        results = call.results
+        is_plain = isinstance(results, TENSORS) or (
+            type(results) is tuple and len(results) > 1 and all(isinstance(item, TENSORS) for item in results)
+        )
+        if is_plain and not call.kwargs and all(isinstance(item, TENSORS) for item in call.args):
+            function = str(call.target)
+        else:
+            helper = self._helpers.add_module(op.name, call, TENSORS)
+            function, reads = str(helper), helper.reads
+        extra = ["ordered=True"] if call.ordered else []
+        wanted = [op.name, *["residual" if "norm" in op.name else f"{op.name}_result"] * (len(op.writes) - 1)]
+        if not call.reduces:
+            return self._write_compute(op, function, reads, wanted, indent, extra)
+        if len(op.writes) != 1:
+            note = f"{indent}# TODO: {op.name} reduces inside: its reduce cannot be split off, for it returns more."
+            return [note, *self._write_compute(op, function, reads, wanted, indent, extra)]
+        args = [_quote(op.name), f"collectives.without_reduce({function})", *map(self.names.__getitem__, reads), *extra]
+        self._bind(op.writes[0], op.name)
+        reduce = [_quote(f"{op.name}_reduce"), "collectives.all_reduce", "part", "overwrites=(part,)"]
+        return [
+            *_wrap(indent, "part = p.compute", args),
+            *_wrap(indent, f"{self.names[op.writes[0]]} = p.comm", reduce),
+        ]
+
+    def _write_reduce(self, op: DraftOp, indent: str) -> list[str]:
+        read = self.names[op.first.args[0]]
+        self._bind(op.writes[0], "x")
+        args = [_quote(op.name), "collectives.all_reduce", read, f"overwrites=({read},)"]
+        return _wrap(indent, f"{self.names[op.writes[0]]} = p.comm", args)
+
+    def _write_compute(
+        self,
+        op: DraftOp,
+        function: str,
+        reads: Sequence[Any],
+        wanted: Sequence[str],
+        indent: str,
+        extra: Sequence[str] = (),
+    ) -> list[str]:
+        taken = [self.names[item] for item in op.first.overwritten if item in reads]
+        args = [_quote(op.name), function, *(self.names[item] for item in reads), *extra]
+        args += [f"outputs={len(op.writes)}"] * (len(op.writes) != 1)
+        args += [f"overwrites=({', '.join(taken)}{',' * (len(taken) == 1)})"] * bool(taken)
+        for item, name in zip(op.writes, wanted, strict=True):
+            self._bind(item, name)
+        results = ", ".join(self.names[item] for item in op.writes)
+        return _wrap(indent, f"{results} = p.compute" if results else "p.compute", args)
+
+    def _bind(self, item: Any, wanted: str) -> None:
+        """Name a value; a name whose value is not read any more is free."""
+        live = {name for other, name in self.names.items() if self._last.get(other, -1) > self.done and other != item}
+        live |= {name for other, name in self.names.items() if isinstance(other, Shared)} | RESERVED
+        name, number = wanted, 1
+        while name in live or name in self._helpers.sources:
+            number += 1
+            name = f"{wanted}_{number}"
+        self.names[item] = name
+
+
+def _note_unreduced(kind: Kind) -> list[str]:
+    """Return a comment if modules of a layer leave their all-reduce to it, and it called none."""
+    leaving = [str(call.target) for call in kind.calls if call.leaves_reduce]
+    if not leaving or any(call.kind == REDUCE for call in kind.calls):
+        return []
+    return [f"        # TODO: {', '.join(leaving)} is not reduced, and the layer called no all-reduce: declare one."]
+
+
+def _wrap(indent: str, start: str, args: Sequence[str], opening: str = "(", closing: str = ")") -> list[str]:
+    """Return a call as lines that are not too long."""
+    line = f"{indent}{start}{opening}{', '.join(args)}{closing}"
+    if len(line) <= WIDTH:
+        return [line]
+    return [f"{indent}{start}{opening}", *(f"{indent}    {arg}," for arg in args), f"{indent}{closing}"]
+
+
+def _quote(text: str) -> str:
+    return f'"{text}"'
+
+
+def _refs(structure: Any) -> list[Ref]:
+    return [item for item in list_items(structure) if isinstance(item, Ref)]
