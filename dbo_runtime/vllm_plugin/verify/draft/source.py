@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.vllm_plugin.verify.draft.calls import FUNCTION, MODULE, Path, Recording, Ref, list_items
+from dbo_runtime.vllm_plugin.verify.draft.calls import REDUCE, Path, Recording, Ref, list_items
 from dbo_runtime.vllm_plugin.verify.draft.expressions import find_unknown
-from dbo_runtime.vllm_plugin.verify.draft.folding import Folded, Kind, Local, Shared, Slot
+from dbo_runtime.vllm_plugin.verify.draft.folding import Folded, Kind, Shared, Slot
 from dbo_runtime.vllm_plugin.verify.draft.helpers import Helpers
-from dbo_runtime.vllm_plugin.verify.draft.ops import DraftOp, group, list_reads
+from dbo_runtime.vllm_plugin.verify.draft.ops import group, list_reads
+from dbo_runtime.vllm_plugin.verify.draft.scope import RESERVED, TENSORS, Scope, quote, wrap
 
-WIDTH = 110
 SIGNATURE = (
     "    def record(self, p: ProgramBuilder, model: Any, collectives: Any, x: Value, positions: Value) -> Value:"
 )
-TENSORS = (Ref, Local, Shared, Slot)
-RESERVED = {"self", "p", "model", "decoder", "layer", "index", "collectives", "positions", "part", "partial", "KNOWN"}
 
 
 @dataclass
@@ -65,7 +62,7 @@ class AdapterSource:
         needed = [*folded.initial.values(), *self._list_shared(), *_refs(recording.result)]
         before = group(folded.before, TENSORS, needed)
         after = group(folded.after, TENSORS, _refs(recording.result))
-        scope = _Scope(self._helpers, {recording.x: "x", recording.positions: "positions"})
+        scope = Scope(self._helpers, {recording.x: "x", recording.positions: "positions"})
         scope.expect([*before, *after], needed)
         lines = scope.write(before, "        ")
         self._shared |= {ref: scope.names[ref] for ref in self._list_shared()}
@@ -111,7 +108,7 @@ class AdapterSource:
                 *(self._name(item) for item in self._list_taken(kind)),
             ]
             given = ", ".join(self._slots[slot] for slot in self._passed)
-            lines += _wrap(inner, f"{given} = self.{self._name_kind(number)}", args)
+            lines += wrap(inner, f"{given} = self.{self._name_kind(number)}", args)
         return lines
 
     def _tell_apart(self, number: int) -> str:
@@ -141,7 +138,7 @@ class AdapterSource:
         needed = [local for local in gives if local is not None]
         ops = group(kind.calls, TENSORS, needed)
         taken = self._list_taken(kind)
-        scope = _Scope(self._helpers, {item: self._name(item) for item in taken})
+        scope = Scope(self._helpers, {item: self._name(item) for item in taken})
         scope.expect(ops, needed)
         lines = [*_note_unreduced(kind), *scope.write(ops, "        ")]
         extra = self._list_extra(kind)
@@ -155,7 +152,7 @@ class AdapterSource:
         ]
         results = ", ".join("None" if local is None else scope.names[local] for local in gives)
         passed = ", ".join(self._slots[slot] for slot in self._passed)
-        signature = _wrap("    ", f"def {self._name_kind(number)}", parameters)
+        signature = wrap("    ", f"def {self._name_kind(number)}", parameters)
         signature[-1] += " -> Any:"
         return [
             "",
@@ -200,7 +197,7 @@ class AdapterSource:
 
 def write_head(recording: Recording, name: str, has_partial: bool) -> str:
     """Return the head of a module: imports, the class, and its `decline`."""
-    known = _wrap("", "KNOWN = frozenset", [*map(_quote, recording.classes)], "({", "})")
+    known = wrap("", "KNOWN = frozenset", [*map(quote, recording.classes)], "({", "})")
     decoder = Path("model", recording.decoder)
     imports = "from functools import partial\n" if has_partial else ""
     return f'''"""{recording.architecture} for dbo_runtime: a draft, to be read against the model's forward."""
@@ -227,119 +224,12 @@ class {name}:
 '''
 
 
-class _Scope:
-    """The variables of one function that is written.
-
-    Args:
-        helpers: the functions of the module.
-        names: of the parameters.
-    """
-
-    def __init__(self, helpers: Helpers, names: Mapping[Any, str]) -> None:
-        self.names = dict(names)
-        self.done = 0
-        self._helpers = helpers
-        self._last: dict[Any, int] = {}
-
-    def expect(self, ops: Sequence[DraftOp], results: Iterable[Any]) -> None:
-        """Note until when each value is read, so that names can be used again."""
-        for number, op in enumerate(ops):
-            self._last.update({item: number for call in op.calls for item in list_reads(call, TENSORS)})
-        self._last.update(dict.fromkeys(results, len(ops)))
-
-    def write(self, ops: Sequence[DraftOp], indent: str) -> list[str]:
-        """Return the lines that declare the ops."""
-        lines: list[str] = []
-        for op in ops:
-            write = {FUNCTION: self._write_functions, MODULE: self._write_module}.get(op.first.kind, self._write_reduce)
-            lines += write(op, indent)
-            self.done += 1
-        return lines
-
-    def _write_functions(self, op: DraftOp, indent: str) -> list[str]:
-        helper = self._helpers.add_functions(op.name.rpartition("_2")[0] or op.name, op.calls, op.writes, TENSORS)
-        return self._write_compute(op, str(helper), helper.reads, ["x"] * len(op.writes), indent)
-
-    def _write_module(self, op: DraftOp, indent: str) -> list[str]:
-        call = op.first
-        reads: tuple[Any, ...] = call.args
-        results = call.results
-        is_plain = isinstance(results, TENSORS) or (
-            type(results) is tuple and len(results) > 1 and all(isinstance(item, TENSORS) for item in results)
-        )
-        if is_plain and not call.kwargs and all(isinstance(item, TENSORS) for item in call.args):
-            function = str(call.target)
-        else:
-            helper = self._helpers.add_module(op.name, call, TENSORS)
-            function, reads = str(helper), helper.reads
-        extra = ["ordered=True"] if call.ordered else []
-        wanted = [op.name, *["residual" if "norm" in op.name else f"{op.name}_result"] * (len(op.writes) - 1)]
-        if not call.reduces:
-            return self._write_compute(op, function, reads, wanted, indent, extra)
-        if len(op.writes) != 1:
-            note = f"{indent}# TODO: {op.name} reduces inside: its reduce cannot be split off, for it returns more."
-            return [note, *self._write_compute(op, function, reads, wanted, indent, extra)]
-        args = [_quote(op.name), f"collectives.without_reduce({function})", *map(self.names.__getitem__, reads), *extra]
-        self._bind(op.writes[0], op.name)
-        reduce = [_quote(f"{op.name}_reduce"), "collectives.all_reduce", "part", "overwrites=(part,)"]
-        return [
-            *_wrap(indent, "part = p.compute", args),
-            *_wrap(indent, f"{self.names[op.writes[0]]} = p.comm", reduce),
-        ]
-
-    def _write_reduce(self, op: DraftOp, indent: str) -> list[str]:
-        read = self.names[op.first.args[0]]
-        self._bind(op.writes[0], "x")
-        args = [_quote(op.name), "collectives.all_reduce", read, f"overwrites=({read},)"]
-        return _wrap(indent, f"{self.names[op.writes[0]]} = p.comm", args)
-
-    def _write_compute(
-        self,
-        op: DraftOp,
-        function: str,
-        reads: Sequence[Any],
-        wanted: Sequence[str],
-        indent: str,
-        extra: Sequence[str] = (),
-    ) -> list[str]:
-        taken = [self.names[item] for item in op.first.overwritten if item in reads]
-        args = [_quote(op.name), function, *(self.names[item] for item in reads), *extra]
-        args += [f"outputs={len(op.writes)}"] * (len(op.writes) != 1)
-        args += [f"overwrites=({', '.join(taken)}{',' * (len(taken) == 1)})"] * bool(taken)
-        for item, name in zip(op.writes, wanted, strict=True):
-            self._bind(item, name)
-        results = ", ".join(self.names[item] for item in op.writes)
-        return _wrap(indent, f"{results} = p.compute" if results else "p.compute", args)
-
-    def _bind(self, item: Any, wanted: str) -> None:
-        """Name a value; a name whose value is not read any more is free."""
-        live = {name for other, name in self.names.items() if self._last.get(other, -1) > self.done and other != item}
-        live |= {name for other, name in self.names.items() if isinstance(other, Shared)} | RESERVED
-        name, number = wanted, 1
-        while name in live or name in self._helpers.sources:
-            number += 1
-            name = f"{wanted}_{number}"
-        self.names[item] = name
-
-
 def _note_unreduced(kind: Kind) -> list[str]:
     """Return a comment if modules of a layer leave their all-reduce to it, and it called none."""
     leaving = [str(call.target) for call in kind.calls if call.leaves_reduce]
     if not leaving or any(call.kind == REDUCE for call in kind.calls):
         return []
     return [f"        # TODO: {', '.join(leaving)} is not reduced, and the layer called no all-reduce: declare one."]
-
-
-def _wrap(indent: str, start: str, args: Sequence[str], opening: str = "(", closing: str = ")") -> list[str]:
-    """Return a call as lines that are not too long."""
-    line = f"{indent}{start}{opening}{', '.join(args)}{closing}"
-    if len(line) <= WIDTH:
-        return [line]
-    return [f"{indent}{start}{opening}", *(f"{indent}    {arg}," for arg in args), f"{indent}{closing}"]
-
-
-def _quote(text: str) -> str:
-    return f'"{text}"'
 
 
 def _refs(structure: Any) -> list[Ref]:
