@@ -73,7 +73,13 @@ def get_name(call: Call) -> str:
     name = str(call.target).rpartition(".")[2]
     if name.startswith("__i") and name.endswith("__") and f"__{name[3:]}" in OPERATORS:
         return f"__{name[3:]}"
-    return name.rstrip("_") if not name.startswith("__") else name
+    return name.rstrip("_") if is_in_place(name) else name
+
+
+def is_in_place(target: str) -> bool:
+    """Return whether a function changes its first argument; it is written as one that does not."""
+    name = target.rpartition(".")[2]
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def get_word(call: Call) -> str:

@@ -45,9 +45,9 @@ class Helpers:
     reserved: set[str] = field(default_factory=set)
 
     def add_functions(
-        self, name: str, calls: Sequence[Call], writes: Sequence[Any], tensors: tuple[type, ...]
+        self, name: str, calls: Sequence[Call], writes: Sequence[Any], tensors: tuple[type, ...], copies: bool = False
     ) -> Helper:
-        """Write a run of functions of torch as one."""
+        """Write a run of functions of torch as one; with *copies*, its results are no views."""
         made = {item for call in calls for item in list_items(call.results) if isinstance(item, tensors)}
         items = list(dict.fromkeys(_list_arguments(calls)))
         reads = tuple(item for item in items if isinstance(item, tensors) and item not in made)
@@ -63,9 +63,10 @@ class Helpers:
             else:
                 names.bind(result, text if text.isidentifier() or text.endswith(")") else f"({text})")
         if len(writes) == 1 and lines and lines[-1].startswith(f"{names.get(writes[0])} = "):
-            lines[-1] = f"return {lines[-1].partition(' = ')[2]}"
+            text = lines.pop().partition(" = ")[2]
+            lines.append(f"return ({text}).clone()" if copies else f"return {text}")
         else:
-            lines.append(f"return {', '.join(map(names.get, writes))}")
+            lines.append(f"return {', '.join(names.get(item) + '.clone()' * copies for item in writes)}")
         note = _note_numbers(calls)
         return self._add(name, names, [*note, *lines], reads)
 
@@ -88,7 +89,8 @@ class Helpers:
     def _add(self, name: str, names: _Parameters, lines: list[str], reads: tuple[Any, ...]) -> Helper:
         body = "\n".join(f"    {line}" for line in lines)
         text = f"({', '.join(f'{parameter}: Any' for parameter in names.parameters)}) -> Any:\n{body}\n"
-        number, unique = 1, name
+        equal = next((other for other, known in self.sources.items() if known == text), None)
+        number, unique = 1, equal or name
         while unique in self.reserved or self.sources.get(unique, text) != text:
             number += 1
             unique = f"{name}_{number}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 from dbo_runtime.vllm_plugin.verify.draft.calls import FUNCTION, MODULE, Call, Path, list_items
@@ -32,13 +33,16 @@ class DraftOp:
         return self.calls[0]
 
 
-def group(calls: Sequence[Call], tensors: tuple[type, ...], needed: Iterable[Any]) -> list[DraftOp]:
+def group(
+    calls: Sequence[Call], tensors: tuple[type, ...], needed: Iterable[Any], others: Sequence[DraftOp] = ()
+) -> list[DraftOp]:
     """Return the ops of a layer, or of what is before or after all.
 
     Args:
         calls: in order.
         tensors: the types that name tensors in them.
         needed: tensors that are read afterwards.
+        others: ops whose names are taken.
     """
     runs: list[list[Call]] = []
     for call in calls:
@@ -47,15 +51,16 @@ def group(calls: Sequence[Call], tensors: tuple[type, ...], needed: Iterable[Any
         else:
             runs.append([call])
     ops: list[DraftOp] = []
-    taken: dict[str, int] = {}
+    taken = {op.name for op in others}
     for number, run in enumerate(runs):
         later = {item for other in runs[number + 1 :] for call in other for item in list_reads(call, tensors)}
         writes = [item for call in run for item in list_writes(call, tensors)]
         if run[0].kind == FUNCTION:
             writes = [item for item in writes if item in later or item in needed]
-        name = _name(run, ops)
-        taken[name] = taken.get(name, 0) + 1
-        ops.append(DraftOp(name if taken[name] == 1 else f"{name}_{taken[name]}", tuple(run), tuple(writes)))
+        word = _name(run, ops)
+        name = next(name for name in chain([word], (f"{word}_{n}" for n in count(2))) if name not in taken)
+        taken.add(name)
+        ops.append(DraftOp(name, tuple(run), tuple(writes)))
     return ops
 
 
@@ -67,6 +72,16 @@ def list_reads(call: Call, tensors: tuple[type, ...]) -> list[Any]:
 def list_writes(call: Call, tensors: tuple[type, ...]) -> list[Any]:
     """Return the tensors among a call's results."""
     return [item for item in list_items(call.results) if isinstance(item, tensors)]
+
+
+def find_origins(run: Sequence[Call], writes: Sequence[Any]) -> dict[Any, Any]:
+    """Return for each result of a run of functions what has its memory: the result itself, or what it is a view of."""
+    origins: dict[Any, Any] = {}
+    for call in run:
+        (origin, *_) = [origins.get(item, item) for item in call.overwritten] or [None]
+        for item in list_items(call.results):
+            origins[item] = item if origin is None else origin
+    return {item: origins[item] for item in writes}
 
 
 def _name(run: Sequence[Call], before: Sequence[DraftOp]) -> str:

@@ -77,7 +77,7 @@ class DraftNames(NamedTuple):
     def of(cls, architecture: str) -> DraftNames:
         """Return the names for an architecture: `granite_adapter`, `GraniteAdapter`."""
         family = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") or architecture
-        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", family).lower()
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z0-9])|(?<=[A-Z])(?=[A-Z][a-z])", "_", family).lower()
         return cls(architecture, f"{words}_adapter", f"{family}Adapter")
 
 
@@ -116,7 +116,7 @@ def write_source(recording: Recording, name: str) -> tuple[str, str | None]:
     tree = "\n".join(f"#   {line}" for line in recording.tree.splitlines())
     calls = "\n".join(f"#   {_describe(call)}" for call in recording.calls if call.layer in (0, 1))
     body = INCOMPLETE.format(reason=reason, tree=tree, calls=calls)
-    return write_head(recording, name, has_partial=False) + body, reason
+    return write_head(recording, name, "") + body, reason
 
 
 def _describe(call: Call) -> str:

@@ -7,7 +7,7 @@ identity: what a call returns, or changes in place, has a new name from then on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from dbo_runtime.errors import ProgramError
 from dbo_runtime.sanitizer.memory import copy_tensors, find_change, list_tensors
 from dbo_runtime.vllm_plugin.api.module_traits import ALL_REDUCE, describe_module
 from dbo_runtime.vllm_plugin.verify.draft.calls import FUNCTION, MODULE, REDUCE, Call, Path, Recording, Ref, drop_unused
+from dbo_runtime.vllm_plugin.verify.draft.expressions import is_in_place
 from dbo_runtime.vllm_plugin.verify.draft.naming import ArgumentNames, describe_layers
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ class Recorder(TorchFunctionMode):
         if self._depth == 0 and next(list_tensors([result]), None) is not None:
             with self._paused():
                 name = resolve_name(func) or getattr(func, "__name__", str(func))
-                self._note(FUNCTION, name, args, kwargs, result)
+                views = [] if is_in_place(name) else list_shared(list_tensors([args, kwargs]), result)
+                found = dict.fromkeys(map(self.find, views))
+                self._note(FUNCTION, name, args, kwargs, result, tuple(ref for ref in found if ref is not None))
         return result
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
@@ -151,9 +154,7 @@ class Recorder(TorchFunctionMode):
         """Return whether a module changed what it was given, returns it, or may do so on another platform."""
         item = given[position]
         fuses = "Norm" in type(module).__name__ and len(given) > 1
-        storages = {part.untyped_storage().data_ptr() for part in list_tensors([result])}
-        is_returned = item.untyped_storage().data_ptr() in storages
-        return fuses or is_returned or bool(find_change(item, [self._given[position]]))
+        return fuses or bool(list_shared([item], result)) or bool(find_change(item, [self._given[position]]))
 
     def _note(
         self,
@@ -229,6 +230,12 @@ def find_layers(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
         )
     _, decoder, name = max(lists, key=lambda entry: entry[0])
     return decoder, name
+
+
+def list_shared(given: Iterable[torch.Tensor], result: Any) -> list[torch.Tensor]:
+    """Return those of the given tensors whose memory is that of a result."""
+    storages = {part.untyped_storage().data_ptr() for part in list_tensors([result])}
+    return [item for item in given if item.untyped_storage().data_ptr() in storages]
 
 
 def order_arguments(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

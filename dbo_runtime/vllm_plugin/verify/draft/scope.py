@@ -8,7 +8,7 @@ from typing import Any
 from dbo_runtime.vllm_plugin.verify.draft.calls import FUNCTION, MODULE, Ref
 from dbo_runtime.vllm_plugin.verify.draft.folding import Local, Shared, Slot
 from dbo_runtime.vllm_plugin.verify.draft.helpers import Helpers
-from dbo_runtime.vllm_plugin.verify.draft.ops import DraftOp, list_reads
+from dbo_runtime.vllm_plugin.verify.draft.ops import DraftOp, find_origins, list_reads
 
 WIDTH = 110
 TENSORS = (Ref, Local, Shared, Slot)
@@ -45,8 +45,12 @@ class Scope:
         return lines
 
     def _write_functions(self, op: DraftOp, indent: str) -> list[str]:
-        helper = self._helpers.add_functions(op.name.rpartition("_2")[0] or op.name, op.calls, op.writes, TENSORS)
-        return self._write_compute(op, str(helper), helper.reads, ["x"] * len(op.writes), indent)
+        origins = find_origins(op.calls, op.writes)
+        views = [origin for item, origin in origins.items() if origin != item]
+        copies = len(set(origins.values())) < len(origins) or any(map(self._is_live, views))
+        helper = self._helpers.add_functions(op.name, op.calls, op.writes, TENSORS, copies)
+        taken = [] if copies else views
+        return self._write_compute(op, str(helper), helper.reads, ["x"] * len(op.writes), indent, taken)
 
     def _write_module(self, op: DraftOp, indent: str) -> list[str]:
         call = op.first
@@ -63,10 +67,10 @@ class Scope:
         extra = ["ordered=True"] if call.ordered else []
         wanted = [op.name, *["residual" if "norm" in op.name else f"{op.name}_result"] * (len(op.writes) - 1)]
         if not call.reduces:
-            return self._write_compute(op, function, reads, wanted, indent, extra)
+            return self._write_compute(op, function, reads, wanted, indent, call.overwritten, extra)
         if len(op.writes) != 1:
             note = f"{indent}# TODO: {op.name} reduces inside: its reduce cannot be split off, for it returns more."
-            return [note, *self._write_compute(op, function, reads, wanted, indent, extra)]
+            return [note, *self._write_compute(op, function, reads, wanted, indent, call.overwritten, extra)]
         args = [quote(op.name), f"collectives.without_reduce({function})", *map(self.names.__getitem__, reads), *extra]
         self._bind(op.writes[0], op.name)
         reduce = [quote(f"{op.name}_reduce"), "collectives.all_reduce", "part", "overwrites=(part,)"]
@@ -88,9 +92,10 @@ class Scope:
         reads: Sequence[Any],
         wanted: Sequence[str],
         indent: str,
+        overwritten: Sequence[Any],
         extra: Sequence[str] = (),
     ) -> list[str]:
-        taken = [self.names[item] for item in op.first.overwritten if item in reads]
+        taken = [self.names[item] for item in overwritten if item in reads and not self._is_live(item)]
         args = [quote(op.name), function, *(self.names[item] for item in reads), *extra]
         args += [f"outputs={len(op.writes)}"] * (len(op.writes) != 1)
         args += [f"overwrites=({', '.join(taken)}{',' * (len(taken) == 1)})"] * bool(taken)
@@ -99,10 +104,13 @@ class Scope:
         results = ", ".join(self.names[item] for item in op.writes)
         return wrap(indent, f"{results} = p.compute" if results else "p.compute", args)
 
+    def _is_live(self, item: Any) -> bool:
+        """Return whether a value is read by a later op."""
+        return self._last.get(item, -1) > self.done or isinstance(item, Shared)
+
     def _bind(self, item: Any, wanted: str) -> None:
         """Name a value; a name whose value is not read any more is free."""
-        live = {name for other, name in self.names.items() if self._last.get(other, -1) > self.done and other != item}
-        live |= {name for other, name in self.names.items() if isinstance(other, Shared)} | RESERVED
+        live = {name for other, name in self.names.items() if self._is_live(other) and other != item} | RESERVED
         name, number = wanted, 1
         while name in live or name in self._helpers.sources:
             number += 1

@@ -55,13 +55,13 @@ class AdapterSource:
         layers = [line for number, kind in enumerate(self.folded.kinds) for line in self._write_layer(number, kind)]
         helpers = [f"\n\ndef {name}{text.rstrip()}" for name, text in self._helpers.sources.items()]
         body = "\n".join([*record, *layers, *helpers])
-        return f"{write_head(self.recording, self.name, 'partial(' in body)}{body}\n"
+        return f"{write_head(self.recording, self.name, body)}{body}\n"
 
     def _write_record(self) -> list[str]:
         recording, folded = self.recording, self.folded
         needed = [*folded.initial.values(), *self._list_shared(), *_refs(recording.result)]
         before = group(folded.before, TENSORS, needed)
-        after = group(folded.after, TENSORS, _refs(recording.result))
+        after = group(folded.after, TENSORS, _refs(recording.result), before)
         scope = Scope(self._helpers, {recording.x: "x", recording.positions: "positions"})
         scope.expect([*before, *after], needed)
         lines = scope.write(before, "        ")
@@ -80,8 +80,7 @@ class AdapterSource:
             '        """Declare one micro-batch: embedded tokens in, hidden states out."""',
             f"        decoder = {Path('model', recording.decoder)}",
             *lines,
-            f"        hidden: Value = {scope.names[recording.result]}",
-            "        return hidden",
+            f"        return {scope.names[recording.result]}",
         ]
 
     def _write_loop(self) -> list[str]:
@@ -195,18 +194,19 @@ class AdapterSource:
         return ref in self._list_shared()
 
 
-def write_head(recording: Recording, name: str, has_partial: bool) -> str:
+def write_head(recording: Recording, name: str, body: str) -> str:
     """Return the head of a module: imports, the class, and its `decline`."""
     known = wrap("", "KNOWN = frozenset", [*map(quote, recording.classes)], "({", "})")
     decoder = Path("model", recording.decoder)
-    imports = "from functools import partial\n" if has_partial else ""
+    imports = "from functools import partial\n" if "partial(" in body else ""
+    libraries = "import torch\n\n" if "torch." in body else ""
     return f'''"""{recording.architecture} for dbo_runtime: a draft, to be read against the model's forward."""
 
 from __future__ import annotations
 
 {imports}from typing import Any
 
-from dbo_runtime import Decline, ProgramBuilder, Value
+{libraries}from dbo_runtime import Decline, ProgramBuilder, Value
 
 {chr(10).join(known)}
 
