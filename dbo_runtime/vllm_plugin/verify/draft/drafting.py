@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm import forward_context
 
-from dbo_runtime.errors import ConfigError, DboError
+from dbo_runtime.errors import ConfigError, DboError, ProgramError
 from dbo_runtime.vllm_plugin.verify.comparing_forward import Verification
 from dbo_runtime.vllm_plugin.verify.draft.calls import Recording
 from dbo_runtime.vllm_plugin.verify.draft.package import DraftNames, check_folder, write_package
@@ -51,11 +52,10 @@ class Draft(NamedTuple):
         todo = [line.strip() for line in self.module.read_text().splitlines() if "# TODO" in line]
         lines += [f"  {line}" for line in todo]
         if self.reason is not None:
-            lines += [
-                f"cannot go on: {self.reason}",
-                "Only a skeleton is written: complete record() by hand, with what",
-            ]
-            lines += ["its comments say of the modules of a layer and of their order."]
+            lines.append(f"cannot go on: {self.reason}")
+            lines.append(
+                "Only a skeleton is written. Complete record(): its comments have a layer's modules and calls."
+            )
         elif self.error:
             lines += ["does not run:", self.error, "Correct the op that is named, then: " + self._command]
         elif self.verdict is not None and self.verdict.mismatches:
@@ -98,8 +98,8 @@ def draft_adapter(model: str, output: str | None = None) -> Draft:
     try:
         adapter = getattr(_load(module), names.name)()
         return Draft(folder, module, verdict=verify_adapter(str(folder), adapter))
-    except DboError as error:
-        return Draft(folder, module, error=str(error))
+    except Exception as error:  # noqa: BLE001 - the code that was just written may raise anything
+        return Draft(folder, module, error=str(error) if isinstance(error, DboError) else _describe(error))
 
 
 def record_model(config: Mapping[str, Any]) -> Recording:
@@ -107,8 +107,9 @@ def record_model(config: Mapping[str, Any]) -> Recording:
 
     Raises:
         ConfigError: if vLLM does not run the model.
-        ProgramError: if the model has no list of layers.
+        ProgramError: if the model has no list of layers, or no attention.
     """
+    architecture = config["architectures"][0]
     recordings: list[Recording] = []
     with tempfile.TemporaryDirectory() as folder:
         write_config(config, Path(folder))
@@ -121,7 +122,7 @@ def record_model(config: Mapping[str, Any]) -> Recording:
                     context = forward_context.get_forward_context()
                     if context.attn_metadata and not recordings:
                         x = model.embed_input_ids(input_ids)
-                        recordings.append(record_forward(model, forward, config["architectures"][0], x, positions))
+                        recordings.append(record_forward(model, forward, architecture, x, positions))
                     hidden: torch.Tensor = forward(input_ids, positions, *args, **kwargs)
                     return hidden
 
@@ -131,10 +132,20 @@ def record_model(config: Mapping[str, Any]) -> Recording:
             raise
         except Exception as error:
             raise ConfigError(
-                f"vLLM does not run a tiny {config['architectures'][0]}: {error!r:.500}. Name a directory with a "
-                "config.json that it runs."
+                f"vLLM does not run a tiny {architecture}: {_describe(error)}. Name a directory with a config.json "
+                "that it runs."
             ) from error
+    if not recordings:
+        raise ProgramError(
+            f"{architecture} ran without attention, which is what steps are split by; it has no adapter."
+        )
     return recordings[0]
+
+
+def _describe(error: Exception) -> str:
+    """Return an error with the line that raised it: those of vLLM's assertions have no text."""
+    (*_, last) = traceback.extract_tb(error.__traceback__)
+    return f"{error!r:.500} ({last.filename}:{last.lineno})"
 
 
 def _load(file: Path) -> Any:

@@ -76,7 +76,7 @@ class DraftNames(NamedTuple):
     @classmethod
     def of(cls, architecture: str) -> DraftNames:
         """Return the names for an architecture: `granite_adapter`, `GraniteAdapter`."""
-        family = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") or architecture
+        family = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", architecture) or architecture
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z0-9])|(?<=[A-Z])(?=[A-Z][a-z])", "_", family).lower()
         return cls(architecture, f"{words}_adapter", f"{family}Adapter")
 
