@@ -13,6 +13,7 @@ from dbo_runtime.outside_files import parse_json, read_text
 LAYERS = 4
 LARGE = 512  # the hidden size from which a config is shrunk
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEAD_DIM = "head_dim"
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 LATENT = ("q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 NAMES: Mapping[int, tuple[str, ...]] = {
@@ -27,7 +28,8 @@ NAMES: Mapping[int, tuple[str, ...]] = {
         "num_local_experts",
     ),
     2: ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_experts_per_tok", "num_experts_per_token"),
-    32: ("head_dim", "attention_head_dim"),
+    32: (HEAD_DIM, "attention_head_dim"),
+    16: ("rotary_dim",),
     256: ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
     320: ("vocab_size",),
     1024: ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "seq_length"),
@@ -57,8 +59,10 @@ def make_config(model: str) -> dict[str, Any]:
         return shrink(given) if find_hidden_size(given) >= LARGE else given
     if Path(model).exists() or "/" in model:
         raise ConfigError(f"{model} has no config.json; name the directory of a model, or an architecture.")
-    content = {**shrink(get_defaults(model)), "architectures": [model], "tie_word_embeddings": False}
-    return {**content, "torch_dtype": "float32"}
+    content = shrink(get_defaults(model))
+    if not content.keys() & {HEAD_DIM, "kv_lora_rank"}:
+        content[HEAD_DIM] = TINY[HEAD_DIM]  # some of vLLM's models ask for it
+    return {**content, "architectures": [model], "tie_word_embeddings": False, "torch_dtype": "float32"}
 
 
 def get_defaults(architecture: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from tests.vllm_plugin.verify.toy_decoders import (
     OutsideLayer,
     ParallelLayer,
     ScaledLayer,
+    ShiftingDecoder,
     SkippingDecoder,
 )
 
@@ -114,6 +115,19 @@ def test_views_are_declared_and_copied_where_what_they_show_is_read_again() -> N
     assert "return value_1.clone(), value_2.clone(), " in source
     (op,) = (op for op in program.ops if op.label == "select")
     assert len(op.overwrites) == 1
+
+
+def test_names_of_what_all_layers_read_differ_from_those_of_what_they_pass_on() -> None:
+    """As in models that vLLM runs by transformers' code: positions are a view, too."""
+    model = Model(ScaledLayer)
+    model.model.__class__ = ShiftingDecoder
+    source, program = draft(model)
+    x, positions = make_inputs(5)
+    with torch.no_grad():
+        expected = model(None, positions, None, inputs_embeds=x.clone())
+        ((actual,),) = run_sequential((program,), [(x.clone(), positions)])
+    torch.testing.assert_close(actual, expected)
+    assert "record_layer(p, layer, collectives, x_2, x)" in source
 
 
 def test_unreduced_results_are_pointed_out() -> None:

@@ -21,10 +21,12 @@ class Scope:
     Args:
         helpers: the functions of the module.
         names: of the parameters.
+        kept: names that only these values get.
     """
 
-    def __init__(self, helpers: Helpers, names: Mapping[Any, str]) -> None:
+    def __init__(self, helpers: Helpers, names: Mapping[Any, str], kept: Mapping[Any, str] | None = None) -> None:
         self.names = dict(names)
+        self.kept = dict(kept or {})
         self.done = 0
         self._helpers = helpers
         self._last: dict[Any, int] = {}
@@ -111,6 +113,8 @@ class Scope:
     def _bind(self, item: Any, wanted: str) -> None:
         """Name a value; a name whose value is not read any more is free."""
         live = {name for other, name in self.names.items() if self._is_live(other) and other != item} | RESERVED
+        wanted = self.kept.get(item, wanted)
+        live |= {name for other, name in self.kept.items() if other != item}
         name, number = wanted, 1
         while name in live or name in self._helpers.sources:
             number += 1

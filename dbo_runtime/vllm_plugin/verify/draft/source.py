@@ -62,7 +62,8 @@ class AdapterSource:
         needed = [*folded.initial.values(), *self._list_shared(), *_refs(recording.result)]
         before = group(folded.before, TENSORS, needed)
         after = group(folded.after, TENSORS, _refs(recording.result), before)
-        scope = Scope(self._helpers, {recording.x: "x", recording.positions: "positions"})
+        kept = {ref: self._slots[slot] for slot, ref in folded.initial.items()}
+        scope = Scope(self._helpers, {recording.x: "x", recording.positions: "positions"}, kept)
         scope.expect([*before, *after], needed)
         lines = scope.write(before, "        ")
         self._shared |= {ref: scope.names[ref] for ref in self._list_shared()}
@@ -74,6 +75,7 @@ class AdapterSource:
         lines += self._write_loop()
         scope.names |= {ref: self._slots[slot] for ref, slot in folded.final.items()}
         scope.done = len(before)
+        scope.kept = {}
         lines += scope.write(after, "        ")
         return [
             SIGNATURE,
