@@ -60,8 +60,6 @@ def make_config(model: str) -> dict[str, Any]:
     if Path(model).exists() or "/" in model:
         raise ConfigError(f"{model} has no config.json; name the directory of a model, or an architecture.")
     content = shrink(get_defaults(model))
-    if not content.keys() & {HEAD_DIM, "kv_lora_rank"}:
-        content[HEAD_DIM] = TINY[HEAD_DIM]  # some of vLLM's models ask for it
     return {**content, "architectures": [model], "tie_word_embeddings": False, "torch_dtype": "float32"}
 
 
@@ -76,8 +74,10 @@ def get_defaults(architecture: str) -> dict[str, Any]:
 
     for kind, names in CLASSES.items():
         if architecture in ((names,) if isinstance(names, str) else names) and kind in CONFIG_MAPPING:
-            config = CONFIG_MAPPING[kind]
-            return {**config().to_dict(), "model_type": config.model_type}
+            config = CONFIG_MAPPING[kind]()
+            has_heads = hasattr(config, HEAD_DIM) or hasattr(config, "kv_lora_rank")
+            heads = {} if has_heads else {HEAD_DIM: TINY[HEAD_DIM]}  # some of vLLM's models ask for it
+            return {**config.to_dict(), **heads, "model_type": config.model_type}
     raise ConfigError(
         f"transformers has no config class for {architecture}; name a directory with a config.json of such a model, "
         "which may be large: it is made smaller."
