@@ -54,7 +54,8 @@ def make_config(model: str) -> dict[str, Any]:
     file = Path(model) / "config.json"
     if file.is_file():
         given = parse_json(read_text(file, "config"))
-        if not isinstance(given, dict) or not given.get("architectures"):
+        names = given.get("architectures") if isinstance(given, dict) else None
+        if not (isinstance(names, list) and names and isinstance(names[0], str) and names[0].isidentifier()):
             raise ConfigError(f"{file} names no architecture; add `architectures`, as configs of models have it.")
         return shrink(given) if find_hidden_size(given) >= LARGE else given
     if Path(model).exists() or "/" in model:
@@ -116,7 +117,7 @@ def find_hidden_size(content: Mapping[str, Any]) -> int:
     """Return the hidden size of a config, or of a text config inside; 0 if it has another name."""
     inside = content.get("text_config")
     sizes = [content.get("hidden_size", 0), inside.get("hidden_size", 0) if isinstance(inside, dict) else 0]
-    return max(size for size in sizes if isinstance(size, int))
+    return max((size for size in sizes if isinstance(size, int)), default=0)
 
 
 def write_config(content: Mapping[str, Any], folder: Path) -> None:

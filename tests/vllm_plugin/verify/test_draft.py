@@ -203,7 +203,9 @@ def test_a_config_that_is_tiny_is_kept(tmp_path: Path) -> None:
     assert make_config(str(tmp_path)) == given
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"architectures": []}'])
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"architectures": []}', '{"architectures": "a"}', '{"architectures": ["../a"]}']
+)
 def test_a_config_names_an_architecture(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match="names no architecture"):

@@ -95,6 +95,7 @@ class Recorder(TorchFunctionMode):
                     stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
                 else:
                     self._replace_reduce(stack, module)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled for a mode like this
             stack.enter_context(self)
             yield
 
