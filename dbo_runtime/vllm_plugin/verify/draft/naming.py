@@ -10,6 +10,8 @@ import torch
 from dbo_runtime.vllm_plugin.verify.draft.calls import Literal, Path, Ref, TokenCount, Unknown
 
 SMALL = 16  # whole numbers below it are dimensions and the like, and the same in all sizes of a model
+NUMBERING = ("layer_", "idx", "index", "prefix")
+"""How attributes begin that number a layer: they tell any two apart."""
 PLAIN = (bool, str, type(None), type(...))
 
 
@@ -104,10 +106,10 @@ def _list_facts(layer: torch.nn.Module) -> dict[str, Any]:
         facts |= {
             f"{prefix}.{name}": value
             for name, value in vars(part).items()
-            if isinstance(value, (bool, int, str)) and not name.startswith("_") and "idx" not in name
+            if isinstance(value, (bool, int, str)) and not name.startswith(("_", *NUMBERING))
         }
     facts |= {f"type(layer.{name}).__name__": type(part).__name__ for name, part in layer.named_children()}
-    return facts
+    return dict(sorted(facts.items(), key=lambda fact: not isinstance(fact[1], bool)))  # what is true or false, first
 
 
 def _list_parts(owner: str, root: torch.nn.Module) -> dict[int, Path]:

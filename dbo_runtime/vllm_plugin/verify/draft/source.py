@@ -124,14 +124,7 @@ class AdapterSource:
         for expression in facts[kind.layers[0]] if facts else ():
             values = [{repr(facts[layer].get(expression)) for layer in one.layers} for one in kinds]
             if len(values[0]) == 1 and all(values[0].isdisjoint(others) for others in values[1:]):
-                value = facts[kind.layers[0]][expression]
-                return (
-                    expression
-                    if value is True
-                    else f"not {expression}"
-                    if value is False
-                    else f"{expression} == {value!r}"
-                )
+                return _compare(expression, facts[kind.layers[0]][expression])
         return "# TODO: these layers of the draft's config call something else; say how to tell them apart."
 
     def _write_layer(self, number: int, kind: Kind) -> list[str]:
@@ -224,6 +217,13 @@ class {name}:
         return Decline("its parts are not known", ", ".join(sorted(unknown))) if unknown else None
 
 '''
+
+
+def _compare(expression: str, value: Any) -> str:
+    """Return the condition that an expression has a value."""
+    if isinstance(value, bool):
+        return expression if value else f"not {expression}"
+    return f"{expression} == {value!r}"
 
 
 def _note_unreduced(kind: Kind) -> list[str]:
