@@ -10,7 +10,7 @@ import torch
 from dbo_runtime.vllm_plugin.verify.draft.calls import Literal, Path, Ref, TokenCount, Unknown
 
 SMALL = 16  # whole numbers below it are dimensions and the like, and the same in all sizes of a model
-NUMBERING = ("layer_", "idx", "index", "prefix")
+NUMBERING = ("layer_id", "layer_index", "layer_name", "layer_num", "idx", "index", "prefix")
 """How attributes begin that number a layer: they tell any two apart."""
 PLAIN = (bool, str, type(None), type(...))
 
