@@ -171,7 +171,9 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.model = Decoder(layer, layers)
 
-    def forward(self, input_ids: Any, positions: torch.Tensor, tensors: Any, inputs_embeds: Any) -> torch.Tensor:
+    def forward(
+        self, input_ids: Any, positions: torch.Tensor, intermediate_tensors: Any, inputs_embeds: Any
+    ) -> torch.Tensor:
         return self.model(positions, inputs_embeds)
 
 

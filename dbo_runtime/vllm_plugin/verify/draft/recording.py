@@ -192,7 +192,7 @@ def record_forward(
     x = x.clone()
     given, places = recorder.name(x), recorder.name(positions)
     with recorder.listening():
-        hidden = forward(None, positions, None, inputs_embeds=x)
+        hidden = forward(input_ids=None, positions=positions, intermediate_tensors=None, inputs_embeds=x)
     names = {id(part): name for name, part in model.named_modules()}
     decoder = recorder.decoder
     facts, classes, tree = describe_layers(decoder, recorder.layers)
