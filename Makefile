@@ -22,7 +22,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts planted-faults faults soak mutants fuzz growth docs dashboard dist release lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts try-registry planted-faults faults soak mutants fuzz growth docs site dashboard dist release lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -122,6 +122,9 @@ fuzz: setup ## give every reader of files, settings and adapters 20,000 bad inpu
 growth: setup ## serve 30 minutes of mixed load, plan 100,000 batches, and write what stays to docs/reliability.md
 	$(BIN)/python -m tests.reliability.growth --write-page
 
+try-registry: setup ## serve a tiny model of each text architecture that vLLM has, split and unsplit; writes docs/models.md (an hour)
+	$(BIN)/python -m tests.registry.coverage --write-page
+
 planted-faults: setup ## plant faults into schedules, ranks, adapters and metadata, and write docs/reliability.md (minutes)
 	$(BIN)/python -m tests.reliability.planted_faults --write-page
 
@@ -130,6 +133,9 @@ faults: setup ## kill, stop, fill and cut off real servers under load, split and
 
 docs: setup ## write the tables of README.md and docs/ that come from code
 	$(BIN)/python tools/write_docs.py
+
+site: setup ## build the documentation site into build/site, and check its links and anchors
+	$(BIN)/mkdocs build
 
 dashboard: setup ## write examples/monitoring/dashboard.json (Python 3.11 or newer, for Grafana's SDK)
 	$(BIN)/python tools/dashboard.py

@@ -35,13 +35,15 @@ class Command(NamedTuple):
     Attributes:
         module: the name of its module, a CommandModule.
         summary: what it does.
-        needs: a package that must be installed, and is an extra of this one.
+        needs: a package that must be installed.
+        extra: of this package that installs it, if it is not called the same.
         passes_on: whether it takes arguments that it does not know, as `arguments.passed_on`.
     """
 
     module: str
     summary: str
     needs: str | None = None
+    extra: str | None = None
     passes_on: bool = False
 
 
@@ -50,6 +52,12 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "doctor": Command("dbo_runtime.doctor.doctor_command", "report what keeps vLLM from splitting steps here"),
         "plan": Command(
             "dbo_runtime.planner.whatif.plan_command", "predict from a cost file what splitting gains; needs no device"
+        ),
+        "simulate": Command(
+            "dbo_runtime.planner.cluster.simulate_command",
+            "simulate an instance that serves: requests/s at a service level, with and without overlap",
+            "simpy",
+            "simulate",
         ),
         "calibrate": Command(
             "dbo_runtime.vllm_plugin.calibration.calibrate_command",
@@ -112,7 +120,8 @@ def _make_parsers() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
 def _run(name: str, words: Sequence[str]) -> int:
     command = COMMANDS[name]
     if command.needs is not None and find_spec(command.needs) is None:
-        raise ConfigError(f"needs {command.needs}, which is not installed: pip install 'dbo-runtime[{command.needs}]'")
+        extra = command.extra or command.needs
+        raise ConfigError(f"needs {command.needs}, which is not installed: pip install 'dbo-runtime[{extra}]'")
     module = cast("CommandModule", import_module(command.module))
     parser, parsers = _make_parsers()
     module.add_arguments(parsers[name])

@@ -93,12 +93,13 @@ class ProgramBuilder:
         has_side: whether ops may be on the `side` lane; without it, those declared by `side` are on `compute`. An
             adapter that decomposes an op only for that lane checks this first.
 
-    >>> p = ProgramBuilder()
-    >>> x = p.input("x")
-    >>> partial = p.compute("attention", lambda x: x * 2, x)
-    >>> reduced = p.comm("attn_reduce", lambda x: x + 1, partial)
-    >>> [op.name for op in p.build(reduced).ops]
-    ['attention', 'attn_reduce']
+    Examples:
+        >>> p = ProgramBuilder()
+        >>> x = p.input("x")
+        >>> partial = p.compute("attention", lambda x: x * 2, x)
+        >>> reduced = p.comm("attn_reduce", lambda x: x + 1, partial)
+        >>> [op.name for op in p.build(reduced).ops]
+        ['attention', 'attn_reduce']
     """
 
     def __init__(self, has_side: bool = False) -> None:

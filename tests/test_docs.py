@@ -18,7 +18,14 @@ from dbo_runtime import __main__ as program
 from dbo_runtime import errors
 from dbo_runtime.adapter_registry import GROUP
 from dbo_runtime.observe.counts import HELP, PREFIX
-from tools.write_docs import fill_tables, list_documents, make_models_table, make_settings_table
+from tools.write_docs import (
+    fill_tables,
+    find_commands,
+    list_documents,
+    make_models_table,
+    make_settings_table,
+    print_command,
+)
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = list_documents()
@@ -28,6 +35,17 @@ DOCUMENTS = list_documents()
 def test_tables_that_come_from_code_are_up_to_date(document: Path) -> None:
     text = document.read_text()
     assert fill_tables(text) == text, "run `make docs`"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", find_commands((ROOT / "docs" / "scale.md").read_text()))
+def test_what_commands_print_is_up_to_date(words: str) -> None:
+    shown = find_commands((ROOT / "docs" / "scale.md").read_text())[words]
+    assert shown == print_command(words), "run `make docs`"
+
+
+def test_only_one_page_has_what_commands_print() -> None:
+    assert [path.name for path in DOCUMENTS if find_commands(path.read_text())] == ["scale.md"]
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/settings.md"])

@@ -175,7 +175,7 @@ def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: py
 
 def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
     output = run_plan(capsys, "--list")
-    assert output.count("(modelled; ") == 11
+    assert output.count("(modelled; ") == 20
     assert "r1-decode-910c (modelled; 96 decodes)" in output
     assert "a3-layer-4894 (modelled; 4096 tokens in 4 prompts)" in output
     for number in (4894, 5591, 941):

@@ -178,6 +178,56 @@ def derive_56126() -> CostTable:
     )
 
 
+def derive_11329() -> CostTable:
+    """Llama-3.3-70B in bf16 on eight H100, TP 8: one prompt, with its all-reduces and without them."""
+    layers, hidden = 80, 8192
+    # ms of a prompt of so many tokens, from the artifact of TokenWeave (artifact/csvs/figure_11a.csv, 2026-01-29): with
+    # its fast all-reduces, and with none.
+    whole = {1024: 53.66141341316203, 4096: 179.48250393383205, 16384: 744.1146947443485}
+    alone = {1024: 41.937577460582055, 4096: 144.89575503394008, 16384: 610.2191342351338}
+    # Without them: fixed + per_token * tokens + per_pair * tokens ** 2 / 2, through the three.
+    (small, one), (middle, two), (large, three) = ((tokens, seconds / 1e3) for tokens, seconds in alone.items())
+    first, second = (two - one) / (middle - small), (three - two) / (large - middle)
+    pair = 2 * (second - first) / (large - small)
+    token = first - pair * (middle + small) / 2
+    fixed = one - token * small - pair * small**2 / 2
+    # All-reduces: what is longer with them, two a layer, through the first and the last.
+    longer = {tokens: (whole[tokens] - alone[tokens]) / 1e3 / (2 * layers) for tokens in whole}
+    beta = (longer[large] - longer[small]) / (large - small) / (2 * hidden)
+    reduce = CommCost(longer[small] - beta * 2 * hidden * small, beta, 2 * hidden)
+    # Multiply-adds a token: projections of 64 heads of 128 and 8 of keys and values, and an MLP of 28672.
+    projections, mlp = hidden * (2 * 64 + 2 * 8) * 128, 3 * hidden * 28_672
+    share = projections / (projections + mlp)
+    read = 2 * (projections + mlp) / 8 / 3.35e12  # seconds to read the weights of a layer, bf16
+    fixed, token, pair = fixed / layers, token / layers, pair / layers
+    ops: dict[str, OpCost] = {
+        "attention": ComputeCost(fixed * share, token * share, read * share, pair, pair),
+        "attn_reduce": reduce,
+        "mlp": ComputeCost(fixed * (1 - share), token * (1 - share), read * (1 - share)),
+        "mlp_reduce": reduce,
+    }
+    return CostTable(
+        provenance=describe(
+            "TokenWeave, arXiv:2505.11329 (2025-05-16), with the figures of its artifact (microsoft/tokenweave, "
+            "artifact/csvs/figure_11a.csv, 2026-01-29): Llama-3.3-70B in bf16 on 8 H100, TP 8, one prompt. Given: "
+            "53.66, 179.48 and 744.11 ms of 1024, 4096 and 16384 tokens with fast all-reduces, 41.94, 144.90 and "
+            "610.22 ms without any; its kernels take 2 to 8 of 132 SMs, which is contention 132 / 124 of compute at "
+            "most. Assumed: the difference is two all-reduces in each of 80 layers; weights are read at 3.35 TB/s. "
+            "Nothing is fitted. "
+            "tools/derive_measured_cases.py has the arithmetic, docs/scale.md the reasons.",
+            "NVIDIA H100",
+            "Llama-3.3-70B bf16",
+            {"tensor": 8},
+            "2026-11-25",
+        ),
+        program=list_dense(layers),
+        ops={name: round_cost(cost) for name, cost in ops.items()},
+        contention={"compute": 132 / 124, "comm": 1.0},
+        host=HostCost(),
+        errors={},
+    )
+
+
 def list_dense(layers: int) -> ProgramSpec:
     """Return layers that reduce after attention and after the MLP."""
 
@@ -219,15 +269,20 @@ def scale_compute(cost: OpCost, rate: float) -> OpCost:
     return replace(cost, per_token=per_token, per_pair=per_pair, per_context_pair=per_pair)
 
 
-def describe(source: str, chip: str, model: str, parallel: dict[str, int]) -> Provenance:
+def describe(source: str, chip: str, model: str, parallel: dict[str, int], date: str = "2026-11-23") -> Provenance:
     """Return where costs come from."""
     machine = {"platform": "npu" if chip.startswith("Ascend") else "cuda", "chip": chip}
-    return Provenance("modelled", source, "2026-11-23", machine, {"name": model}, parallel, {})
+    return Provenance("modelled", source, date, machine, {"name": model}, parallel, {})
 
 
 def derive_tables() -> dict[str, CostTable]:
     """Return the costs of each case, by its name."""
-    return {"r1-ep16-1589": derive_1589(), "qwen3-tp4-44677": derive_44677(), "qwen36-tp4-56126": derive_56126()}
+    return {
+        "r1-ep16-1589": derive_1589(),
+        "qwen3-tp4-44677": derive_44677(),
+        "qwen36-tp4-56126": derive_56126(),
+        "llama70b-tp8-11329": derive_11329(),
+    }
 
 
 if __name__ == "__main__":

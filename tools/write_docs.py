@@ -1,20 +1,26 @@
 """Write the tables of the documents that come from code: `make docs`.
 
-A document holds a table between `<!-- NAME -->` and `<!-- /NAME -->`, for each NAME in TABLES. `--check` writes nothing
-and exits with 1 if a table is stale; tests/test_docs.py compares them, too.
+A document holds a table between `<!-- NAME -->` and `<!-- /NAME -->`, for each NAME in TABLES; and what a command
+prints between `<!-- dbo WORDS -->` and `<!-- /dbo WORDS -->`, which takes minutes in docs/scale.md. `--check` writes
+nothing and exits with 1 if a table is stale; tests/test_docs.py compares them, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 
 from dbo_runtime.__main__ import COMMANDS, SCRIPT
+from dbo_runtime.__main__ import main as run_program
 from dbo_runtime.adapter_registry import GROUP
 from dbo_runtime.config import Setting, list_settings
 from dbo_runtime.vllm_plugin.api.kv_connectors import IDLE_HOOKS, WORKING_HOOKS
@@ -26,11 +32,15 @@ def main() -> int:
     """Rewrite the tables, or name the documents that are stale."""
     parser = argparse.ArgumentParser(description="Write the tables of the documents that come from code.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is stale")
-    is_check: bool = parser.parse_args().check
-    stale = [document for document in list_documents() if fill_tables(document.read_text()) != document.read_text()]
+    parser.add_argument("documents", nargs="*", type=Path, help="write only these (default: all)")
+    arguments = parser.parse_args()
+    is_check: bool = arguments.check
+    documents = [path.resolve() for path in arguments.documents] or list_documents()
+    filled = {document: fill_commands(fill_tables(document.read_text())) for document in documents}
+    stale = [document for document, text in filled.items() if text != document.read_text()]
     for document in stale:
         if not is_check:
-            document.write_text(fill_tables(document.read_text()))
+            document.write_text(filled[document])
         print(f"{document.relative_to(ROOT)}: {'stale; run `make docs`' if is_check else 'written'}")
     return 1 if is_check and stale else 0
 
@@ -48,6 +58,30 @@ def fill_tables(text: str) -> str:
         if found:
             text = head + begin + make_table() + end + rest.partition(end)[2]
     return text
+
+
+def fill_commands(text: str) -> str:
+    """Return the text of a document with what all its commands print now."""
+    return _COMMAND.sub(lambda found: f"<!-- {found[1]} -->\n{print_command(found[1])}<!-- /{found[1]} -->", text)
+
+
+def find_commands(text: str) -> dict[str, str]:
+    """Return what a document says that its commands print, both as blocks, by the command."""
+    return {found[1]: found[2] for found in _COMMAND.finditer(text)}
+
+
+def print_command(words: str) -> str:
+    """Return a command, such as `dbo plan --list`, and what it prints, as two blocks.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        status = run_program(shlex.split(words)[1:])
+    if status:
+        raise RuntimeError(f"`{words}` exits with {status}")
+    return f"```\n{words}\n```\n\n```\n{printed.getvalue()}```\n"
 
 
 def make_settings_table() -> str:
@@ -108,6 +142,7 @@ def _make_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(columns), *body, ""])
 
 
+_COMMAND = re.compile(r"<!-- (dbo [^>]*?) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "settings": make_settings_table,

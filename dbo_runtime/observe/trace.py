@@ -21,6 +21,8 @@ from dbo_runtime.program import COMPUTE
 
 # Perfetto sorts a track that is numbered like its process first, so the tracks of process n begin at this times n.
 TRACKS_PER_PROCESS = 100
+# Arrows are numbered through the file: Perfetto drops those whose `id` is text that is no number (`flow_invalid_id`).
+ARROWS_PER_PROCESS = 10_000_000
 # From the names that chrome://tracing reserves (catapult, tracing/base/color_scheme.html), as distinct as possible.
 # Perfetto ignores them and colours by op name (its issue 208).
 COLOURS = ("rail_response", "thread_state_iowait", "thread_state_running", "rail_animation", "olive", "generic_work")
@@ -144,14 +146,14 @@ class _Process:
     def _make_arrows(self) -> Iterator[dict[str, Any]]:
         """Yield both ends of an arrow for each wait. A viewer attaches an end to the op that runs at its time."""
         spans = {(span.op, span.micro_batch): span for span in self._timeline.spans}
-        number = 0
+        number = self._number * ARROWS_PER_PROCESS
         for span in self._timeline.spans:
             for source in (spans[awaited] for awaited in span.waits if awaited in spans):
                 last = self._count(source.end) - 1  # at its end it no longer runs
                 number += 1
                 if last < self._count(source.start) or self._count(span.end) == self._count(span.start):
                     continue  # too short to attach an arrow to
-                arrow = {"name": "wait", "cat": "wait", "id": f"{self._number}.{number}", "pid": self._number}
+                arrow = {"name": "wait", "cat": "wait", "id": number, "pid": self._number}
                 tail, tip = self._tracks[source.lane], self._tracks[span.lane]
                 yield {**arrow, "ph": "s", "ts": _to_microseconds(last), "tid": tail}
                 yield {**arrow, "ph": "f", "bp": "e", "ts": _to_microseconds(self._count(span.start)), "tid": tip}

@@ -9,8 +9,9 @@ NUMBERS = (int, float)
 REQUIRED = {  # phase -> what its events must have, besides `name` and `ph`
     "X": {"ts": NUMBERS, "dur": NUMBERS, "pid": int, "tid": int, "cat": str},  # complete events
     "i": {"ts": NUMBERS, "pid": int, "tid": int, "s": str},  # instant events
-    "s": {"ts": NUMBERS, "pid": int, "tid": int, "id": (str, int), "cat": str},  # where a flow starts
-    "f": {"ts": NUMBERS, "pid": int, "tid": int, "id": (str, int), "cat": str},  # where it ends
+    # Where a flow starts and where it ends; Perfetto drops those whose `id` is no number.
+    "s": {"ts": NUMBERS, "pid": int, "tid": int, "id": int, "cat": str},
+    "f": {"ts": NUMBERS, "pid": int, "tid": int, "id": int, "cat": str},
     "M": {"pid": int, "args": dict},  # metadata
 }
 METADATA = {

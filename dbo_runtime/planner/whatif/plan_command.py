@@ -16,6 +16,8 @@ from dbo_runtime.observe.figure import draw_figure
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.whatif.estimate import Estimator, resize_batch
+from dbo_runtime.planner.whatif.fleet import CHIPS, predict_fleet
+from dbo_runtime.planner.whatif.fleet_report import describe_fleet, list_rows
 from dbo_runtime.planner.whatif.measurements import MEASUREMENTS, compare, describe_comparisons
 from dbo_runtime.planner.whatif.plan_report import describe_cases, describe_whatif, list_figures
 from dbo_runtime.planner.whatif.published_cases import find_network, list_cases, open_costs
@@ -29,6 +31,7 @@ from dbo_runtime.planner.whatif.scale import (
     set_imbalance,
     set_model,
 )
+from dbo_runtime.planner.whatif.scale_cases import find_scale_cases
 from dbo_runtime.planner.whatif.sweep import GRIDS, GridPoint, has_sizes, parse_axes, sweep
 from dbo_runtime.planner.whatif.sweep_report import describe_sweep, list_cells
 from dbo_runtime.planner.whatif.whatif import WhatIf, compute_break_even, predict_step
@@ -78,6 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_argument("--side", default="auto")
     output = parser.add_argument_group("the output")
     output.add_argument("--sweep", metavar="AXES", help=f"print a table instead, over some of {','.join(GRIDS)}")
+    output.add_argument(
+        "--scale",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help=f"print instead what overlap brings on {CHIPS[0]} to {CHIPS[-1]} chips: of r1, of qwen3-235b, of all if "
+        "none is named, or of the case that --costs names",
+    )
     output.add_argument("--trace", metavar="FILE", help="write the split step's timeline for ui.perfetto.dev, as JSON")
     output.add_argument("--figure", metavar="FILE", help="draw the step unsplit and split, as PNG (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print figures for programs")
@@ -93,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _print(describe_cases(list_cases()))
     if arguments.measurements:
         return _print(describe_comparisons([compare(each) for each in MEASUREMENTS]))
+    if arguments.scale is not None:
+        return _print_fleet(arguments)
     if arguments.costs is None:
         raise ConfigError("--costs is missing: name a cost file, or a published case (--list shows them).")
     table, usual = open_costs(arguments.costs)
@@ -100,6 +113,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.sweep is not None:
         return _print_sweep(arguments, table, batch, config)
     return _print_answer(arguments, table, batch, config)
+
+
+def _print_fleet(arguments: argparse.Namespace) -> int:
+    """Print a row for each case and number of chips; all ops that compute stay on one lane."""
+    cases = find_scale_cases(model=arguments.scale or None, name=arguments.costs)
+    config = replace(_read_settings(arguments), side="off")
+    step = None
+    if arguments.costs is not None and (arguments.tokens or arguments.decodes or arguments.query_lens):
+        step = _make_batch(arguments, open_costs(arguments.costs)[1])
+    points = [(case, chips) for case in cases for chips in CHIPS]
+    rows = [predict_fleet(case, chips, config, step) for case, chips in points]
+    return _print(json.dumps(list_rows(rows), indent=2) if arguments.json else describe_fleet(rows))
 
 
 def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:

@@ -24,7 +24,7 @@ def _fill_decodes(count: int, context: int) -> Batch:
     return Batch((1,) * count, 0, context_lens=(context,) * count)
 
 
-# The step of each case; docs/planner.md says what of it is given and what is assumed.
+# The step of each case; docs/planner.md and docs/scale.md say what of it is given and what is assumed.
 _STEPS: Mapping[str, Batch] = MappingProxyType(
     {
         "a3-layer-4894": _fill_prompts(4, 1024),
@@ -38,6 +38,15 @@ _STEPS: Mapping[str, Batch] = MappingProxyType(
         "r1-decode-910c": _fill_decodes(96, 4096),
         "r1-decode-12708": _fill_decodes(96, 4096),
         "qwen36-tp4-56126": _fill_decodes(128, 1024),
+        "llama70b-tp8-11329": _fill_prompts(1, 4096),
+        "r1-prefill-910b": _fill_prompts(2, 4096),
+        "r1-prefill-910c": _fill_prompts(2, 4096),
+        "r1-prefill-h800": _fill_prompts(2, 4096),
+        "r1-decode-h800": _fill_decodes(128, 4096),
+        "qwen3-235b-910b": _fill_prompts(2, 4096),
+        "qwen3-235b-910c": _fill_prompts(2, 4096),
+        "qwen3-235b-prefill-h800": _fill_prompts(2, 4096),
+        "qwen3-235b-decode-h800": _fill_decodes(128, 4096),
     }
 )
 

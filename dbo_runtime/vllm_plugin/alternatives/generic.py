@@ -124,7 +124,9 @@ class GenericAdapter:
         )
         try:
             with _replace_collectives(self._group) as reduces, torch.inference_mode(), context:
-                model.forward(None, positions, received, None if received else x)
+                embedded = _embed(model, COUNTING_TOKENS, weight.device) if received is None else None
+                reduces.clear()  # of the embedding, which is outside of the program
+                model.forward(None, positions, received, embedded)
         except DeclineError:
             raise
         except Exception as error:  # this forward is not known; whatever it raises, it is left unsplit
@@ -210,6 +212,19 @@ def _expect(coroutine: Coroutine, result: Any, ended: bool) -> Any:
             "be split without an adapter: unset DBO_GENERIC."
         )
     return result
+
+
+def _embed(model: VllmModel, tokens: int, device: torch.device) -> torch.Tensor:
+    """Return some embedded tokens [tokens, hidden].
+
+    Raises:
+        DeclineError: if the model has the method, but only its forward can embed (Exaone in vLLM 0.30).
+    """
+    try:
+        embedded: torch.Tensor = model.embed_input_ids(torch.zeros(tokens, dtype=torch.int64, device=device))
+    except Exception as error:  # the method is vLLM's, and whatever it raises, the model is left unsplit
+        raise DeclineError("it does not embed tokens outside its forward", repr(error)) from error
+    return embedded
 
 
 def _count_per_layer(count: int, layers: int) -> int:

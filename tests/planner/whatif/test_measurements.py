@@ -7,25 +7,38 @@ from dataclasses import replace
 import pytest
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.planner.whatif.corners import Corner, move_to
 from dbo_runtime.planner.whatif.estimate import Estimator
-from dbo_runtime.planner.whatif.measurements import MEASUREMENTS, NOTHING, Comparison, Measurement, compare
+from dbo_runtime.planner.whatif.measurements import (
+    MEASUREMENTS,
+    NOTHING,
+    UNPREDICTED,
+    Comparison,
+    Measurement,
+    compare,
+    describe_comparisons,
+)
 from dbo_runtime.planner.whatif.published_cases import get_case
 
 DECODES = [each for each in MEASUREMENTS if each.case == "r1-decode-12708"]
-NAMES = [f"{each.case}-{each.size}" for each in MEASUREMENTS]
+SLOW = [
+    *DECODES,
+    *(each for each in MEASUREMENTS if each.case in ("r1-prefill-910c", "r1-prefill-h800", "r1-decode-h800")),
+]
+NAMES = [f"{each.case}-{each.size}-{each.context}" for each in MEASUREMENTS]
 
 
 @pytest.mark.parametrize(
     "measurement",
     [
-        # A decode of two micro-batches with movable ops is searched for seconds.
-        pytest.param(each, marks=[pytest.mark.slow] if each in DECODES else [], id=name)
+        # A decode of two micro-batches with movable ops is searched for seconds, and 61 layers with experts for one.
+        pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else [], id=name)
         for each, name in zip(MEASUREMENTS, NAMES, strict=True)
     ],
 )
-def test_no_measurement_contradicts_the_model(measurement: Measurement) -> None:
+def test_the_model_agrees_with_a_measurement_unless_the_miss_is_explained(measurement: Measurement) -> None:
     comparison = compare(measurement)
-    assert comparison.agrees, comparison
+    assert comparison.agrees != bool(measurement.miss), comparison
 
 
 @pytest.mark.slow
@@ -35,11 +48,31 @@ def test_with_one_compute_lane_the_decodes_contradict_it(measurement: Measuremen
     assert not replace(comparison, predicted=comparison.one_lane).agrees
 
 
+def test_a_publication_without_enough_to_predict_says_what_is_missing() -> None:
+    assert len(UNPREDICTED) >= 5
+    text = describe_comparisons([])
+    for each in UNPREDICTED:
+        assert each.source in " ".join(text.split())
+        assert each.reason
+        assert each.measured
+
+
+def test_sglangs_prefill_would_gain_what_was_measured_if_its_unsplit_step_were_as_long() -> None:
+    """As the miss says: compute 1.82 times as long makes the step 8192 tokens at 50,302 / 1.405 / 8 a second."""
+    case = get_case("r1-prefill-h800")
+    found = Estimator(move_to(case.table, Corner(compute=1.82))).estimate(
+        case.step, RuntimeConfig(micro_batches=2, side="off")
+    )
+    assert found is not None
+    assert found.unsplit == pytest.approx(8192 / (50_302 / 1.405 / 8), rel=1e-3)
+    assert found.unsplit / found.split == pytest.approx(1.33, abs=0.005)
+
+
 def test_what_is_fitted_to_a_step_in_two_is_said_with_the_costs() -> None:
     for measurement in MEASUREMENTS:
         source = get_case(measurement.case).table.provenance.source
         if measurement.fitted == NOTHING:
-            assert "Nothing is fitted." in source
+            assert "Nothing is fitted." in source or "fitted" not in source
         else:
             assert "fitted" in source
 

@@ -22,6 +22,15 @@ DIGESTS = {
     "qwen3-tp4-44677": "521b5af1a07bc3c5",
     "r1-decode-12708": "e6175b9596b96695",
     "qwen36-tp4-56126": "4a3d8608ac9951d5",
+    "qwen3-235b-decode-h800": "79af193346c278cd",
+    "qwen3-235b-prefill-h800": "59d430d8d9ddf6ae",
+    "qwen3-235b-910c": "509726a91540e265",
+    "qwen3-235b-910b": "f3ad6f2036ca2ae4",
+    "r1-decode-h800": "826b2d64abdffbdc",
+    "r1-prefill-h800": "88cd22d83006a483",
+    "r1-prefill-910c": "eeb223d602d303bd",
+    "r1-prefill-910b": "2012e3bdd67a064c",
+    "llama70b-tp8-11329": "02aea8cf908a3fcc",
 }
 
 
@@ -33,7 +42,15 @@ def test_digests_stay_what_they_were() -> None:
     ("tool", "names"),
     [
         ("derive_decode_cases", {"r1-decode-910b", "r1-decode-910c", "r1-decode-12708"}),
-        ("derive_measured_cases", {"r1-ep16-1589", "qwen3-tp4-44677", "qwen36-tp4-56126"}),
+        ("derive_measured_cases", {"r1-ep16-1589", "qwen3-tp4-44677", "qwen36-tp4-56126", "llama70b-tp8-11329"}),
+        (
+            "derive_scale_cases",
+            {
+                *(f"r1-prefill-{chip}" for chip in ("910b", "910c", "h800")),
+                "r1-decode-h800",
+                *(f"qwen3-235b-{chip}" for chip in ("910b", "910c", "prefill-h800", "decode-h800")),
+            },
+        ),
     ],
 )
 def test_the_files_are_what_the_tools_derive(tool: str, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

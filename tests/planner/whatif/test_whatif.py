@@ -45,6 +45,11 @@ OTHERS = {
     "qwen3-tp4-44677": "vllm-project/vllm#44677",
     **dict.fromkeys(("r1-decode-910b", "r1-decode-910c", "r1-decode-12708"), "arXiv:2506.12708"),
     "qwen36-tp4-56126": "vllm-project/vllm#56126",
+    "llama70b-tp8-11329": "arXiv:2505.11329",
+    **dict.fromkeys(("r1-prefill-910b", "r1-prefill-910c"), "arXiv:2506.12708"),
+    **dict.fromkeys(("r1-prefill-h800", "r1-decode-h800"), "deepseek-ai/DeepGEMM"),
+    **dict.fromkeys(("qwen3-235b-910b", "qwen3-235b-910c"), "arXiv:2506.12708"),
+    **dict.fromkeys(("qwen3-235b-prefill-h800", "qwen3-235b-decode-h800"), "deepseek-ai/DeepGEMM"),
 }
 IN_TWO, IN_THREE = RuntimeConfig(micro_batches=2), RuntimeConfig(micro_batches=3)
 MS = 1e-3

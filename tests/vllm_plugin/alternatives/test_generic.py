@@ -206,6 +206,15 @@ def test_a_forward_that_fails_with_a_few_tokens_runs_unsplit(adapter: GenericAda
     assert "all_reduce" not in vars(group)
 
 
+def test_a_model_that_cannot_embed_outside_its_forward_runs_unsplit(adapter: GenericAdapter, group: Group) -> None:
+    model = Model(group)
+    model.embed_input_ids = lambda ids: model.lacking(ids)  # type: ignore[method-assign]
+    said = str(record(adapter, model))
+    assert "it does not embed tokens outside its forward" in said
+    assert "has no attribute 'lacking'" in said
+    assert "all_reduce" not in vars(group)
+
+
 def test_without_greenlet_it_says_what_to_install(
     adapter: GenericAdapter, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

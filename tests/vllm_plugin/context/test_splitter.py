@@ -504,6 +504,15 @@ def test_requests_are_not_cut_inside_unless_all_attention_is_causal(causal: Any)
 
 
 @pytest.mark.usefixtures("_traced")
+def test_requests_are_not_cut_inside_where_a_layer_by_itself_sees_later_tokens() -> None:
+    metadata = build(make_group(FakeBuilder, "layers.0"))
+    metadata["layers.0"].causal = False  # as the builder of a prefix language model says, whatever the step's says
+    found = make_splitter().read_batch(make_context(metadata), TOKENS)
+    assert isinstance(found, Batch)
+    assert not found.cuttable
+
+
+@pytest.mark.usefixtures("_traced")
 def test_unknown_data_for_each_token_in_the_context_declines_by_name() -> None:
     for name, put in (("mask", "additional_kwargs"), ("mc2_mask", "context")):
         context = make_context(build(make_group()))
