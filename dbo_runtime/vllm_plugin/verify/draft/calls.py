@@ -165,7 +165,7 @@ def map_items(structure: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def drop_unused(calls: tuple[Call, ...], result: Any) -> tuple[Call, ...]:
-    """Return the calls without functions whose results nobody reads: sizes, masks that end up unused."""
+    """Return the calls without functions whose results are never read: sizes, masks that end up unused."""
     needed = {item for item in list_items(result) if isinstance(item, Ref)}
     kept = []
     for call in reversed(calls):
