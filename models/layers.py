@@ -19,6 +19,9 @@ Attend = Callable[[Any, Any, Any], Any]
 Route = Callable[[Any, Any], Any]
 """Computes the router's logits: (MoE block, x [tokens, hidden]) -> [tokens, experts]."""
 
+RecordLayer = Callable[[ProgramBuilder, Any, Collectives, "Stream", Value], "Stream"]
+"""Declares one layer: (p, layer, collectives, stream, positions [tokens]) -> the stream after it."""
+
 RESIDUAL = "residual"  # passed on between stages of a pipeline with the hidden states; the name is vLLM's
 
 
@@ -55,24 +58,27 @@ def record_decoder(
     attend: Attend = call_attention,
     added: Sequence[Value] = (),
     route: Route | None = None,
+    declare_layer: RecordLayer | None = None,
 ) -> Value:
-    """Declare a decoder of pre-norm layers: embedded tokens in, normed hidden states out.
+    """Declare a decoder whose norms add: embedded tokens in, normed hidden states out.
 
     *decoder* has `layers`, each with `input_layernorm`, `self_attn` (or `linear_attn`), `post_attention_layernorm` and
     `mlp` (or `block_sparse_moe`), and a final `norm`. Norms take (x, residual) and add before they norm; attention and
     MLP end in one all-reduce each. One value of *added* [tokens, hidden] is added to the result of each of the first
-    layers. *route* is for blocks whose experts do not hold their gate.
+    layers. *route* is for blocks whose experts do not hold their gate. *declare_layer* replaces `record_layer`, for
+    layers of another form between the same embedding and final norm (`dbo_models.forms`).
 
     On a stage of a pipeline, only its layers are declared: a stage other than the first takes the `residual` as an
     input, and a stage other than the last returns it, without the final norm, both for all tokens. Where a drafter
     reads hidden states between layers (`aux_hidden_state_layers`), they are named outputs.
     """
     layers = get_layers(decoder)
+    declare_layer = declare_layer or partial(record_layer, attend=attend, route=route)
     stream = Stream(x) if 0 in layers else Stream(x, p.input(RESIDUAL))
     for index, layer in layers.items():
         with p.layer(index):
             record_auxiliary(p, decoder, collectives, index, stream)
-            stream = record_layer(p, layer, collectives, stream, positions, attend, route)
+            stream = declare_layer(p, layer, collectives, stream, positions)
             if index < len(added):
                 stream = stream._replace(x=p.compute("add_features", add, stream.x, added[index]))
     if len(decoder.layers) - 1 not in layers:
@@ -107,16 +113,23 @@ def record_layer(
     Norms add in place on some platforms, and reduces sum in place on all: both overwrite what they read. Chunks of a
     layer that is sequence parallel are gathered before the attention of the next one.
     """
-    norm = layer.input_layernorm if stream.residual is not None else partial(_first_norm, layer.input_layernorm)
-    x, residual = p.compute("attn_norm", norm, *stream.values, overwrites=stream.values, outputs=2)
+    x, residual, _ = record_add_norm(p, "attn_norm", layer.input_layernorm, stream)
     x = record_gather(p, "attn_gather", collectives, x, stream.tokens)
     name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two, as their costs differ
     x = record_attention(p, get_attention(layer), collectives, positions, x, attend, name, not leaves_reduce(layer))
     stream = record_attention_reduce(p, layer, collectives, Stream(x, residual, stream.tokens))
-    x, residual = p.compute(
-        "mlp_norm", layer.post_attention_layernorm, *stream.values, overwrites=stream.values, outputs=2
-    )
+    x, residual, _ = record_add_norm(p, "mlp_norm", layer.post_attention_layernorm, stream)
     x = record_mlp(p, get_mlp(layer), collectives, x, stream.tokens, route)
+    return Stream(x, residual, stream.tokens)
+
+
+def record_add_norm(p: ProgramBuilder, name: str, norm: Any, stream: Stream) -> Stream:
+    """Declare a norm that adds the residual first, as vLLM's `RMSNorm` with two arguments; the sum is the new residual.
+
+    Before the first layer there is nothing to add, and *x* itself becomes the residual.
+    """
+    function = norm if stream.residual is not None else partial(_first_norm, norm)
+    x, residual = p.compute(name, function, *stream.values, overwrites=stream.values, outputs=2)
     return Stream(x, residual, stream.tokens)
 
 

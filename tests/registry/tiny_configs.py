@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dbo_runtime.vllm_plugin.verify.tiny_config import LAYERS, shorten
 from tests.vllm_plugin.families import ATTENTION, EXPERTS, FAMILIES, LATENT, SIZES, VOCABULARY
 
-LAYERS = 4
 WIDTH = 128
 # By name, whatever the family. Heads and experts divide by two ranks.
 TINY: Mapping[str, Any] = {
@@ -291,11 +291,3 @@ def shrink(content: Mapping[str, Any]) -> dict[str, Any]:
         else:
             small[name] = value
     return small
-
-
-def shorten(values: Any) -> list[Any]:
-    """Return one value of each layer that is left, with all kinds of them as far as possible."""
-    kinds = list(dict.fromkeys(values)) if all(isinstance(value, (str, int, float)) for value in values) else []
-    if 1 < len(kinds) <= LAYERS // 2:
-        return (kinds * LAYERS)[:LAYERS]
-    return list(values)[:LAYERS]

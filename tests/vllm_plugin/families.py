@@ -78,6 +78,9 @@ class Family(NamedTuple):
     config: dict[str, Any]
 
 
+IDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}  # where defaults are outside the vocabulary
+SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
 FAMILIES = {  # by architecture
     "LlamaForCausalLM": Family("llama", ATTENTION),
     "MistralForCausalLM": Family("mistral", {**ATTENTION, "sliding_window": None}),
@@ -134,6 +137,9 @@ FAMILIES = {  # by architecture
     "Qwen3NextForCausalLM": Family("qwen3_next", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", {**ATTENTION, **LINEAR}),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
+    "Cohere2ForCausalLM": Family("cohere2", {**ATTENTION, **SLIDING, **IDS}),
+    "Exaone4ForCausalLM": Family("exaone4", {**ATTENTION, **SLIDING, "sliding_window_pattern": 2}),
+    "Gemma3ForCausalLM": Family("gemma3_text", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),
     "GraniteForCausalLM": Family(
         "granite", {**ATTENTION, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
     ),

@@ -1,4 +1,7 @@
-"""`dbo adapter DIR`: verify a model's adapter against the model's own forward, and show what it declares."""
+"""`dbo adapter DIR`: verify a model's adapter against the model's own forward, and show what it declares.
+
+`dbo adapter new MODEL` writes a draft of one.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,18 @@ from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
 
 EXIT_DIFFERENT = 1
+NEW = "new"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("model", help="directory with the model's config.json; weights are random")
+    parser.add_argument("model", help=f"directory with the model's config.json; weights are random; or `{NEW}`")
+    parser.add_argument(
+        "drafted",
+        nargs="?",
+        help=f"after `{NEW}`: an architecture, or a model's directory, of which a draft is written",
+    )
+    parser.add_argument("--output", metavar="FOLDER", help="of the draft, which is made; the default is ARCHITECTURE's")
     parser.add_argument("--render", action="store_true", help="print the schedule, with every wait, record and free")
     parser.add_argument("--micro-batches", default="2", help="of that schedule, as DBO_MICRO_BATCHES takes it")
     parser.add_argument("--policy", default="alternate", help="of that schedule, as DBO_POLICY takes it")
@@ -40,11 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the adapter; return 1 if it is wrong.
+    """Verify the adapter, or write a draft of one; return 1 if it is wrong.
 
     Raises:
         ConfigError: if there is no such model, or a setting is not as it must be.
     """
+    if arguments.model == NEW:
+        return _write_draft(arguments)
+    if arguments.drafted is not None or arguments.output is not None:
+        raise ConfigError(f"only `dbo adapter {NEW} MODEL` takes a second name and --output; leave them out.")
     if not os.path.isfile(Path(arguments.model) / "config.json"):
         raise ConfigError(f"{arguments.model} has no config.json; name the directory of a model.")
     durations = None if arguments.simulate is None else _read_durations(arguments.simulate)
@@ -74,6 +88,23 @@ def run(arguments: argparse.Namespace) -> int:
         if simulation is not None:
             print(simulation)
     return EXIT_DIFFERENT if verification.mismatches else 0
+
+
+def _write_draft(arguments: argparse.Namespace) -> int:
+    if arguments.drafted is None:
+        raise ConfigError(
+            f"name the architecture: dbo adapter {NEW} GraniteForCausalLM. (A directory of that name is ./{NEW}.)"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    with divert_output():
+        from dbo_runtime.vllm_plugin.verify.draft.drafting import draft_adapter  # late: it imports vLLM
+
+        draft = draft_adapter(arguments.drafted, arguments.output)
+    if arguments.json:
+        print(json.dumps(draft.list_facts(), indent=2))
+    else:
+        print(draft)
+    return 0 if draft.is_verified else EXIT_DIFFERENT
 
 
 def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:

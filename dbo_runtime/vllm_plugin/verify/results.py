@@ -24,10 +24,22 @@ def find_first_mismatch(
             pieces = [part[value] for part in parts]
             if not all(isinstance(piece, torch.Tensor) for piece in (unsplit[value], *pieces)):
                 continue
-            error = compute_relative_error(torch.cat(pieces), unsplit[value])
+            error = compute_relative_error(join_pieces(pieces, unsplit[value]), unsplit[value])
             if error > TOLERANCE:
                 return op, error
     return None
+
+
+def join_pieces(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    """Concatenate the results of micro-batches along the tokens: the dimension in which they are smaller than *whole*.
+
+    It is the first one for most models; those that vLLM runs by transformers' code have [1, tokens, hidden].
+    """
+    sizes = [piece.shape for piece in pieces]
+    if any(len(size) != whole.dim() for size in sizes):
+        return pieces[0]
+    differing = [dim for dim in range(whole.dim()) if any(size[dim] != whole.shape[dim] for size in sizes)]
+    return torch.cat(list(pieces), dim=differing[0]) if len(differing) == 1 else pieces[0]
 
 
 def find_first_unmatched(

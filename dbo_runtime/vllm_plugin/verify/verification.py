@@ -10,7 +10,8 @@ changes what it only reads, returns memory that is in use, or computes where it 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ from dbo_runtime.vllm_plugin.verify.comparing_forward import ComparingForward, V
 from dbo_runtime.vllm_plugin.verify.stage_verification import StageVerification, record_stages
 
 if TYPE_CHECKING:
+    from vllm import LLM
     from vllm.config import VllmConfig
     from vllm.model_executor.models.interfaces_base import VllmModel
 
@@ -81,7 +83,30 @@ def verify_adapter(
         DeclineError: if there is no adapter, or it declines the model, or vLLM's step cannot be split.
         ProgramError: if the adapter breaks its contract.
     """
-    from vllm import LLM, SamplingParams
+    with run_model(directory, **options) as (llm, runner):
+        model = runner.get_model()
+        adapter = adapter or get_adapter(runner.vllm_config.model_config.architecture)
+        program, stages = record(model, runner.vllm_config, adapter, has_side)
+        take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
+        splitter = ContextSplitter(get_platform(), runner.vllm_config, runner)
+        comparison = ComparingForward(program, stages, model, splitter, take_inputs, runner.kv_caches)
+        model.forward = comparison
+        generate(llm, prompts)
+    return comparison.verification
+
+
+@contextmanager
+def run_model(directory: str, **options: Any) -> Iterator[tuple[LLM, Any]]:
+    """Run a model in vLLM in this process, with random weights, and return it with vLLM's model runner.
+
+    Args:
+        directory: with the model's `config.json`.
+        options: of `vllm.LLM`, on top of `OPTIONS`.
+
+    Raises:
+        DeclineError: if there are several ranks.
+    """
+    from vllm import LLM
 
     with patch.dict("os.environ", ENVIRONMENT):
         register_load_format(LOAD_FORMAT, fill_weights)
@@ -90,20 +115,18 @@ def verify_adapter(
         try:
             if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
                 raise DeclineError("an adapter is verified on one rank; leave out options that ask for several")
-            runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-            model = runner.get_model()
-            adapter = adapter or get_adapter(runner.vllm_config.model_config.architecture)
-            program, stages = record(model, runner.vllm_config, adapter, has_side)
-            take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
-            splitter = ContextSplitter(get_platform(), runner.vllm_config, runner)
-            comparison = ComparingForward(program, stages, model, splitter, take_inputs, runner.kv_caches)
-            model.forward = comparison
-            tokens = [[3 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate(prompts)]
-            sampling = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True, detokenize=False)
-            llm.generate([{"prompt_token_ids": ids} for ids in tokens], sampling, use_tqdm=False)
+            yield llm, llm.llm_engine.model_executor.driver_worker.worker.model_runner
         finally:
             llm.llm_engine.engine_core.shutdown()
-    return comparison.verification
+
+
+def generate(llm: LLM, prompts: Sequence[int], steps: int = STEPS) -> None:
+    """Answer prompts of these lengths [tokens] with as many tokens as there are *steps*: a prefill, and decodes."""
+    from vllm import SamplingParams
+
+    tokens = [[3 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate(prompts)]
+    sampling = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": ids} for ids in tokens], sampling, use_tqdm=False)
 
 
 def record(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dbo_models.dense import DenseAdapter
 from dbo_runtime.adapter import Collectives
@@ -13,6 +14,7 @@ from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
 from dbo_runtime.vllm_plugin.verify.comparing_forward import Mismatch, Verification
+from dbo_runtime.vllm_plugin.verify.results import join_pieces
 from dbo_runtime.vllm_plugin.verify.verification import verify_adapter
 from tests.vllm_plugin.engines import TINY
 from tests.vllm_plugin.families import make_family
@@ -104,6 +106,14 @@ def test_what_is_declined_is_not_tried(llama: str) -> None:
 def test_without_an_adapter_there_is_nothing_to_try(tmp_path: Path) -> None:
     with pytest.raises(DeclineError, match=r"no adapter is registered \(GraniteForCausalLM\)"):
         verify_adapter(str(make_family("GraniteForCausalLM", tmp_path)))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (1, 5, 3)])
+def test_results_of_micro_batches_are_joined_along_the_tokens(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape)
+    pieces = whole.split([2, 3], dim=whole.dim() - 2)
+    assert torch.equal(join_pieces(pieces, whole), whole)
+    assert join_pieces([torch.ones(2)], whole).shape == (2,)  # of other dimensions: differs, as it is
 
 
 def test_mismatches_read_as_lines() -> None:

@@ -1,0 +1,1 @@
+"""Drafts of adapters, written from what a model's own forward calls."""

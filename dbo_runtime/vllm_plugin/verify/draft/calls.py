@@ -1,0 +1,176 @@
+"""What a forward calls: modules, functions of torch and reduces, with their arguments and results as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+MODULE, FUNCTION, REDUCE = "module", "function", "reduce"
+
+
+class Named:
+    """What has a name in a draft's source. Kinds of these are never equal, whatever is in them."""
+
+
+@dataclass(frozen=True)
+class Ref(Named):
+    """A tensor that the forward is given or computes, by the order in which they appear."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Path(Named):
+    """Something that a model holds: `layer.mlp`, `decoder.norm`.
+
+    Attributes:
+        owner: `layer`, `decoder` or `model`.
+        attributes: from there, with dots; empty for the owner itself.
+    """
+
+    owner: str
+    attributes: str
+
+    def __str__(self) -> str:
+        """Format as an expression."""
+        text = self.owner
+        for name in self.attributes.split(".") if self.attributes else ():
+            text += f"[{name}]" if name.isdecimal() else f".{name}"
+        return text
+
+
+@dataclass(frozen=True)
+class TokenCount(Named):
+    """The number of tokens of the step."""
+
+
+@dataclass(frozen=True)
+class Literal:
+    """An expression that is the same in every model, such as `torch.float32`."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """An argument that no expression is known for."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a forward.
+
+    Attributes:
+        kind: MODULE, FUNCTION or REDUCE.
+        target: the module; or the function's name, `torch.Tensor.add`.
+        args: with a Ref, Path, TokenCount, Literal or Unknown for what is not plain; tuples and dictionaries of these.
+        kwargs: likewise, by name.
+        results: a Ref, None, or a tuple of these.
+        layer: the layer that called it; None outside of layers.
+        ordered: whether it reads or writes state of requests, such as the KV cache.
+        reduces: whether it ends in an all-reduce.
+        leaves_reduce: whether its results are parts that the layer has to reduce.
+        overwritten: those of its arguments that it may change or return.
+    """
+
+    kind: str
+    target: Path | str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    results: Any = None
+    layer: int | None = None
+    ordered: bool = False
+    reduces: bool = False
+    leaves_reduce: bool = False
+    overwritten: tuple[Any, ...] = ()
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """The tensors among the arguments, each once, in order."""
+        return tuple(dict.fromkeys(item for item in list_items((self.args, self.kwargs)) if isinstance(item, Ref)))
+
+    @property
+    def writes(self) -> tuple[Any, ...]:
+        """The tensors among the results, in order."""
+        return tuple(item for item in list_items(self.results) if isinstance(item, Ref))
+
+    def rename(self, rename: Callable[[Any], Any]) -> Call:
+        """Return the call of no layer, with another name for each argument and result."""
+        return replace(
+            self,
+            args=map_items(self.args, rename),
+            kwargs=map_items(self.kwargs, rename),
+            results=map_items(self.results, rename),
+            overwritten=map_items(self.overwritten, rename),
+            layer=None,
+        )
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that a forward called.
+
+    Attributes:
+        architecture: of the model.
+        decoder: the path from the model to what has the layers, `model`.
+        layers: the attribute of the decoder that has them.
+        count: of layers.
+        x: the embedded tokens.
+        positions: of the tokens.
+        result: the hidden states that are returned.
+        calls: in order.
+        facts: of each layer, by expression, such as `layer.is_sliding`, what may tell kinds of layers apart.
+        classes: of the decoder, its layers and their parts.
+        tree: the modules of a layer, one a line.
+    """
+
+    architecture: str
+    decoder: str
+    layers: str
+    count: int
+    x: Ref
+    positions: Ref
+    result: Any
+    calls: tuple[Call, ...]
+    facts: tuple[Mapping[str, Any], ...] = ()
+    classes: tuple[str, ...] = ()
+    tree: str = ""
+
+
+def list_items(structure: Any) -> Iterator[Any]:
+    """Yield what is in nested tuples, lists and dictionaries."""
+    if type(structure) in (tuple, list):
+        for item in structure:
+            yield from list_items(item)
+    elif isinstance(structure, dict):
+        yield from list_items(list(structure.values()))
+    elif isinstance(structure, slice):
+        yield from list_items((structure.start, structure.stop, structure.step))
+    else:
+        yield structure
+
+
+def map_items(structure: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested tuples, lists and dictionaries with each item in them replaced by the function's result."""
+    if type(structure) in (tuple, list):
+        return type(structure)(map_items(item, function) for item in structure)
+    if isinstance(structure, dict):
+        return {name: map_items(item, function) for name, item in structure.items()}
+    if isinstance(structure, slice):
+        return slice(*(map_items(item, function) for item in (structure.start, structure.stop, structure.step)))
+    return function(structure)
+
+
+def drop_unused(calls: tuple[Call, ...], result: Any) -> tuple[Call, ...]:
+    """Return the calls without functions whose results are never read: sizes, masks that end up unused."""
+    needed = {item for item in list_items(result) if isinstance(item, Ref)}
+    kept = []
+    for call in reversed(calls):
+        if call.kind == FUNCTION and needed.isdisjoint(call.writes):
+            continue
+        needed.update(call.reads)
+        kept.append(call)
+    return tuple(reversed(kept))

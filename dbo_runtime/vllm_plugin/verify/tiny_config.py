@@ -1,0 +1,125 @@
+"""A tiny config of an architecture, or of a model that is too large to run for a draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.outside_files import parse_json, read_text
+
+LAYERS = 4
+LARGE = 512  # the hidden size from which a config is shrunk
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEAD_DIM = "head_dim"
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+LATENT = ("q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+NAMES: Mapping[int, tuple[str, ...]] = {
+    128: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
+    LAYERS: (
+        *COUNTS,
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_experts",
+        "n_routed_experts",
+        "num_local_experts",
+    ),
+    2: ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_experts_per_tok", "num_experts_per_token"),
+    32: (HEAD_DIM, "attention_head_dim"),
+    16: ("rotary_dim",),
+    256: ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
+    320: ("vocab_size",),
+    1024: ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "seq_length"),
+    512: ("kv_lora_rank",),
+    64: ("moe_intermediate_size", "shared_expert_intermediate_size", "sliding_window", *LATENT),
+    1: ("eos_token_id", "n_group", "topk_group", "first_k_dense_replace"),
+    0: ("pad_token_id", "bos_token_id"),
+}
+"""Names that configs have for sizes, by the size that they get. Heads and experts divide by two."""
+
+TINY = {name: size for size, names in NAMES.items() for name in names}
+FACTORS = ("multiplier", "_scale", "scaling", "scale_")
+"""Parts of the names of factors: where they are 1, they get values that tell them apart in a draft."""
+
+
+def make_config(model: str) -> dict[str, Any]:
+    """Return a tiny config of a model that is named as an architecture, or is a directory with a `config.json`.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    file = Path(model) / "config.json"
+    if file.is_file():
+        given = parse_json(read_text(file, "config"))
+        names = given.get("architectures") if isinstance(given, dict) else None
+        if not (isinstance(names, list) and names and isinstance(names[0], str) and names[0].isidentifier()):
+            raise ConfigError(f"{file} names no architecture; add `architectures`, as configs of models have it.")
+        return shrink(given) if find_hidden_size(given) >= LARGE else given
+    if Path(model).exists() or "/" in model:
+        raise ConfigError(f"{model} has no config.json; name the directory of a model, or an architecture.")
+    content = shrink(get_defaults(model))
+    return {**content, "architectures": [model], "tie_word_embeddings": False, "torch_dtype": "float32"}
+
+
+def get_defaults(architecture: str) -> dict[str, Any]:
+    """Return the defaults of the config class that transformers has for an architecture.
+
+    Raises:
+        ConfigError: if it has none.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    for kind, names in CLASSES.items():
+        if architecture in ((names,) if isinstance(names, str) else names) and kind in CONFIG_MAPPING:
+            config = CONFIG_MAPPING[kind]()
+            has_heads = hasattr(config, HEAD_DIM) or hasattr(config, "kv_lora_rank")
+            heads = {} if has_heads else {HEAD_DIM: TINY[HEAD_DIM]}  # some of vLLM's models ask for it
+            return {**config.to_dict(), **heads, "model_type": config.model_type}
+    raise ConfigError(
+        f"transformers has no config class for {architecture}; name a directory with a config.json of such a model, "
+        "which may be large: it is made smaller."
+    )
+
+
+def shrink(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with tiny sizes, also in configs inside, and shorter lists where they have an entry a layer."""
+    layers = next((content[name] for name in COUNTS if isinstance(content.get(name), int)), 0)
+    small: dict[str, Any] = {}
+    factors = 0
+    for name, value in content.items():
+        if isinstance(value, dict):
+            small[name] = shrink(value)
+        elif isinstance(value, list) and layers > LAYERS and len(value) == layers:
+            small[name] = shorten(value)
+        elif name in TINY and isinstance(value, (int, float)) and not isinstance(value, bool):
+            small[name] = TINY[name]
+        elif type(value) is float and value == 1.0 and any(part in name for part in FACTORS):
+            factors += 1
+            small[name] = 1.0 + factors / 8
+        else:
+            small[name] = value
+    return small
+
+
+def shorten(values: Sequence[Any]) -> list[Any]:
+    """Return an entry for each layer that is left, of all kinds if there are few."""
+    kinds = list(dict.fromkeys(values)) if all(isinstance(value, (str, int, float)) for value in values) else []
+    if 1 < len(kinds) <= LAYERS // 2:
+        return (kinds * LAYERS)[:LAYERS]
+    return list(values)[:LAYERS]
+
+
+def find_hidden_size(content: Mapping[str, Any]) -> int:
+    """Return the hidden size of a config, or of a text config inside; 0 if it has another name."""
+    inside = content.get("text_config")
+    sizes = [content.get("hidden_size", 0), inside.get("hidden_size", 0) if isinstance(inside, dict) else 0]
+    return max((size for size in sizes if isinstance(size, int)), default=0)
+
+
+def write_config(content: Mapping[str, Any], folder: Path) -> None:
+    """Write `config.json` into a folder."""
+    (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
