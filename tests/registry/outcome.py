@@ -16,7 +16,8 @@ MEANINGS: Mapping[str, str] = {
     GENERIC: "overlap with `DBO_GENERIC=1`; without, unsplit, because no adapter is registered",
     DECLINED: "unsplit with `DBO_GENERIC=1`, too, for the reason given",
     BREAKS: "fails, or answers otherwise, where vLLM by itself does not",
-    NOT_RUN: "vLLM's CPU build by itself does not run the tiny model, for the reason given",
+    NOT_RUN: "vLLM's CPU build by itself does not run the tiny model: it lacks a kernel, or the config lacks what the "
+    "family needs; the reason is given",
 }
 
 
