@@ -28,6 +28,7 @@ from dbo_runtime.observe.trace import make_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.render import parse, render
 from dbo_runtime.validate import validate
+from dbo_runtime.vllm_plugin.verify.tiny_config import make_config
 from tests.observe.profiles.handmade import make_split_step, make_ubatched_step
 from tests.observe.test_trace import TOY, record_run
 from tests.programs import lower_toy
@@ -69,12 +70,14 @@ def list_readers() -> list[Reader]:
         _make_traces(),
         {"architectures": ["LlamaForCausalLM"], "quantization_config": {}},
     )
+    draft = {**model, "hidden_size": 4096, "num_hidden_layers": 32, "layer_types": ["full"] * 32, "text_config": {}}
     return [
         Reader("cost file", partial(make_json, costs), load_costs, "costs.json", costs[0]),
         Reader("trace", partial(make_json, traces), _summarize, "step.json", traces[0]),
         Reader("profile", partial(make_json, _make_profiles()), _summarize, "profile.json", _make_profiles()[0]),
         Reader("rendered schedule", partial(make_text, [_render()]), _check_schedule, "schedule.txt"),
         Reader("config.json of a model", partial(make_json, [model]), _examine_model, "config.json", model),
+        Reader("config.json of a draft", partial(make_json, [draft]), _shrink_model, "config.json", draft),
         Reader("metrics folder", _make_counts, _sum_counts, "counter_dbo1.db"),
         Reader("arguments of plan, render, trace", _make_words, _run_command, share=0.01, seconds=20.0),
         Reader("settings", _make_settings, _read_settings),
@@ -137,6 +140,10 @@ def _check_schedule(path: str) -> None:
 def _examine_model(path: str) -> None:
     if any(found.state == "fail" for found in check_model(str(Path(path).parent))):
         _refuse()
+
+
+def _shrink_model(path: str) -> None:
+    make_config(str(Path(path).parent))
 
 
 def _make_counts(chance: Random) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,13 @@ def make_config(model: str) -> dict[str, Any]:
         ConfigError: if there is none.
     """
     file = Path(model) / "config.json"
-    if file.is_file():
+    if os.path.isfile(file):  # `Path.is_file` raises where a name is too long
         given = parse_json(read_text(file, "config"))
         names = given.get("architectures") if isinstance(given, dict) else None
         if not (isinstance(names, list) and names and isinstance(names[0], str) and names[0].isidentifier()):
             raise ConfigError(f"{file} names no architecture; add `architectures`, as configs of models have it.")
         return shrink(given) if find_hidden_size(given) >= LARGE else given
-    if Path(model).exists() or "/" in model:
+    if os.path.exists(model) or "/" in model:
         raise ConfigError(f"{model} has no config.json; name the directory of a model, or an architecture.")
     content = shrink(get_defaults(model))
     return {**content, "architectures": [model], "tie_word_embeddings": False, "torch_dtype": "float32"}
