@@ -6,7 +6,6 @@ Needs root: it is a mount namespace. A process keeps it, which ends the servers 
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import signal
 import subprocess
@@ -20,7 +19,6 @@ from types import TracebackType
 
 from tests.benchmarks.page import ROOT
 
-MARK = "RELIABILITY_RUN"  # a variable of all processes of a run
 DISK_MIB = 64
 COMPILED = f"torchinductor_{getuser()}"
 
@@ -34,15 +32,14 @@ class Sandbox:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.temporary = folder / "tmp"
-        self._mark = secrets.token_hex(8)
+        self.temporary = folder.resolve() / "tmp"  # as it is in lists of mounts
 
     def __enter__(self) -> Sandbox:
         self.temporary.mkdir()
         ready = self.folder / "ready"
         disk = shlex.quote(str(self.temporary))
         mounts = f"mount -t tmpfs none /dev/shm && mount -t tmpfs -o size={DISK_MIB}m none {disk}"
-        guard = shlex.join([sys.executable, "-m", "tests.reliability.sandbox", self._mark])
+        guard = shlex.join([sys.executable, "-m", "tests.reliability.sandbox", str(self.temporary)])
         script = f"{mounts} && touch {shlex.quote(str(ready))} && exec {guard}"
         self._holder = subprocess.Popen(
             ["unshare", "--mount", "sh", "-c", script], stdin=subprocess.PIPE, cwd=ROOT, start_new_session=True
@@ -61,7 +58,7 @@ class Sandbox:
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables of everything that runs here."""
-        return {MARK: self._mark, "TMPDIR": str(self.temporary)}
+        return {"TMPDIR": str(self.temporary)}
 
     def enter(self, *words: str) -> list[str]:
         """Return *words* as a command that runs here."""
@@ -96,11 +93,11 @@ class Sandbox:
 
     def find_processes(self) -> dict[int, str]:
         """Return the names of the processes that run here, by id."""
-        return find_marked(self._mark)
+        return find_processes(self.temporary, self._holder.pid)
 
     def end_all(self) -> None:
         """Kill all processes that run here, which are not asked before."""
-        end_marked(self._mark)
+        end_processes(self.temporary, self._holder.pid)
 
     def _share_compiled(self) -> None:
         """Share what torch has compiled with other runs: it keeps that in its temporary folder."""
@@ -113,19 +110,25 @@ class Sandbox:
         return Path(f"/proc/{self._holder.pid}/root{path}")
 
 
-def find_marked(mark: str) -> dict[int, str]:
-    """Return the names of the processes with this value of `MARK` in their environment, by id."""
+def find_processes(temporary: Path, holder: int) -> dict[int, str]:
+    """Return the names of the processes that see the temporary folder of a sandbox as a disk, by id.
+
+    So does the one that keeps the sandbox, *holder*, which is left out. Neither a changed title, which takes the place
+    of the environment, nor another parent hides a process, and a network namespace entered on top of the sandbox has
+    its mounts, too.
+    """
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            mounts = (process / "mountinfo").read_text()
+            if f" {temporary} " in mounts and int(process.name) != holder:
                 found[int(process.name)] = (process / "comm").read_text().strip()
     return found
 
 
-def end_marked(mark: str) -> None:
+def end_processes(temporary: Path, holder: int) -> None:
     """Kill these processes, which are not asked before."""
-    while left := find_marked(mark):
+    while left := find_processes(temporary, holder):
         for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -135,7 +138,7 @@ def end_marked(mark: str) -> None:
 def main() -> None:
     """Keep the namespace until the run closes the input of this process, or is killed; then end what runs in it."""
     sys.stdin.read()
-    end_marked(sys.argv[1])
+    end_processes(Path(sys.argv[1]), os.getpid())
 
 
 if __name__ == "__main__":
