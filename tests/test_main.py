@@ -128,11 +128,16 @@ def test_a_step_that_is_not_cut_says_what_is_concurrent(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_measurements_are_compared_with_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
-    note, blank, head, *rows = run_plan(capsys, "--measurements").splitlines()
+    note, table, misses, no_row = run_plan(capsys, "--measurements").rstrip().split("\n\n")
+    head, *rows = table.splitlines()
     assert note.startswith("times faster in two micro-batches than unsplit; ! where the measurement contradicts")
-    assert (blank, head.split()[:4]) == ("", ["published", "by", "case", "tokens"])
+    assert head.split()[:4] == ["published", "by", "case", "tokens"]
     assert len(rows) == len(MEASUREMENTS)
-    assert not any("!" in row for row in rows)
+    missed = [row for row in rows if "!" in row]
+    explained = re.findall(r"^  (\S.* tokens): ", misses, re.MULTILINE)
+    assert misses.startswith("misses\n")
+    assert len(explained) == len(missed) == sum(bool(one.miss) for one in MEASUREMENTS)
+    assert no_row.startswith("no row\n")
 
 
 @pytest.mark.usefixtures("_no_break_even")
