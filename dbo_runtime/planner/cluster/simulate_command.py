@@ -118,7 +118,7 @@ def _count_sequences(arguments: argparse.Namespace, case: ScaleCase | None, rank
     room = case.experts.count_sequences(case.memory * USABLE, ranks, length)
     if room < 1:
         raise ConfigError(
-            f"--chips is {arguments.chips}: beside the weights there is no room for a sequence of {length} tokens. "
+            f"--chips is {arguments.chips}: the weights leave no room for a sequence of {length} tokens. "
             "Take more chips, or shorter requests."
         )
     return min(room, MOST_SEQUENCES)

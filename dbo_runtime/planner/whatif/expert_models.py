@@ -51,7 +51,7 @@ class ExpertModel:
         return reached * (1.0 - (1.0 - 1.0 / reached) ** self.chosen)
 
     def count_sequences(self, memory: float, ranks: int, tokens: int) -> int:
-        """Return for how many sequences of *tokens* tokens a rank with *memory* bytes has room beside its weights.
+        """Return for how many sequences of *tokens* tokens a rank with *memory* bytes has room after its weights.
 
         Activations, communication buffers and fragmentation are not counted.
         """

@@ -17,6 +17,7 @@ from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
@@ -135,3 +136,11 @@ def get_extents(value: object) -> set[int]:
     if isinstance(value, ARRAYS):
         return set(value.shape)
     return {len(value)} if isinstance(value, (list, tuple)) else set()
+
+
+def is_causal(metadata: AttentionMetadata) -> bool:
+    """Return whether tokens attend to earlier ones only; a layer's builder may say otherwise than the step's metadata.
+
+    vLLM's PrefillPrefixLMAttention does, by which tokens of a prompt attend to all of it.
+    """
+    return getattr(metadata, "causal", True) is not False

@@ -30,6 +30,7 @@ from dbo_runtime.vllm_plugin.context.checks import (
     check_context,
     check_prefix_cache,
     get_extents,
+    is_causal,
     is_in_use,
 )
 from dbo_runtime.vllm_plugin.context.states import (
@@ -93,7 +94,7 @@ class ContextSplitter:
             if decline is not None:
                 return decline
             sources.append(source)
-        return self._describe(sources, tokens, all(map(_is_causal, distinct)))
+        return self._describe(sources, tokens, all(map(is_causal, distinct)))
 
     def has_decodes_only(self, context: ForwardContext) -> bool:
         """Return whether no request has more than one token, as far as is known before the batch is read."""
@@ -130,7 +131,7 @@ class ContextSplitter:
             contexts.append(part)
         return contexts
 
-    def _describe(self, sources: Sequence[MetadataSource], tokens: int, is_causal: bool) -> Batch:
+    def _describe(self, sources: Sequence[MetadataSource], tokens: int, causal: bool) -> Batch:
         common = sources[0].common
         starts = common.query_start_loc_cpu.tolist()
         query_lens = tuple(map(sub, starts[1:], starts))
@@ -138,7 +139,7 @@ class ContextSplitter:
         decode_len = max(1 + drafts, *(source.builder.reorder_batch_threshold or 1 for source in sources))
         is_decode = max(query_lens) <= decode_len
         prefill = 0 if is_decode else sum(length for length in query_lens if length > decode_len)
-        cuttable = is_causal and all(self.platform.can_cut_requests(s.common, self._vllm_config) for s in sources)
+        cuttable = causal and all(self.platform.can_cut_requests(s.common, self._vllm_config) for s in sources)
         seq_lens = common.seq_lens_cpu_upper_bound.tolist()[: len(query_lens)]
         context_lens = tuple(map(sub, seq_lens, query_lens))
         if min(context_lens) < 0:  # of padding
@@ -280,14 +281,6 @@ def count_tokens(context: ForwardContext, tokens: int) -> int:
         return tokens if context.dp_metadata is None else 0
     sources = filter(None, map(get_source, context.attn_metadata.values()))
     return min((source.common.num_actual_tokens for source in sources), default=tokens)
-
-
-def _is_causal(metadata: AttentionMetadata) -> bool:
-    """Return whether tokens attend to earlier ones only; a layer's builder may say otherwise than the step's metadata.
-
-    vLLM's PrefillPrefixLMAttention does, by which tokens of a prompt attend to all of it.
-    """
-    return getattr(metadata, "causal", True) is not False
 
 
 def _get_known_source(metadata: AttentionMetadata) -> MetadataSource | Decline:
