@@ -1,4 +1,4 @@
-"""Decoders with a norm after each block, and none before: EXAONE 4 (and OLMo 2, where vLLM has a class of its own)."""
+"""Decoders with a norm after each block, and none before: EXAONE 4."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
-KNOWN = frozenset(
-    name + part for name in ("Exaone4", "Olmo2") for part in ("Model", "DecoderLayer", "Attention", "GatedMLP", "MLP")
-)
+KNOWN = frozenset({"Exaone4Model", "Exaone4DecoderLayer", "Exaone4Attention", "Exaone4GatedMLP"})
 
 
 class PostNormAdapter:
