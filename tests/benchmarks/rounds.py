@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+Mode = TypeVar("Mode", bound=Hashable)
 
 
 def time_in_turns(
-    modes: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
+    modes: Mapping[Mode, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[Mode, list[float]]:
     """Return the seconds of each mode in each round, in which each runs once, in random order; a first one warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in modes}
+    seconds: dict[Mode, list[float]] = {name: [] for name in modes}
     names, chance = list(modes), random.Random(0)
     for _ in range(rounds + 1):
         chance.shuffle(names)

@@ -36,8 +36,8 @@ from dbo_runtime.program import COMM, COMPUTE, Program
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
-from dbo_runtime.vllm_plugin.step.decision import Phase
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.phase import Phase
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator

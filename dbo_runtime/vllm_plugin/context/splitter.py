@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from operator import sub
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.config import set_current_vllm_config
 
@@ -48,6 +48,15 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class BatchSize(NamedTuple):
+    """The size of a batch, as vLLM has it at hand. Batches of the same size may still differ."""
+
+    tokens: int
+    requests: int
+    max_query_len: int
+    max_seq_len: int
 
 
 class ContextSplitter:
@@ -96,11 +105,14 @@ class ContextSplitter:
             sources.append(source)
         return self._describe(sources, tokens, all(map(is_causal, distinct)))
 
-    def has_decodes_only(self, context: ForwardContext) -> bool:
-        """Return whether no request has more than one token, as far as is known before the batch is read."""
+    def read_size(self, context: ForwardContext, tokens: int) -> BatchSize | None:
+        """Return the size of a step's batch without reading its requests; None if its metadata is of unknown origin."""
         metadata = next(iter(context.attn_metadata.values()), None) if type(context.attn_metadata) is dict else None
         source = None if metadata is None else get_source(metadata)
-        return source is not None and source.common.max_query_len <= 1
+        if source is None:
+            return None
+        common = source.common
+        return BatchSize(tokens, common.num_reqs, common.max_query_len, common.max_seq_len)
 
     def split(
         self, context: ForwardContext, slices: Sequence[BatchSlice], sizes: Sequence[Sequence[int]] = ()

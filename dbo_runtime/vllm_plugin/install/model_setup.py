@@ -35,9 +35,10 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, format_ranks, 
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, any_stage
-from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
+from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from enum import Enum
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
@@ -20,7 +19,9 @@ from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_c
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
+from dbo_runtime.vllm_plugin.step.decline_cache import DeclineCache
+from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps, name_kind
+from dbo_runtime.vllm_plugin.step.phase import Phase
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -29,14 +30,6 @@ if TYPE_CHECKING:
 
 Sizes = tuple[tuple[int, ...], ...]
 """Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]."""
-
-
-class Phase(Enum):
-    """What vLLM is doing with the model."""
-
-    STARTING = "profiling, compiling and capturing unsplit steps"
-    PROFILING = "profiling the memory of split steps"
-    SERVING = "serving requests"
 
 
 class StepDecision(NamedTuple):
@@ -65,6 +58,7 @@ class StepDecider:
     Attributes:
         phase: nothing is split before serving, except to profile the memory that it takes.
         first_steps: compares first steps; None where that is not needed.
+        declines: of earlier steps, which further ones repeat.
         choose_cuts, choose_sizes: if set, cut there whatever the settings say, without and with data parallel ranks.
         decode_len: if set, the longest query that is a decode, in batches whose decodes have no drafts.
     """
@@ -80,6 +74,7 @@ class StepDecider:
     ) -> None:
         self.phase = Phase.SERVING
         self.first_steps: FirstSteps | None = None
+        self.declines = DeclineCache()
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
         self.decode_len: int | None = None
@@ -95,6 +90,7 @@ class StepDecider:
         own = copy.copy(self)
         own.first_steps = None
         own._runtime, own._agreement = runtime, self._agreement.copy_for(group)
+        own.declines = DeclineCache()
         return own
 
     @property
@@ -126,7 +122,8 @@ class StepDecider:
             decision = self._decide_concurrent(context, tokens, decision.plan)
         if self.first_steps is None or isinstance(decision.plan, Decline):
             return decision
-        return decision._replace(kind=self._name_kind(decision.plan, context))
+        of_ranks = () if self.rank is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+        return decision._replace(kind=name_kind(decision.plan, of_ranks))
 
     def find_first_steps(self, kind: Hashable | None) -> FirstSteps | None:
         """Return what compares first steps, if a step of this kind is still to be compared."""
@@ -147,19 +144,6 @@ class StepDecider:
             return None
         return OFF if runtime.config.mode == "off" else runtime.check_transport(self._transport)
 
-    def _name_kind(self, plan: ExecutionPlan, context: ForwardContext) -> Hashable:
-        """Name the kind of a step: its schedule, its sizes in octaves, and whether a request is cut.
-
-        Sizes are those of all data parallel ranks, or this one's tokens and requests: prefills have many tokens for
-        each request, decodes few.
-        """
-        if self.rank is not None:
-            tokens: list[int] = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
-            return plan.digest, *(count.bit_length() for count in tokens)
-        last = plan.slices[-1]
-        cuts_request = any(after.first_request < before.last_request for before, after in pairwise(plan.slices))
-        return plan.digest, last.last_token.bit_length(), last.last_request.bit_length(), cuts_request
-
     def _decide_split(self, context: ForwardContext, tokens: int, unsupported: Decline | None) -> StepDecision:
         """Decide whether to split a served step, and where.
 
@@ -170,6 +154,8 @@ class StepDecider:
         if isinstance(shared, Decline):
             return _make_decision(shared)
         plan = unsupported or self._plan(context, tokens, shared)
+        if isinstance(plan, Decline) and shared is None and unsupported is None:
+            self._keep_decline(plan, context, tokens)
         contexts = self._split_context(context, plan, () if shared is None else shared.sizes)
         if isinstance(contexts, Decline):
             plan, contexts = contexts, []
@@ -181,12 +167,22 @@ class StepDecider:
         return self._agree(plan, contexts, plan.digest, f"cuts {plan.cuts}")
 
     def _check_early(self, context: ForwardContext, tokens: int) -> Decline | None:
-        """Decline a step before its batch is read: by transport, size, or as decodes; chosen cuts come first."""
+        """Decline a step before its batch is read: by its size or as before; chosen cuts come first."""
         runtime = self._runtime
         if self.choose_cuts is not None:
             return None
         early = runtime.check_transport(self._transport) or runtime.decline_early(tokens)
-        return early or (runtime.decline_decodes() if self._splitter.has_decodes_only(context) else None)
+        size = None if early else self._splitter.read_size(context, tokens)
+        if size is None:
+            return early
+        decodes = runtime.decline_decodes() if size.max_query_len <= 1 else None
+        return decodes or self.declines.find(size, runtime.config, runtime.planner)
+
+    def _keep_decline(self, decline: Decline, context: ForwardContext, tokens: int) -> None:
+        """Keep the decline of a batch that was read for further steps of its size, unless its cuts were chosen."""
+        size = self._splitter.read_size(context, tokens)
+        if size is not None and self.choose_cuts is None:
+            self.declines.keep(decline, size, self._runtime.config, self._runtime.planner)
 
     def _decide_data_parallel(self, context: ForwardContext) -> DataParallelSplit | Decline:
         """Decide how all data parallel ranks split a step, from what vLLM has made equal on them."""
@@ -207,9 +203,8 @@ class StepDecider:
         if self.decode_len is not None:
             batch = replace(batch, decode_len=self.decode_len)
         if shared is None:
-            return self._check_hooks(
-                self._runtime.plan(batch, None if self.choose_cuts is None else self.choose_cuts(batch))
-            )
+            cuts = None if self.choose_cuts is None else self.choose_cuts(batch)
+            return self._check_hooks(self._runtime.plan(batch, cuts))
         assert self.rank is not None, "only data parallel ranks share a split"
         cuts = list(accumulate(part[self.rank] for part in shared.sizes))[:-1]
         try:

@@ -6,7 +6,8 @@ difference stops splitting: the request gets the unsplit result.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,19 @@ COMPARED_STEPS = 3
 
 MAX_KINDS = 1024
 """Kinds that are remembered; all ranks forget the same, and compare steps of it again."""
+
+
+def name_kind(plan: ExecutionPlan, of_ranks: Sequence[int]) -> Hashable:
+    """Name the kind of a step: its schedule, its sizes in octaves, and whether a request is cut.
+
+    Sizes are the tokens *of_ranks*, all data parallel ones [ranks]; without them, tokens and requests of this rank:
+    prefills have many tokens for each request, decodes few.
+    """
+    if of_ranks:
+        return plan.digest, *(count.bit_length() for count in of_ranks)
+    last = plan.slices[-1]
+    cuts_request = any(after.first_request < before.last_request for before, after in pairwise(plan.slices))
+    return plan.digest, last.last_token.bit_length(), last.last_request.bit_length(), cuts_request
 
 
 class FirstSteps:

@@ -42,7 +42,8 @@ from dbo_runtime.vllm_plugin.parallel.stage import (
     take_kept,
 )
 from dbo_runtime.vllm_plugin.step.comparison import compare_split
-from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
+from dbo_runtime.vllm_plugin.step.decision import StepDecider
+from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 
@@ -127,6 +128,7 @@ class SplitForward:
         return {
             **self.runtime.describe_caches(),
             "agreed plans": self._agreement.fill,
+            "declined sizes": self.decider.declines.fill,
             "timed steps": (len(self._timers), MAX_TIMED_STEPS),
             **({} if first_steps is None else {"first steps": first_steps.fill}),
         }

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.setting_values import Check
-from dbo_runtime.vllm_plugin.step.decision import Phase
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.phase import Phase
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator

@@ -46,6 +46,8 @@ HISTOGRAMS: Mapping[str, tuple[float, ...]] = MappingProxyType(
 )
 """The upper bounds of each histogram's buckets, inclusive."""
 
+_LABELS = MappingProxyType({bound: str(float(bound)) for bounds in HISTOGRAMS.values() for bound in bounds})
+
 
 def open_folder() -> None:
     """Make the folder in which this process and those that it starts share counts; serve them from its registry.
@@ -127,7 +129,7 @@ class Metrics:
             self._add("disagreements", 0, outcome=outcome)
         for name, bounds in HISTOGRAMS.items():
             for bound in bounds:
-                self._put("histogram", name, "_bucket", 0, {"le": str(float(bound))})
+                self._put("histogram", name, "_bucket", 0, {"le": _LABELS[bound]})
             self._put("histogram", name, "_sum", 0, {})  # `LLM.get_metrics()` asserts that buckets have a sum
         self.show_costs(False)
 
@@ -190,7 +192,7 @@ class Metrics:
         """Add *value* to a histogram, in one bucket only: prometheus_client accumulates buckets when it reads."""
         bounds = HISTOGRAMS[name]
         bound = bounds[bisect_left(bounds, value)]
-        self._put("histogram", name, "_bucket", 1, {"le": str(float(bound))})
+        self._put("histogram", name, "_bucket", 1, {"le": _LABELS[bound]})
         self._put("histogram", name, "_sum", value, {})
 
     def _put(self, kind: str, name: str, suffix: str, amount: float, labels: dict[str, str]) -> None:

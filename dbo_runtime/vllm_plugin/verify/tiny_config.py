@@ -86,21 +86,26 @@ def get_defaults(architecture: str) -> dict[str, Any]:
     )
 
 
-def shrink(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with tiny sizes, also in configs inside, and shorter lists where they have an entry a layer."""
+def shrink(
+    content: Mapping[str, Any], sizes: Mapping[str, int] = TINY, factors: Sequence[str] = FACTORS
+) -> dict[str, Any]:
+    """Return a config with tiny *sizes*, also in configs inside, and shorter lists where they have an entry a layer.
+
+    *factors* are parts of the names of factors that get other values than 1.
+    """
     layers = next((content[name] for name in COUNTS if isinstance(content.get(name), int)), 0)
     small: dict[str, Any] = {}
-    factors = 0
+    found = 0
     for name, value in content.items():
         if isinstance(value, dict):
-            small[name] = shrink(value)
-        elif isinstance(value, list) and layers > LAYERS and len(value) == layers:
+            small[name] = shrink(value, sizes, factors)
+        elif isinstance(value, (list, tuple)) and layers > LAYERS and len(value) == layers:
             small[name] = shorten(value)
-        elif name in TINY and isinstance(value, (int, float)) and not isinstance(value, bool):
-            small[name] = TINY[name]
-        elif type(value) is float and value == 1.0 and any(part in name for part in FACTORS):
-            factors += 1
-            small[name] = 1.0 + factors / 8
+        elif name in sizes and isinstance(value, (int, float)) and not isinstance(value, bool):
+            small[name] = sizes[name]
+        elif type(value) is float and value == 1.0 and any(part in name for part in factors):
+            found += 1
+            small[name] = 1.0 + found / 8
         else:
             small[name] = value
     return small

@@ -30,8 +30,8 @@ from dbo_runtime.vllm_plugin.calibration.cost_source import Report
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
 from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fit_rest, fit_steps
 from dbo_runtime.vllm_plugin.install import worker_setup
-from dbo_runtime.vllm_plugin.step.decision import Phase
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.phase import Phase
 from tests.planner.machines import make_table, record_layers
 from tests.planner.online.test_planner import COSTS
 from tests.vllm_plugin.costs import Lines, calibrate_few, forget_costs, get_costs, make_planner, measure_few

@@ -447,20 +447,16 @@ def test_metadata_that_was_copied_for_another_group_of_layers_declines() -> None
 
 
 @pytest.mark.usefixtures("_traced")
-@pytest.mark.parametrize(("query_lens", "found"), [((1, 1, 1), True), ((1, 2, 1), False), ((700,), False)])
-def test_decodes_are_known_before_a_batch_is_read(query_lens: tuple[int, ...], found: bool) -> None:
-    splitter, computed = make_splitter(), (5,) * len(query_lens)
-    context = make_context(build(make_group(), make_common(query_lens, computed)))
-    assert splitter.has_decodes_only(context) is found
-    batch = splitter.read_batch(context, sum(query_lens))
-    assert (isinstance(batch, Batch) and batch.prefill_tokens == 0) is found or isinstance(batch, Decline)
+def test_the_size_of_a_batch_is_known_before_it_is_read() -> None:
+    context = make_context(build(make_group(), make_common((1, 2, 1), (5, 9, 7))))
+    assert make_splitter().read_size(context, 4) == (4, 3, 2, 1024)
 
 
-@pytest.mark.parametrize("metadata", [{}, None, [{}, {}]])
-def test_without_metadata_of_one_batch_nothing_is_known_to_be_decodes(metadata: Any) -> None:
+@pytest.mark.parametrize("metadata", [{}, None, [{}, {}], {"layers.0": object()}])
+def test_without_metadata_of_one_known_batch_there_is_no_size(metadata: Any) -> None:
     context = make_context({})
     context.attn_metadata = metadata
-    assert not make_splitter().has_decodes_only(context)
+    assert make_splitter().read_size(context, 4) is None
 
 
 @pytest.mark.usefixtures("_traced")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dbo_runtime.batch import Batch
+from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps
+from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps, name_kind
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model, Splitter, make_forward, run
 
@@ -75,14 +75,8 @@ def test_a_difference_on_another_rank_ends_splitting_here_too(monkeypatch: pytes
 
 def test_data_parallel_ranks_name_kinds_alike_whatever_their_own_batches_are() -> None:
     forward, _ = make_trial(Model())
-    decider = forward.decider
-    tokens = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([8, 120]))
-    context: Any = SimpleNamespace(dp_metadata=tokens)
-    names = set()
-    for decider.rank, batch in enumerate([Batch((4, 4), 8), Batch((100, 20), 120)]):
-        plan: Any = forward.runtime.plan(batch)
-        names.add(decider._name_kind(plan, context))
-    assert len(names) == 1
+    plans = [forward.runtime.plan(batch) for batch in (Batch((4, 4), 8), Batch((100, 20), 120))]
+    assert len({name_kind(plan, [8, 120]) for plan in plans if isinstance(plan, ExecutionPlan)}) == 1
 
 
 def test_under_dbo_check_every_step_is_compared_and_a_difference_is_raised() -> None:

@@ -36,14 +36,16 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import NOTHING_TO_HIDE, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.groups import Groups
+from dbo_runtime.vllm_plugin.context.splitter import BatchSize
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel
 from dbo_runtime.vllm_plugin.parallel import agreement
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step import forward as forward_module
-from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider
+from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from tests.planner.machines import make_table
 from tests.vllm_plugin.telemetry.test_metrics import scrape
@@ -89,12 +91,15 @@ class Splitter:
     def __init__(self, batch: Batch | Decline = BATCH, contexts: Decline | None = None) -> None:
         self.batch = batch
         self.contexts: Any = contexts
+        self.size: BatchSize | None = None
+        self.reads = 0
 
     def read_batch(self, context: Any, tokens: int) -> Batch | Decline:
+        self.reads += 1
         return self.batch
 
-    def has_decodes_only(self, context: Any) -> bool:
-        return False
+    def read_size(self, context: Any, tokens: int) -> BatchSize | None:
+        return self.size
 
     def split(self, context: Any, slices: Sequence[BatchSlice], sizes: Any = ()) -> list[Any] | Decline:
         if self.contexts is None:

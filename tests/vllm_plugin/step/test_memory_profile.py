@@ -14,9 +14,10 @@ import pytest
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.torch_streams import StreamDevice
-from dbo_runtime.vllm_plugin.step.decision import Phase, StepDecider, _make_decision
+from dbo_runtime.vllm_plugin.step.decision import StepDecider, _make_decision
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.memory_profile import copy_for_profile, profile_split, run_both
+from dbo_runtime.vllm_plugin.step.phase import Phase
 from tests.vllm_plugin.engine import Engine
 
 GROUP = SimpleNamespace(world_size=1, rank_in_group=0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.decision import Phase
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model, make_forward, run
 from tests.vllm_plugin.telemetry.test_metrics import scrape

@@ -1,0 +1,161 @@
+"""A step like a declined one is declined before its batch is read, but not for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.context.splitter import BatchSize
+from dbo_runtime.vllm_plugin.step.decline_cache import MAX_REPEATS, MAX_SIZES, DeclineCache
+from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from tests.vllm_plugin.step.test_forward import BATCH, EXPECTED, Model, Splitter, make_forward, run
+
+SIZE = BatchSize(tokens=8, requests=2, max_query_len=4, max_seq_len=512)
+DECLINE = Decline("a reason")
+
+
+def make_declined(splitter: Splitter) -> SplitForward:
+    """Return a forward that has declined one step of `SIZE`."""
+    splitter.size = SIZE
+    forward = make_forward(Model(), splitter)
+    run(forward)
+    assert splitter.reads == 1
+    return forward
+
+
+def test_the_next_steps_of_the_size_are_declined_without_being_read() -> None:
+    splitter = Splitter(DECLINE)
+    forward = make_declined(splitter)
+    for _ in range(MAX_REPEATS):
+        assert run(forward).equal(EXPECTED)
+    assert splitter.reads == 1
+    assert forward.runtime.statistics.declined == {"a reason": 1 + MAX_REPEATS}
+
+
+def test_after_so_many_steps_a_batch_is_read_again() -> None:
+    splitter = Splitter(DECLINE)
+    forward = make_declined(splitter)
+    splitter.batch = BATCH  # which can be split
+    for _ in range(MAX_REPEATS):
+        run(forward)
+    assert forward.runtime.statistics.split == 0
+    run(forward)
+    assert forward.runtime.statistics.split == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tokens": 9}, {"requests": 3}, {"max_query_len": 5}, {"max_seq_len": 576}], ids=str
+)
+def test_a_batch_of_another_size_is_read(changes: dict[str, int]) -> None:
+    splitter = Splitter(DECLINE)
+    forward = make_declined(splitter)
+    splitter.size, splitter.batch = SIZE._replace(**changes), BATCH
+    run(forward)
+    assert forward.runtime.statistics.split == 1
+
+
+@pytest.mark.parametrize("max_seq_len", [513, 575])
+def test_sequences_that_grow_by_less_than_an_eighth_keep_their_size(max_seq_len: int) -> None:
+    splitter = Splitter(DECLINE)
+    forward = make_declined(splitter)
+    splitter.size = SIZE._replace(max_seq_len=max_seq_len)
+    run(forward)
+    assert splitter.reads == 1
+
+
+@given(st.tuples(*[st.integers(0, 100_000)] * 4), st.tuples(*[st.integers(0, 100_000)] * 4))
+def test_sizes_taken_as_the_same_are_within_an_eighth(numbers: tuple[int, ...], others: tuple[int, ...]) -> None:
+    cache = DeclineCache()
+    first, second = BatchSize(*numbers), BatchSize(*others)
+    cache.keep(DECLINE, first)
+    assert cache.find(first) is DECLINE
+    if cache.find(second) is not None:
+        assert first.max_query_len == second.max_query_len
+        assert all(8 * abs(one - other) < max(one, other, 1) for one, other in zip(first, second, strict=True))
+
+
+def test_steps_of_another_size_in_between_change_nothing() -> None:
+    splitter = Splitter(DECLINE)
+    forward = make_declined(splitter)
+    prefill = BatchSize(2048, 2, 2000, 2000)
+    for size in (prefill, SIZE, prefill, SIZE):
+        splitter.size = size
+        run(forward)
+    assert splitter.reads == 2
+
+
+def test_a_decline_because_of_cached_blocks_is_not_repeated() -> None:
+    """It is of those requests, and not of their number."""
+    forward = make_declined(Splitter(contexts=DECLINE))
+    assert forward.decider.declines.fill[0] == 0
+
+
+def test_sizes_are_forgotten_when_there_are_too_many() -> None:
+    cache = DeclineCache()
+    sizes = [SIZE._replace(max_query_len=number) for number in range(MAX_SIZES + 1)]
+    for size in sizes:
+        cache.keep(DECLINE, size)
+    assert cache.fill == (MAX_SIZES, MAX_SIZES)
+    assert cache.find(sizes[0]) is None
+    assert cache.find(sizes[-1]) is DECLINE
+
+
+def test_with_other_settings_a_batch_is_read() -> None:
+    splitter = Splitter(DECLINE)
+    forward = make_declined(splitter)
+    forward.runtime.config = replace(forward.runtime.config, margin=0.5)
+    run(forward)
+    assert splitter.reads == 2
+
+
+def test_a_decline_that_was_kept_under_other_conditions_is_not_found() -> None:
+    cache = DeclineCache()
+    cache.keep(DECLINE, SIZE, "settings", "costs")
+    assert cache.find(SIZE, "settings", "costs") is DECLINE
+    assert cache.find(SIZE, "settings", "other costs") is None
+    assert cache.fill == (0, MAX_SIZES)
+
+
+def test_chosen_cuts_are_not_declined_by_earlier_steps() -> None:
+    splitter = Splitter(DECLINE)
+    forward = make_declined(splitter)
+    forward.decider.choose_cuts, splitter.batch = lambda batch: [4], BATCH
+    run(forward)
+    assert forward.runtime.statistics.split == 1
+
+
+def test_chosen_cuts_that_are_declined_decline_no_later_steps() -> None:
+    splitter = Splitter(DECLINE)
+    splitter.size = SIZE
+    forward = make_forward(Model(), splitter)
+    forward.decider.choose_cuts = lambda batch: [4]
+    run(forward)
+    forward.decider.choose_cuts, splitter.batch = None, BATCH
+    run(forward)
+    assert forward.runtime.statistics.split == 1
+
+
+def test_what_a_forward_was_called_with_does_not_decline_later_steps() -> None:
+    splitter = Splitter()
+    splitter.size = SIZE
+    forward = make_forward(Model(), splitter)
+    run(forward, spec_step_idx=1)
+    assert forward.runtime.statistics.split == 0
+    run(forward)
+    assert forward.runtime.statistics.split == 1
+
+
+@pytest.mark.parametrize(("longest", "reads"), [(1, 0), (2, 1)])
+def test_decodes_are_declined_before_they_are_read(longest: int, reads: int) -> None:
+    splitter = Splitter(Batch((1, longest), 0))
+    splitter.size = SIZE._replace(max_query_len=longest)
+    forward = make_forward(Model(), splitter, mode="auto")
+    forward.runtime.config = replace(forward.runtime.config, min_prefill_tokens=4)
+    run(forward)
+    assert list(forward.runtime.statistics.declined) == ["fewer prefill tokens than DBO_MIN_PREFILL_TOKENS"]
+    assert splitter.reads == reads
