@@ -25,7 +25,7 @@ from tests.registry.outcome import (
     judge,
     make_lines,
 )
-from tests.registry.tiny_configs import LAYERS, list_architectures, make_config, shrink
+from tests.registry.tiny_configs import list_architectures, make_config
 
 GOAL = 0.8  # of the architectures that vLLM's CPU build runs
 ANSWERS = [[[7, -1.5], [9, -0.25]]]
@@ -81,16 +81,6 @@ def test_shares_are_of_what_vllm_runs() -> None:
     outcomes = {"A": Outcome(ADAPTER, 4, "a.B"), "B": Outcome(DECLINED, 0, "x"), "C": Outcome(NOT_RUN, 0, "y")}
     text = "\n".join(make_lines(outcomes))
     assert "Of 3 text architectures, vLLM's CPU build runs 2 as tiny models. **1 of these 2 overlap (50%)**;" in text
-
-
-def test_sizes_shrink_and_kinds_of_layers_stay() -> None:
-    kinds = ["sliding_attention"] * 5 + ["full_attention"] * 1
-    small = shrink({"num_hidden_layers": 48, "hidden_size": 4096, "layer_types": kinds * 8, "inner": {"n_layer": 12}})
-    assert small["num_hidden_layers"] == LAYERS
-    assert set(small["layer_types"]) == set(kinds)
-    assert len(small["layer_types"]) == LAYERS
-    assert small["hidden_size"] < 4096
-    assert small["inner"] == {"n_layer": LAYERS}
 
 
 def test_a_job_that_fails_or_dies_is_an_error_with_its_log() -> None:

@@ -5,45 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dbo_runtime.vllm_plugin.verify.tiny_config import LAYERS, shorten
+from dbo_runtime.vllm_plugin.verify.tiny_config import LAYERS, TINY, shrink
 from tests.vllm_plugin.families import ATTENTION, EXPERTS, FAMILIES, LATENT, SIZES, VOCABULARY
 
-WIDTH = 128
-# By name, whatever the family. Heads and experts divide by two ranks.
-TINY: Mapping[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), WIDTH),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
-    **dict.fromkeys(
-        ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_query_groups", "multi_query_group_num"), 2
-    ),
-    **dict.fromkeys(("head_dim", "attention_head_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"), 256),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 320),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "seq_length"), 1024),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(
-        (
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "shared_intermediate_size",
-            "expert_ffn_hidden_size",
-            "moe_shared_expert_intermediate_size",
-        ),
-        64,
-    ),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_groups"), 1),
-    **dict.fromkeys(("pad_token_id", "bos_token_id"), 0),
-    "eos_token_id": 1,
+WIDTH = TINY["hidden_size"]
+# Names of sizes that only some architectures have, besides those of all. Windows are shorter than the prompts.
+SIZES_BY_NAME: Mapping[str, int] = {
+    **{name: size for name, size in TINY.items() if name != "first_k_dense_replace"},
+    **dict.fromkeys(("num_query_groups", "multi_query_group_num", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("num_expert_group", "n_groups"), 1),
+    **dict.fromkeys(("shared_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 64),
+    "vocab_size_per_layer_input": VOCABULARY,
+    "moe_num_experts": 4,
     "sliding_window": 16,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "tie_word_embeddings": False,
-    "rotary_dim": 16,
 }
 # What a config has whose class transformers does not have: as Llama's, and what its model asks for besides (below).
 LLAMA_LIKE: Mapping[str, Any] = {
@@ -250,7 +224,7 @@ def make_config(architecture: str) -> dict[str, Any]:
         family = FAMILIES[architecture]
         content = AutoConfig.for_model(family.model_type, **{**SIZES, **family.config}).to_dict()
     else:
-        content = shrink(get_defaults(architecture))
+        content = shrink(get_defaults(architecture), SIZES_BY_NAME, factors=())
     content |= {**EXTRA.get(architecture, {}), "architectures": [architecture], "torch_dtype": "float32"}
     if content.get("kv_lora_rank"):  # vLLM's rotary kernel for CPU is wrong for MLA without DeepSeek's yarn
         yarn = {**LATENT["rope_scaling"], "rope_type": "deepseek_yarn" if architecture in AS_IT_IS else "yarn"}
@@ -268,26 +242,3 @@ def get_defaults(architecture: str) -> dict[str, Any]:
         if kind in CONFIG_MAPPING:
             return {**CONFIG_MAPPING[kind]().to_dict(), "model_type": CONFIG_MAPPING[kind].model_type}
     return {**LLAMA_LIKE, "model_type": "llama"}
-
-
-def shrink(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace sizes by tiny ones, also of configs inside, and shorten lists of one entry a layer."""
-    layers = next(
-        (
-            content[name]
-            for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-            if isinstance(content.get(name), int)
-        ),
-        0,
-    )
-    small: dict[str, Any] = {}
-    for name, value in content.items():
-        if isinstance(value, dict):
-            small[name] = shrink(value)
-        elif isinstance(value, (list, tuple)) and layers > LAYERS and len(value) == layers:
-            small[name] = shorten(value)
-        elif name in TINY and value is not None and not isinstance(value, (list, bool)):
-            small[name] = TINY[name]
-        else:
-            small[name] = value
-    return small
