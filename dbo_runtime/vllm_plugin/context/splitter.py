@@ -51,12 +51,11 @@ if TYPE_CHECKING:
 
 
 class BatchSize(NamedTuple):
-    """The size of a batch, as vLLM has it at hand. Batches of the same size may still differ."""
+    """The size of a batch, as vLLM has it at hand; equal on all ranks of a step. Batches of a size may still differ."""
 
     tokens: int
     requests: int
     max_query_len: int
-    max_seq_len: int
 
 
 class ContextSplitter:
@@ -111,8 +110,7 @@ class ContextSplitter:
         source = None if metadata is None else get_source(metadata)
         if source is None:
             return None
-        common = source.common
-        return BatchSize(tokens, common.num_reqs, common.max_query_len, common.max_seq_len)
+        return BatchSize(tokens, source.common.num_reqs, source.common.max_query_len)
 
     def split(
         self, context: ForwardContext, slices: Sequence[BatchSlice], sizes: Sequence[Sequence[int]] = ()

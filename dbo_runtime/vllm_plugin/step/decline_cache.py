@@ -21,14 +21,14 @@ MAX_SIZES = 64
 
 _SIGNIFICANT_BITS = 4  # numbers that agree in these differ by less than an eighth
 
-Key = tuple[int, int, int, int]
+Key = tuple[int, int, int]
 
 
 class DeclineCache:
     """The last decline of each size of batches, which holds for further steps of that size.
 
-    Sizes are the same if their longest queries are, and their other numbers within an eighth. Ranks that have the same
-    batches repeat the same declines.
+    Sizes are the same if their longest queries are, and their tokens and requests within an eighth. Contexts, which grow
+    from step to step, do not count. All ranks that decide a step repeat the same declines.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class DeclineCache:
 
 def _round(size: BatchSize) -> Key:
     """Return what two sizes have in common if they are taken as the same."""
-    return size.max_query_len, _truncate(size.tokens), _truncate(size.requests), _truncate(size.max_seq_len)
+    return size.max_query_len, _truncate(size.tokens), _truncate(size.requests)
 
 
 def _truncate(number: int) -> int:

@@ -449,7 +449,7 @@ def test_metadata_that_was_copied_for_another_group_of_layers_declines() -> None
 @pytest.mark.usefixtures("_traced")
 def test_the_size_of_a_batch_is_known_before_it_is_read() -> None:
     context = make_context(build(make_group(), make_common((1, 2, 1), (5, 9, 7))))
-    assert make_splitter().read_size(context, 4) == (4, 3, 2, 1024)
+    assert make_splitter().read_size(context, 4) == (4, 3, 2)
 
 
 @pytest.mark.parametrize("metadata", [{}, None, [{}, {}], {"layers.0": object()}])

@@ -15,7 +15,7 @@ from dbo_runtime.vllm_plugin.step.decline_cache import MAX_REPEATS, MAX_SIZES, D
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.step.test_forward import BATCH, EXPECTED, Model, Splitter, make_forward, run
 
-SIZE = BatchSize(tokens=8, requests=2, max_query_len=4, max_seq_len=512)
+SIZE = BatchSize(tokens=8, requests=2, max_query_len=4)
 DECLINE = Decline("a reason")
 
 
@@ -48,9 +48,7 @@ def test_after_so_many_steps_a_batch_is_read_again() -> None:
     assert forward.runtime.statistics.split == 1
 
 
-@pytest.mark.parametrize(
-    "changes", [{"tokens": 9}, {"requests": 3}, {"max_query_len": 5}, {"max_seq_len": 576}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"tokens": 9}, {"requests": 3}, {"max_query_len": 5}], ids=str)
 def test_a_batch_of_another_size_is_read(changes: dict[str, int]) -> None:
     splitter = Splitter(DECLINE)
     forward = make_declined(splitter)
@@ -59,16 +57,18 @@ def test_a_batch_of_another_size_is_read(changes: dict[str, int]) -> None:
     assert forward.runtime.statistics.split == 1
 
 
-@pytest.mark.parametrize("max_seq_len", [513, 575])
-def test_sequences_that_grow_by_less_than_an_eighth_keep_their_size(max_seq_len: int) -> None:
+@pytest.mark.parametrize("tokens", [512, 575])
+def test_batches_that_differ_by_less_than_an_eighth_are_of_the_same_size(tokens: int) -> None:
     splitter = Splitter(DECLINE)
-    forward = make_declined(splitter)
-    splitter.size = SIZE._replace(max_seq_len=max_seq_len)
+    splitter.size = SIZE._replace(tokens=512)
+    forward = make_forward(Model(), splitter)
+    run(forward)
+    splitter.size = SIZE._replace(tokens=tokens)
     run(forward)
     assert splitter.reads == 1
 
 
-@given(st.tuples(*[st.integers(0, 100_000)] * 4), st.tuples(*[st.integers(0, 100_000)] * 4))
+@given(st.tuples(*[st.integers(0, 100_000)] * 3), st.tuples(*[st.integers(0, 100_000)] * 3))
 def test_sizes_taken_as_the_same_are_within_an_eighth(numbers: tuple[int, ...], others: tuple[int, ...]) -> None:
     cache = DeclineCache()
     first, second = BatchSize(*numbers), BatchSize(*others)
@@ -82,7 +82,7 @@ def test_sizes_taken_as_the_same_are_within_an_eighth(numbers: tuple[int, ...], 
 def test_steps_of_another_size_in_between_change_nothing() -> None:
     splitter = Splitter(DECLINE)
     forward = make_declined(splitter)
-    prefill = BatchSize(2048, 2, 2000, 2000)
+    prefill = BatchSize(2048, 2, 2000)
     for size in (prefill, SIZE, prefill, SIZE):
         splitter.size = size
         run(forward)
