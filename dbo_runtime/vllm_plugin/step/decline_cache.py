@@ -27,8 +27,8 @@ Key = tuple[int, int, int]
 class DeclineCache:
     """The last decline of each size of batches, which holds for further steps of that size.
 
-    Sizes are the same if their longest queries are, and their tokens and requests within an eighth. Contexts, which grow
-    from step to step, do not count. All ranks that decide a step repeat the same declines.
+    Sizes are the same if their longest queries are, and their tokens and requests within an eighth. Contexts, which
+    grow from step to step, do not count. All ranks that decide a step repeat the same declines.
     """
 
     def __init__(self) -> None:
