@@ -179,9 +179,12 @@ class StepDecider:
         return decodes or self.declines.find(size, runtime.config, runtime.planner)
 
     def _keep_decline(self, decline: Decline, context: ForwardContext, tokens: int) -> None:
-        """Keep the decline of a batch that was read for further steps of its size, unless its cuts were chosen."""
+        """Keep the decline of a batch that was read for further steps of its size.
+
+        Not where cuts were chosen, nor where split and unsplit steps are compared: there each step is decided anew.
+        """
         size = self._splitter.read_size(context, tokens)
-        if size is not None and self.choose_cuts is None:
+        if size is not None and self.choose_cuts is None and decline.kind is None:
             self.declines.keep(decline, size, self._runtime.config, self._runtime.planner)
 
     def _decide_data_parallel(self, context: ForwardContext) -> DataParallelSplit | Decline:

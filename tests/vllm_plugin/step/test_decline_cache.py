@@ -95,6 +95,15 @@ def test_a_decline_because_of_cached_blocks_is_not_repeated() -> None:
     assert forward.decider.declines.fill[0] == 0
 
 
+def test_a_step_that_is_unsplit_for_comparison_declines_no_later_ones() -> None:
+    """`Probation` has single steps run unsplit of a kind that splits, and counts all of them."""
+    splitter = Splitter(Decline("on probation", expected=1.0, kind="a kind"))
+    forward = make_declined(splitter)
+    splitter.batch = BATCH
+    run(forward)
+    assert forward.runtime.statistics.split == 1
+
+
 def test_sizes_are_forgotten_when_there_are_too_many() -> None:
     cache = DeclineCache()
     sizes = [SIZE._replace(max_query_len=number) for number in range(MAX_SIZES + 1)]
