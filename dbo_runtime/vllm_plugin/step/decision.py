@@ -185,7 +185,7 @@ class StepDecider:
         """
         size = self._splitter.read_size(context, tokens)
         if size is not None and self.choose_cuts is None and decline.kind is None:
-            self.declines.keep(decline, size, self._runtime.config, self._runtime.planner)
+            self.declines.keep(decline, size)
 
     def _decide_data_parallel(self, context: ForwardContext) -> DataParallelSplit | Decline:
         """Decide how all data parallel ranks split a step, from what vLLM has made equal on them."""

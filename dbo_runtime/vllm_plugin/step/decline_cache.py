@@ -7,10 +7,12 @@ that decode are many, short and alike. A declined step is always correct; at wor
 
 from __future__ import annotations
 
-from operator import is_not
+from dataclasses import dataclass
 
 from dbo_runtime.bounded import BoundedDict
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.vllm_plugin.context.splitter import BatchSize
 
 MAX_REPEATS = 63
@@ -32,36 +34,40 @@ class DeclineCache:
     """
 
     def __init__(self) -> None:
-        self._conditions: tuple[object, ...] = ()
-        self._declines: BoundedDict[Key, tuple[Decline, int]] = BoundedDict(MAX_SIZES)  # and repeats so far
+        self._config: RuntimeConfig | None = None
+        self._planner: Planner | None = None
+        self._declines: BoundedDict[Key, _Repeated] = BoundedDict(MAX_SIZES)
 
     @property
     def fill(self) -> tuple[int, int]:
         """How many sizes are remembered, and how many may be."""
         return len(self._declines), self._declines.max_size
 
-    def find(self, size: BatchSize, *conditions: object) -> Decline | None:
+    def find(self, size: BatchSize, config: RuntimeConfig, planner: Planner | None) -> Decline | None:
         """Return the decline to repeat for a batch of this size, or None if it has to be read.
 
-        *conditions* are what else a decline depends on, compared by identity: if they change, all are forgotten.
+        If settings or costs have been replaced, all declines are forgotten.
         """
-        self._check(conditions)
-        key = _round(size)
-        decline, repeats = self._declines.get(key, (None, MAX_REPEATS))
-        if decline is None or repeats >= MAX_REPEATS:
-            return None
-        self._declines[key] = decline, repeats + 1
-        return decline
-
-    def keep(self, decline: Decline, size: BatchSize, *conditions: object) -> None:
-        """Keep the decline of a batch that was read."""
-        self._check(conditions)
-        self._declines[_round(size)] = decline, 0
-
-    def _check(self, conditions: tuple[object, ...]) -> None:
-        if len(conditions) != len(self._conditions) or any(map(is_not, conditions, self._conditions)):
-            self._conditions = conditions
+        if config is not self._config or planner is not self._planner:
+            self._config, self._planner = config, planner
             self._declines.clear()
+        found = self._declines.get(_round(size))
+        if found is None or found.left == 0:
+            return None
+        found.left -= 1
+        return found.decline
+
+    def keep(self, decline: Decline, size: BatchSize) -> None:
+        """Keep the decline of a batch that was read, because `find` found none for it."""
+        self._declines[_round(size)] = _Repeated(decline)
+
+
+@dataclass(slots=True)
+class _Repeated:
+    """A decline, and how many further steps repeat it."""
+
+    decline: Decline
+    left: int = MAX_REPEATS
 
 
 def _round(size: BatchSize) -> Key:

@@ -44,8 +44,9 @@ class CountFile:
         Raises:
             OSError: if there is no room for its key, once in `RETRY_SECONDS`. The amount is kept and added later.
         """
-        if key in self._values:
-            self._write(key, amount)
+        value = self._values.get(key)
+        if value is not None:
+            self._write(key, value + amount)
             return
         self._kept[key] = self._kept.get(key, 0.0) + amount
         now = time.monotonic()
@@ -75,9 +76,9 @@ class CountFile:
             self._make_room(key)
             self._write(key, self._kept.pop(key))
 
-    def _write(self, key: str, amount: float) -> None:
+    def _write(self, key: str, value: float) -> None:
         assert self._file is not None, "it has been opened for its first key"
-        value = self._values[key] = self._values.get(key, 0.0) + amount
+        self._values[key] = value
         self._file.write_value(key, value, 0.0)
 
     def _make_room(self, key: str) -> None:

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.vllm_plugin.context.splitter import BatchSize
 from dbo_runtime.vllm_plugin.step.decline_cache import MAX_REPEATS, MAX_SIZES, DeclineCache
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -17,6 +19,7 @@ from tests.vllm_plugin.step.test_forward import BATCH, EXPECTED, Model, Splitter
 
 SIZE = BatchSize(tokens=8, requests=2, max_query_len=4)
 DECLINE = Decline("a reason")
+CONFIG = RuntimeConfig()
 
 
 def make_declined(splitter: Splitter) -> SplitForward:
@@ -26,6 +29,15 @@ def make_declined(splitter: Splitter) -> SplitForward:
     run(forward)
     assert splitter.reads == 1
     return forward
+
+
+def make_cache(*sizes: BatchSize) -> DeclineCache:
+    """Return a cache with `DECLINE` for each of these sizes."""
+    cache = DeclineCache()
+    for size in sizes:
+        assert cache.find(size, CONFIG, None) is None
+        cache.keep(DECLINE, size)
+    return cache
 
 
 def test_the_next_steps_of_the_size_are_declined_without_being_read() -> None:
@@ -70,11 +82,10 @@ def test_batches_that_differ_by_less_than_an_eighth_are_of_the_same_size(tokens:
 
 @given(st.tuples(*[st.integers(0, 100_000)] * 3), st.tuples(*[st.integers(0, 100_000)] * 3))
 def test_sizes_taken_as_the_same_are_within_an_eighth(numbers: tuple[int, ...], others: tuple[int, ...]) -> None:
-    cache = DeclineCache()
     first, second = BatchSize(*numbers), BatchSize(*others)
-    cache.keep(DECLINE, first)
-    assert cache.find(first) is DECLINE
-    if cache.find(second) is not None:
+    cache = make_cache(first)
+    assert cache.find(first, CONFIG, None) is DECLINE
+    if cache.find(second, CONFIG, None) is not None:
         assert first.max_query_len == second.max_query_len
         assert all(8 * abs(one - other) < max(one, other, 1) for one, other in zip(first, second, strict=True))
 
@@ -105,13 +116,11 @@ def test_a_step_that_is_unsplit_for_comparison_declines_no_later_ones() -> None:
 
 
 def test_sizes_are_forgotten_when_there_are_too_many() -> None:
-    cache = DeclineCache()
     sizes = [SIZE._replace(max_query_len=number) for number in range(MAX_SIZES + 1)]
-    for size in sizes:
-        cache.keep(DECLINE, size)
+    cache = make_cache(*sizes)
     assert cache.fill == (MAX_SIZES, MAX_SIZES)
-    assert cache.find(sizes[0]) is None
-    assert cache.find(sizes[-1]) is DECLINE
+    assert cache.find(sizes[0], CONFIG, None) is None
+    assert cache.find(sizes[-1], CONFIG, None) is DECLINE
 
 
 def test_with_other_settings_a_batch_is_read() -> None:
@@ -122,11 +131,12 @@ def test_with_other_settings_a_batch_is_read() -> None:
     assert splitter.reads == 2
 
 
-def test_a_decline_that_was_kept_under_other_conditions_is_not_found() -> None:
-    cache = DeclineCache()
-    cache.keep(DECLINE, SIZE, "settings", "costs")
-    assert cache.find(SIZE, "settings", "costs") is DECLINE
-    assert cache.find(SIZE, "settings", "other costs") is None
+def test_declines_are_forgotten_with_the_costs_they_come_from() -> None:
+    cache, planner = DeclineCache(), Planner.__new__(Planner)
+    assert cache.find(SIZE, CONFIG, planner) is None
+    cache.keep(DECLINE, SIZE)
+    assert cache.find(SIZE, CONFIG, planner) is DECLINE
+    assert cache.find(SIZE, CONFIG, None) is None
     assert cache.fill == (0, MAX_SIZES)
 
 
