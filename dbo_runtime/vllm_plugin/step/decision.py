@@ -35,7 +35,8 @@ Sizes = tuple[tuple[int, ...], ...]
 class StepDecision(NamedTuple):
     """A plan with a forward context for each micro-batch, or a decline without any.
 
-    *statement* must be equal on all ranks, and so is *kind*, by which `FirstSteps` counts; None without it.
+    *statement* must be equal on all ranks; a decline has none, and its text must be. So must *kind*, by which
+    `FirstSteps` counts; None without it.
     """
 
     plan: ExecutionPlan | Decline
@@ -291,7 +292,7 @@ def _make_decision(
 ) -> StepDecision:
     """Make a decision of its parts; a decline among them is the decision."""
     if isinstance(plan, Decline):
-        return StepDecision(plan, [], str(plan))
+        return StepDecision(plan, [], "")
     if isinstance(contexts, Decline):
-        return StepDecision(contexts, [], str(contexts))
+        return StepDecision(contexts, [], "")
     return StepDecision(plan, contexts or [], statement)

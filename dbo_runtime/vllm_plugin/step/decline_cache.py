@@ -77,5 +77,5 @@ def _round(size: BatchSize) -> Key:
 
 def _truncate(number: int) -> int:
     """Return *number* with its first significant bits only."""
-    shift = max(number.bit_length() - _SIGNIFICANT_BITS, 0)
-    return number >> shift << shift
+    shift = number.bit_length() - _SIGNIFICANT_BITS
+    return number >> shift << shift if shift > 0 else number

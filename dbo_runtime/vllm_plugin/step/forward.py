@@ -176,7 +176,7 @@ class SplitForward:
         first_steps = None if is_checked else self.decider.find_first_steps(kind)
         is_compared = is_checked or first_steps is not None
         if is_checked:
-            self._agreement.compare(statement)
+            self._agreement.compare(statement or str(plan))
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
             results = run_unsplit()

@@ -46,7 +46,9 @@ class CountFile:
         """
         value = self._values.get(key)
         if value is not None:
-            self._write(key, value + amount)
+            assert self._file is not None, "it has been opened for its first key"
+            self._values[key] = value = value + amount
+            self._file.write_value(key, value, 0.0)
             return
         self._kept[key] = self._kept.get(key, 0.0) + amount
         now = time.monotonic()
@@ -74,12 +76,8 @@ class CountFile:
     def _write_kept(self) -> None:
         for key in list(self._kept):
             self._make_room(key)
-            self._write(key, self._kept.pop(key))
-
-    def _write(self, key: str, value: float) -> None:
-        assert self._file is not None, "it has been opened for its first key"
-        self._values[key] = value
-        self._file.write_value(key, value, 0.0)
+            self._values[key] = 0.0
+            self.add(key, self._kept.pop(key))
 
     def _make_room(self, key: str) -> None:
         used = self._used + ENTRY_BYTES + len(key.encode())

@@ -122,15 +122,15 @@ class Metrics:
         owner = uuid.uuid4().hex  # several engines may live in one process
         self._files = {kind: CountFile(self._folder / f"{kind}_dbo{owner}.db") for kind in (*KINDS, LAST)}
         self._asks_costs = asks_costs
-        self._keys: dict[tuple[str, ...], str] = {}
+        self._entries: dict[tuple[str, str, str], tuple[CountFile, str]] = {}
         for mode in get_args(Mode):
-            self._add("steps", 0, mode=mode)
+            self._add("steps", 0, "mode", mode)
         for outcome in get_args(Outcome):
-            self._add("disagreements", 0, outcome=outcome)
+            self._add("disagreements", 0, "outcome", outcome)
         for name, bounds in HISTOGRAMS.items():
             for bound in bounds:
-                self._put("histogram", name, "_bucket", 0, {"le": _LABELS[bound]})
-            self._put("histogram", name, "_sum", 0, {})  # `LLM.get_metrics()` asserts that buckets have a sum
+                self._put("histogram", name, "_bucket", 0, "le", _LABELS[bound])
+            self._put("histogram", name, "_sum", 0)  # `LLM.get_metrics()` asserts that buckets have a sum
         self.show_costs(False)
 
     def count_step(self, plan: ExecutionPlan | Decline) -> None:
@@ -139,10 +139,10 @@ class Metrics:
         if self._counted % CHECKED_STEPS == 0 and not all(file.exists() for file in self._files.values()):
             self._warn(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
         if isinstance(plan, Decline):
-            self._add("steps", 1, mode="unsplit")
-            self._add("declines", 1, reason=plan.reason)
+            self._add("steps", 1, "mode", "unsplit")
+            self._add("declines", 1, "reason", plan.reason)
             return
-        self._add("steps", 1, mode=plan.mode)
+        self._add("steps", 1, "mode", plan.mode)
         if plan.mode == "concurrent":
             return
         self._add("micro_batches", len(plan.slices))
@@ -155,28 +155,28 @@ class Metrics:
 
     def count_standing(self, decline: Decline) -> None:
         """Count a reason for which no further step is split; those steps are not counted one by one."""
-        self._add("standing_declines", 1, reason=decline.reason)
+        self._add("standing_declines", 1, "reason", decline.reason)
 
     def count_disagreement(self, outcome: Outcome) -> None:
         """Count a step about which ranks disagreed."""
-        self._add("disagreements", 1, outcome=outcome)
+        self._add("disagreements", 1, "outcome", outcome)
 
     def show_costs(self, are_known: bool) -> None:
         """Show whether steps are planned by measured costs."""
         asked = "yes" if self._asks_costs else "no"
         try:
-            self._files[LAST].put(self._get_key("costs_known", "", {"asked": asked}), float(are_known))
+            self._files[LAST].put(self._make_key("costs_known", "", "asked", asked), float(are_known))
         except OSError as error:
             self._warn(error)
 
     def count_encoder(self, plan: ExecutionPlan | Decline) -> None:
         """Count a forward of the vision encoder by its mode."""
-        self._add("encoder_forwards", 1, mode="unsplit" if isinstance(plan, Decline) else "split")
+        self._add("encoder_forwards", 1, "mode", "unsplit" if isinstance(plan, Decline) else "split")
 
     def count_time(self, mode: str, expected: float, seconds: float) -> None:
         """Add the predicted and the measured seconds of a step (`unsplit` or `split`)."""
-        self._add("predicted_seconds", expected, mode=mode)
-        self._add("measured_seconds", seconds, mode=mode)
+        self._add("predicted_seconds", expected, "mode", mode)
+        self._add("measured_seconds", seconds, "mode", mode)
 
     def add_sample(self, timeline: Timeline) -> None:
         """Add a split step that was recorded op by op."""
@@ -185,19 +185,23 @@ class Metrics:
         self._add("communication_seconds", communication)
         self._add("hidden_seconds", hidden)
 
-    def _add(self, name: str, amount: float, **labels: str) -> None:
-        self._put("counter", name, "_total", amount, labels)
+    def _add(self, name: str, amount: float, label: str = "", value: str = "") -> None:
+        self._put("counter", name, "_total", amount, label, value)
 
     def _observe(self, name: str, value: float) -> None:
         """Add *value* to a histogram, in one bucket only: prometheus_client accumulates buckets when it reads."""
         bounds = HISTOGRAMS[name]
-        bound = bounds[bisect_left(bounds, value)]
-        self._put("histogram", name, "_bucket", 1, {"le": _LABELS[bound]})
-        self._put("histogram", name, "_sum", value, {})
+        self._put("histogram", name, "_bucket", 1, "le", _LABELS[bounds[bisect_left(bounds, value)]])
+        self._put("histogram", name, "_sum", value)
 
-    def _put(self, kind: str, name: str, suffix: str, amount: float, labels: dict[str, str]) -> None:
+    def _put(self, kind: str, name: str, suffix: str, amount: float, label: str = "", value: str = "") -> None:
+        """Add *amount* to what is counted as *name*, and as *value* of a label if it has one."""
+        entry = self._entries.get((name, suffix, value))
+        if entry is None:  # kept, because making a key takes longer than counting
+            key = self._make_key(name, suffix, label, value)
+            entry = self._entries[name, suffix, value] = self._files[kind], key
         try:
-            self._files[kind].add(self._get_key(name, suffix, labels), amount)
+            entry[0].add(entry[1], amount)
         except OSError as error:
             self._warn(error)
 
@@ -206,14 +210,9 @@ class Metrics:
             self._has_warned = True
             _warn_of_loss(self._log, self._folder, error)
 
-    def _get_key(self, name: str, suffix: str, labels: dict[str, str]) -> str:
-        """Return the key in the format of prometheus_client; cached, because making one takes longer than counting."""
-        short = (name, suffix, *labels.values())
-        if short not in self._keys:
-            from prometheus_client.mmap_dict import mmap_key
+    def _make_key(self, name: str, suffix: str, label: str, value: str) -> str:
+        """Return the key in the format of prometheus_client."""
+        from prometheus_client.mmap_dict import mmap_key
 
-            full = {**self._labels, **labels}
-            self._keys[short] = mmap_key(
-                PREFIX + name, PREFIX + name + suffix, list(full), list(full.values()), HELP[name]
-            )
-        return self._keys[short]
+        labels = {**self._labels, **({label: value} if label else {})}
+        return mmap_key(PREFIX + name, PREFIX + name + suffix, list(labels), list(labels.values()), HELP[name])
