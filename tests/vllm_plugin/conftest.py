@@ -37,7 +37,7 @@ def expert_ranks(engines: Engines) -> Engine:
     return engines.get(2, share_cores(), enable_expert_parallel=True)
 
 
-@pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
+@pytest.fixture(scope="module", params=["all_gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
 def data_parallel(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Ranks]:
     """Return two data parallel ranks that share out the experts, with either way to reach them."""
     with engines.start_ranks(2, settings={"DBO_DISPATCH": request.param}, max_num_batched_tokens=2048) as ranks:

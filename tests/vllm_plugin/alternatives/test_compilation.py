@@ -32,7 +32,7 @@ CHECKED = {"DBO_MODE": "always", "DBO_CHECK": "1"}
 SIZES = (1, 2, 3, 17, 64, 500)
 
 
-@pytest.fixture(scope="session", params=[pytest.param("deepseek", marks=pytest.mark.slow), "qwen"])
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek", "qwen")])
 def compiling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Engine:
     """Return an engine that compiles what it serves, and ops of split steps: the one with experts first."""
     if request.param == "deepseek":

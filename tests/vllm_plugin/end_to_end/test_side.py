@@ -28,7 +28,7 @@ GENERATED = 2000
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="session", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["one rank", "two ranks"])
 def side_engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
     """Return an engine with a side lane, whose latent attention is decomposed."""
     if request.param == 1:
@@ -39,7 +39,7 @@ def side_engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
     return engine
 
 
-@pytest.fixture(scope="module", params=["all_gather", "all_to_all"])
+@pytest.fixture(scope="module", params=[pytest.param("all_gather", marks=pytest.mark.slow), "all_to_all"])
 def experts_with_side(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Ranks]:
     """Return two data parallel ranks that share out the experts, with either way to reach them."""
     with engines.start_ranks(2, settings={"DBO_DISPATCH": request.param, **SIDE}, max_num_batched_tokens=2048) as ranks:

@@ -99,6 +99,7 @@ def test_costs_are_measured_where_a_layer_drafts(mtp: Engine, tmp_path: Path) ->
         mtp.llm.collective_rpc(forget_costs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [None, (17,), (4, 12)], ids=str)
 def test_a_head_that_reads_hidden_states_between_layers_drafts_alike(
     eagle3: Engine, cuts: tuple[int, ...] | None
@@ -106,12 +107,13 @@ def test_a_head_that_reads_hidden_states_between_layers_drafts_alike(
     assert_split_drafts_alike(eagle3, cuts)
 
 
+@pytest.mark.slow
 def test_the_check_compares_what_the_head_reads(eagle3: Engine) -> None:
     assert_steps_check(eagle3)
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(125, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
+@pytest.mark.parametrize("drafter", ["mtp", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_most_drafts_are_accepted_and_as_many_split_as_unsplit(
     drafter: str, count: int, request: pytest.FixtureRequest
 ) -> None:

@@ -83,6 +83,7 @@ def test_some_features_depend_on_settings(
     assert [decline.reason for decline in list_declines(vllm_config, config, adapter)] == ([reason] if reason else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
