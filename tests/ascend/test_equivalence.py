@@ -31,9 +31,9 @@ LENGTHS = (5, 40, 130, 3, 64)
 PROMPTS = make_prompts(*LENGTHS)
 BOUNDARIES = list(accumulate(LENGTHS))[:-1]
 CLOSE = 0.2  # of log-probabilities in bfloat16, of a request that is cut inside
+WITHOUT_STAGES = ["two_npus", pytest.param("one_npu", marks=pytest.mark.slow)]
 ENGINES = [
-    "one_npu",
-    "two_npus",
+    *WITHOUT_STAGES,
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("two_stages", "stages_of_two")),
 ]
 
@@ -99,7 +99,7 @@ def assert_the_sanitizer_finds_nothing(npus: Ranks) -> None:
     assert find_difference(unsplit, split) <= CLOSE
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if isinstance(name, str)])
+@pytest.mark.parametrize("engine", WITHOUT_STAGES)
 def test_the_sanitizer_finds_nothing(engine: str, request: pytest.FixtureRequest) -> None:
     assert_the_sanitizer_finds_nothing(request.getfixturevalue(engine))
 
@@ -139,6 +139,7 @@ def test_where_settings_cut_answers_are_as_good_as_unsplit_ones(two_npus: Ranks)
     assert count_equal(unsplit, split) == len(unsplit)
 
 
+@pytest.mark.slow
 def test_in_float32_steps_cut_between_requests_are_close() -> None:
     for npus in start(1, dtype="float32"):
         ((unsplit, _),) = npus.run(answer, [PROMPTS], 3)
@@ -155,7 +156,7 @@ def test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit(
     assert_data_parallel_prefills_are_close(request.getfixturevalue(engine), 0.0, [cut])
 
 
-@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("dispatch", [pytest.param("all_gather", marks=pytest.mark.slow), "all_to_all"])
 def test_data_parallel_ranks_decode_prefill_and_idle_as_unsplit(dispatch: str) -> None:
     """One rank has twice as many tokens to generate: the other runs dummy batches with it in the end."""
     tasks = tokenize(TINY, [task.prompt for task in held_out(4)])

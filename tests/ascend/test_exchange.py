@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 def test_tokens_of_one_micro_batch_travel_while_the_other_attends_or_runs_experts() -> None:
     """On each rank, in each layer that has experts."""
     for npus in start(1, TINY, A3, tensor_parallel_size=2, enable_expert_parallel=True):
-        (ranks,) = npus.run(trace_prefill, {**SLOW, EXCHANGE: 0.02}, LENGTHS)
+        (ranks,) = npus.run(trace_prefill, {**SLOW, EXCHANGE: 0.1}, LENGTHS)
         for rank in ranks:
             pairs = find_pairs(rank)
             for layer in EXPERT_LAYERS:

@@ -16,7 +16,8 @@ from tests.vllm_plugin.engine import Engine
 
 LAYERS = 3
 REDUCE = "HcclAllReduce"
-SLOW = {REDUCE: 0.02, "FusedInferAttentionScore": 0.02, "GroupedMatmul": 0.01}  # seconds: what else they take is noise
+# Seconds, next to which it is noise what else they take, and that the host is late where processes share its cores.
+SLOW = {REDUCE: 0.1, "FusedInferAttentionScore": 0.1, "GroupedMatmul": 0.05}
 ON_HOST = -1  # the stream of copies that the host waits for
 
 
