@@ -185,8 +185,7 @@ def test_a_declined_step_costs_the_host_little(publish: Publish, device: Device,
     ]
     header = ["declined because", "batches that are read", "us a step", "by a forward that does nothing"]
     publish("declined", find_command(__file__), [*make_table(header, rows), "", *targets])
-    assert most[NONE] <= MAX_SECONDS
-    assert most[FEW] <= MAX_SECONDS
+    assert max(most.values()) <= MAX_SECONDS
     assert added[STANDING] <= MAX_STANDING_SECONDS
 
 

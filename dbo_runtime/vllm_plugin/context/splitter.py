@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from operator import sub
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 
@@ -25,6 +25,7 @@ from dbo_runtime.vllm_plugin.api.metadata import (
 )
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder
 from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_drafts
+from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.context.checks import (
     ARRAYS,
     check_context,
@@ -48,14 +49,6 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-
-class BatchSize(NamedTuple):
-    """The size of a batch, as vLLM has it at hand; equal on all ranks of a step. Batches of a size may still differ."""
-
-    tokens: int
-    requests: int
-    max_query_len: int
 
 
 class ContextSplitter:
@@ -283,14 +276,6 @@ class ContextSplitter:
         except (AttributeError, TypeError) as error:
             return Decline("the attention backend's builder cannot be made again", f"{type(builder).__name__}: {error}")
         return own[:count]
-
-
-def count_tokens(context: ForwardContext, tokens: int) -> int:
-    """Return how many of a step's *tokens* tokens are not padding: none of a dummy batch, which an idle rank runs."""
-    if not context.attn_metadata:
-        return tokens if context.dp_metadata is None else 0
-    sources = filter(None, map(get_source, context.attn_metadata.values()))
-    return min((source.common.num_actual_tokens for source in sources), default=tokens)
 
 
 def _get_known_source(metadata: AttentionMetadata) -> MetadataSource | Decline:

@@ -13,7 +13,7 @@ from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.vllm_plugin.context.splitter import BatchSize
+from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 
 MAX_REPEATS = 63
 """Steps of a size that repeat its decline; the batch of the next one is read."""

@@ -27,10 +27,10 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
+from dbo_runtime.vllm_plugin.context.batch_size import count_tokens
 from dbo_runtime.vllm_plugin.context.consistency import check_contexts
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
-from dbo_runtime.vllm_plugin.context.splitter import count_tokens
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import (
     WHOLE_MODEL,

@@ -21,7 +21,8 @@ from vllm.v1.worker.utils import AttentionGroup
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, trace_builders
-from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter, count_tokens
+from dbo_runtime.vllm_plugin.context.batch_size import count_tokens
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 BLOCK = 16

@@ -12,7 +12,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.vllm_plugin.context.splitter import BatchSize
+from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.step.decline_cache import MAX_REPEATS, MAX_SIZES, DeclineCache
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.step.test_forward import BATCH, EXPECTED, Model, Splitter, make_forward, run
@@ -150,9 +150,8 @@ def test_chosen_cuts_are_not_declined_by_earlier_steps() -> None:
 
 def test_chosen_cuts_that_are_declined_decline_no_later_steps() -> None:
     splitter = Splitter(DECLINE)
-    splitter.size = SIZE
-    forward = make_forward(Model(), splitter)
-    forward.decider.choose_cuts = lambda batch: [4]
+    forward = make_declined(splitter)
+    splitter.size, forward.decider.choose_cuts = SIZE._replace(requests=1), lambda batch: [4]
     run(forward)
     forward.decider.choose_cuts, splitter.batch = None, BATCH
     run(forward)

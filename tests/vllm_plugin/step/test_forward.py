@@ -36,7 +36,7 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import NOTHING_TO_HIDE, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.groups import Groups
-from dbo_runtime.vllm_plugin.context.splitter import BatchSize
+from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel
 from dbo_runtime.vllm_plugin.parallel import agreement

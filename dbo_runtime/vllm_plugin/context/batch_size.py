@@ -1,0 +1,26 @@
+"""How large a step is, as far as vLLM has that at hand, before its requests are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from dbo_runtime.vllm_plugin.api.metadata_source import get_source
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+
+
+class BatchSize(NamedTuple):
+    """The size of a batch, as vLLM has it at hand; equal on all ranks of a step. Batches of a size may still differ."""
+
+    tokens: int
+    requests: int
+    max_query_len: int
+
+
+def count_tokens(context: ForwardContext, tokens: int) -> int:
+    """Return how many of a step's *tokens* tokens are not padding: none of a dummy batch, which an idle rank runs."""
+    if not context.attn_metadata:
+        return tokens if context.dp_metadata is None else 0
+    sources = filter(None, map(get_source, context.attn_metadata.values()))
+    return min((source.common.num_actual_tokens for source in sources), default=tokens)
