@@ -84,6 +84,14 @@ class InputAdapter(Protocol):
 
 
 @runtime_checkable
+class RepeatableAdapter(Protocol):
+    """An `InputAdapter` that can also give such data back, so that a step can run several times for comparison."""
+
+    def give_inputs(self, model: Any, x: Any) -> None:
+        """Leave the data appended to *x*, which `take_inputs` returned for some tokens, to the forward of these."""
+
+
+@runtime_checkable
 class OutputAdapter(Protocol):
     """An adapter of a model whose forward leaves data for another model, token by token, besides its result.
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from dbo_runtime.decline import DeclineError
+from dbo_runtime.vllm_plugin.api.kv_caches import SavedRows, changes_in_place, list_caches
 
 if TYPE_CHECKING:
     from vllm.v1.worker.block_table import BlockTable
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+MAX_SAVED_BYTES = 1 << 28  # of states while a dummy batch runs: more than caches of chips hold
 
 
 class Limits(NamedTuple):
@@ -43,20 +50,31 @@ def get_limits(runner: GPUModelRunner) -> Limits:
 def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) -> None:
     """Run the model on a dummy batch of vLLM: equal requests with *tokens* new tokens after *context* cached ones.
 
-    vLLM's dummy batches write nothing to the KV cache. By themselves all their requests read one block, which is faster
+    Nothing that requests are served from is changed: vLLM's dummy batches have no slots to write keys to, and states,
+    which they would move on, are saved and restored. By themselves all their requests read one block, which is faster
     than blocks of their own and looks as if they shared a prefix; so each is given its own for the time of the run. As
     a decode of that many tokens, because only of these does vLLM let its caller choose the length.
     """
     from vllm.config import CUDAGraphMode
+    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
+    groups = [
+        g for g in runner.kv_cache_config.kv_cache_groups if type(g.kv_cache_spec) is not EncoderOnlyAttentionSpec
+    ]
     tables = runner.input_batch.block_table.block_tables
     kept = [(t.block_table.np[:requests].copy(), t.num_blocks_per_row[:requests].copy()) for t in tables]
     decode_len = runner.uniform_decode_query_len
+    states: list[SavedRows] = []
     try:
-        for table in tables:
+        for table, group in zip(tables, groups, strict=True):
             blocks = -(-(context + tokens) // _get_block_size(table))
+            distinct = requests * blocks
+            if changes_in_place(group.kv_cache_spec):
+                caches = list_caches(runner.compilation_config.static_forward_context, group.layer_names)
+                distinct = _choose_saved(caches, distinct)
+                states.append(SavedRows(caches, torch.arange(1, 1 + distinct, device=caches[0].device)))
             for request in range(requests):
-                table.add_row([1 + request * blocks + block for block in range(blocks)], request)
+                table.add_row([1 + (request * blocks + block) % distinct for block in range(blocks)], request)
         runner.uniform_decode_query_len = tokens
         runner._dummy_run(
             requests * tokens,
@@ -71,6 +89,17 @@ def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) 
         runner.uniform_decode_query_len = decode_len
         for table, (rows, counts) in zip(tables, kept, strict=True):
             table.block_table.np[:requests], table.num_blocks_per_row[:requests] = rows, counts
+        for saved in states:
+            saved.restore()
+
+
+def _choose_saved(caches: Sequence[torch.Tensor], blocks: int) -> int:
+    """Return how many of the *blocks* that dummy requests want to save: as many as fit, and at least one.
+
+    The others take these in turn: what they compute means nothing.
+    """
+    block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
+    return max(1, min(blocks, MAX_SAVED_BYTES // max(1, block_bytes)))
 
 
 def _get_block_size(table: BlockTable) -> int:

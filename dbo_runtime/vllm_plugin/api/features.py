@@ -19,6 +19,12 @@ def uses_second_runner(vllm_config: VllmConfig) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
+def chooses_by_scores(vllm_config: VllmConfig) -> bool:
+    """Return whether layers choose by scores, experts or the keys to attend to, so that rounding may choose others."""
+    model = vllm_config.model_config
+    return bool(model.is_moe) or hasattr(model.hf_text_config, "index_topk")
+
+
 def scatters_residuals(vllm_config: VllmConfig) -> bool:
     """Return whether stages of a pipeline send residuals whose rows are spread over ranks.
 

@@ -86,10 +86,21 @@ def _build_and_note(
     metadata = getattr(builder, _SOURCE)(common_prefix_len, common_attn_metadata, *args, **kwargs)
     names = ("fast_build",)[: len(args)]
     arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+    note_source(metadata, layer_names, builder, common_attn_metadata, arguments, common_prefix_len)
+    return metadata
+
+
+def note_source(
+    metadata: AttentionMetadata,
+    layer_names: list[str],
+    builder: AttentionMetadataBuilder,
+    common: CommonAttentionMetadata,
+    arguments: dict[str, Any],
+    common_prefix_len: int = 0,
+) -> None:
+    """Let *metadata* remember what it was built from; see `MetadataSource`."""
     try:
         piece = weakref.ref(metadata)
-        source = MetadataSource(piece, layer_names, builder, common_attn_metadata, arguments, common_prefix_len)
-        setattr(metadata, _SOURCE, source)
+        setattr(metadata, _SOURCE, MetadataSource(piece, layer_names, builder, common, arguments, common_prefix_len))
     except (AttributeError, TypeError):
         pass  # frozen or slotted: without a source the step declines, naming the type
-    return metadata

@@ -1,42 +1,56 @@
-"""Whether forward contexts of micro-batches fit their slices: under DBO_CHECK, before kernels take them as given."""
+"""Whether forward contexts of micro-batches fit their step, before kernels rely on them in a step that is compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dbo_runtime.batch import BatchSlice
-from dbo_runtime.errors import SplitError
+from dbo_runtime.vllm_plugin.api.metadata_source import get_source
+from dbo_runtime.vllm_plugin.context.states import has_states
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
 
 
-def check_contexts(contexts: Sequence[ForwardContext], slices: Sequence[BatchSlice]) -> None:
-    """Check what attention kernels read without asking: they crash, or read others' memory, where it is wrong.
+def find_problem(step: ForwardContext, contexts: Sequence[ForwardContext], slices: Sequence[BatchSlice]) -> str:
+    """Return what does not fit, with micro-batch, layer and figures; empty if everything does.
 
-    Backends name their fields alike where they have them; a backend without a field is not checked for it.
-
-    Raises:
-        SplitError: naming the micro-batch, the layer, and the figures that do not fit.
+    Attention kernels read metadata without asking: they crash, read others' memory, or give wrong results, where it is
+    wrong. What a slice needs follows from the metadata of the *step*. Backends name their fields alike where they have
+    them; a backend without a field is not checked for it, but what it was built from is.
     """
     for number, (context, piece) in enumerate(zip(contexts, slices, strict=True)):
         seen: set[int] = set()
         for layer, metadata in (context.attn_metadata or {}).items():
             if id(metadata) not in seen:  # layers share them
                 seen.add(id(metadata))
-                for problem in _list_problems(metadata, piece):
-                    raise SplitError(
+                for problem in _list_problems(step, context, layer, piece):
+                    return (
                         f"micro-batch {number} of tokens {piece.first_token} to {piece.last_token - 1} has attention "
                         f"metadata (layer {layer}) that does not fit: {problem}. Please report it; until this is "
                         "fixed, DBO_MODE=off serves unsplit."
                     )
+    return ""
 
 
-def _list_problems(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[str]:
+def _list_problems(step: ForwardContext, context: ForwardContext, layer: str, piece: BatchSlice) -> Iterator[str]:
+    """Yield what of a layer does not fit a slice: in itself, and next to the step."""
+    part, whole = context.attn_metadata[layer], step.attn_metadata[layer]
+    yield from _list_contradictions(part, piece)
+    yield from _list_differences(whole, part, piece)
+    source, source_of_step = get_source(part), get_source(whole)
+    if source is not None and source_of_step is not None:
+        keeps_places = has_states(source.builder)  # all pieces of a request keep its state in one block
+        yield from _list_differences(source_of_step.common, source.common, piece, has_table=not keeps_places)
+    if layer in context.slot_mapping:
+        yield from _compare_rows("slots", step.slot_mapping[layer][piece.tokens], context.slot_mapping[layer])
+
+
+def _list_contradictions(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[str]:
     """Yield what does not fit a slice. There may be padding: fewer tokens than the slice has, and more requests."""
     requests = piece.last_request - piece.first_request
     actual = getattr(metadata, "num_actual_tokens", None)
@@ -45,10 +59,9 @@ def _list_problems(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[s
         if actual > piece.size:
             yield f"it has {actual} tokens, of {piece.size}"
         limit = min(actual, piece.size)
-    starts, lengths = (getattr(metadata, name, None) for name in ("query_start_loc", "seq_lens"))
-    if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or len(starts) < 2:
+    starts, lengths = _get_starts(metadata), getattr(metadata, "seq_lens", None)
+    if starts is None:
         return
-    starts = starts.cpu()
     queries = starts.diff()
     if int(starts[0]) != 0 or bool((queries < 0).any()):
         yield f"queries start at tokens {starts.tolist()}"
@@ -58,3 +71,48 @@ def _list_problems(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[s
         yield f"it has {len(queries)} requests, of {requests}"
     if isinstance(lengths, torch.Tensor) and lengths.shape == queries.shape and bool((lengths.cpu() < queries).any()):
         yield f"sequences of {lengths.tolist()} tokens are shorter than their queries, of {queries.tolist()}"
+
+
+def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_table: bool = True) -> Iterator[str]:
+    """Yield which fields of a slice's metadata are not those that follow from the metadata of the step.
+
+    Both are a backend's metadata, or both the common metadata that it was built from.
+    """
+    starts, own_starts = _get_starts(whole), _get_starts(part)
+    if starts is not None:
+        edges = starts[piece.first_request : piece.last_request + 1]
+        if own_starts is not None:
+            inside = edges.clamp(piece.first_token, piece.last_token) - piece.first_token
+            yield from _compare_rows("starts of queries", inside, own_starts)
+        lengths, own_lengths = getattr(whole, "seq_lens", None), getattr(part, "seq_lens", None)
+        if isinstance(lengths, torch.Tensor) and isinstance(own_lengths, torch.Tensor):
+            later = (edges[1:] - piece.last_token).clamp(min=0)  # tokens of a cut request that come after this slice
+            ends = lengths.cpu()[piece.requests][: len(later)] - later
+            yield from _compare_rows("lengths of sequences", ends, own_lengths)
+    slots, own_slots = getattr(whole, "slot_mapping", None), getattr(part, "slot_mapping", None)
+    if isinstance(slots, torch.Tensor) and isinstance(own_slots, torch.Tensor):
+        yield from _compare_rows("slots", slots[piece.tokens], own_slots)
+    for name in ("block_table", "block_table_tensor") if has_table else ():
+        table, own_table = getattr(whole, name, None), getattr(part, name, None)
+        if isinstance(table, torch.Tensor) and isinstance(own_table, torch.Tensor):
+            width = min(table.shape[-1], own_table.shape[-1])  # backends leave out columns of blocks that are not there
+            yield from _compare_rows("blocks", table[piece.requests, :width], own_table[:, :width])
+    causal, own_causal = getattr(whole, "causal", None), getattr(part, "causal", None)
+    if isinstance(causal, bool) and isinstance(own_causal, bool) and causal is not own_causal:
+        yield f"causal is {own_causal}, of a step in which it is {causal}"
+
+
+def _compare_rows(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Iterator[str]:
+    """Yield the first row that differs; either may have more rows, of padding."""
+    count = min(len(expected), len(actual))
+    expected, actual = expected[:count].cpu(), actual[:count].cpu()
+    differs = (expected != actual).reshape(count, -1).any(dim=1)
+    if bool(differs.any()):
+        row = int(differs.nonzero()[0])
+        yield f"{what} are {actual[row].tolist()} in row {row}, where the step has {expected[row].tolist()}"
+
+
+def _get_starts(metadata: Any) -> torch.Tensor | None:
+    """Return where queries start, on the host [requests + 1]; None if that is not said."""
+    starts = getattr(metadata, "query_start_loc", None)
+    return starts.cpu() if isinstance(starts, torch.Tensor) and starts.dim() == 1 and len(starts) > 1 else None

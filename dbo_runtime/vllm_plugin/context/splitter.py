@@ -23,7 +23,7 @@ from dbo_runtime.vllm_plugin.api.metadata import (
     read_block_table,
     slice_common_metadata,
 )
-from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder
+from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder, note_source
 from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_drafts
 from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.context.checks import (
@@ -106,31 +106,36 @@ class ContextSplitter:
         return BatchSize(tokens, source.common.num_reqs, source.common.max_query_len)
 
     def split(
-        self, context: ForwardContext, slices: Sequence[BatchSlice], sizes: Sequence[Sequence[int]] = ()
+        self,
+        context: ForwardContext,
+        slices: Sequence[BatchSlice],
+        sizes: Sequence[Sequence[int]] = (),
+        only: int | None = None,
     ) -> list[ForwardContext] | Decline:
-        """Return a forward context for each slice; the one given stays as it is.
+        """Return a forward context for each slice, or for the *only* one of that number; the one given stays as it is.
 
         *sizes* are the tokens of every data parallel rank in each micro-batch [micro-batches][ranks]. A single slice is
         the step itself, and keeps all of its context.
         """
         if len(slices) == 1:
             return [copy_unsplit(context)]
+        numbers = range(len(slices)) if only is None else [only]
         metadata_of = context.attn_metadata or {}
-        rebuilt: dict[int, list[AttentionMetadata | None]] = {}
+        rebuilt: dict[int, dict[int, AttentionMetadata | None]] = {}
         shared: list[dict[Any, Any]] = [{} for _ in slices]
         for metadata in metadata_of.values():
             if id(metadata) not in rebuilt:
-                parts = self._rebuild(metadata, slices, shared)
+                parts = self._rebuild(metadata, slices, shared, numbers)
                 if isinstance(parts, Decline):
                     return parts
                 rebuilt[id(metadata)] = parts
         contexts = []
-        for index, piece in enumerate(slices):
-            own = {layer: rebuilt[id(metadata)][index] for layer, metadata in metadata_of.items()}
+        for number in numbers:
+            own = {layer: rebuilt[id(metadata)].get(number) for layer, metadata in metadata_of.items()}
             is_dummy = not own or None in own.values()  # a slice of padding only is run as a dummy batch is
-            part_sizes = sizes[index] if sizes else ()
-            part = slice_context(context, piece, None if is_dummy else own, part_sizes)
-            self.platform.complete_context(part, piece, part_sizes)
+            part_sizes = sizes[number] if sizes else ()
+            part = slice_context(context, slices[number], None if is_dummy else own, part_sizes)
+            self.platform.complete_context(part, slices[number], part_sizes)
             contexts.append(part)
         return contexts
 
@@ -154,9 +159,13 @@ class ContextSplitter:
         return Batch(query_lens, prefill, cuttable, decode_len, context_lens, cuts_decodes)
 
     def _rebuild(
-        self, metadata: AttentionMetadata, slices: Sequence[BatchSlice], shared: Sequence[dict[Any, Any]]
-    ) -> list[AttentionMetadata | None] | Decline:
-        """Return the metadata of each slice; None for those of padding only.
+        self,
+        metadata: AttentionMetadata,
+        slices: Sequence[BatchSlice],
+        shared: Sequence[dict[Any, Any]],
+        numbers: Sequence[int],
+    ) -> dict[int, AttentionMetadata | None] | Decline:
+        """Return the metadata of the slices of these *numbers*, but for those of padding only.
 
         *shared* is, for each slice, what its builders leave for each other.
         """
@@ -188,15 +197,17 @@ class ContextSplitter:
                 return decline
             if self._vllm_config.cache_config.mamba_cache_mode == ALIGNED:
                 parts = keep_places(common, slices, parts, source.builder.kv_cache_spec.block_size)
-        built: list[AttentionMetadata | None] = []
+        built: dict[int, AttentionMetadata | None] = {}
         further = self.platform.get_build_arguments(metadata)
         with self.platform.building_metadata():
-            for builder, piece, part, own in zip(builders, slices, parts, shared[: len(slices)], strict=True):
-                arguments = slice_arguments({**source.arguments, **further}, piece, own)
+            for number in (number for number in numbers if number < len(slices)):
+                builder, part = builders[number], parts[number]
+                arguments = slice_arguments({**source.arguments, **further}, slices[number], shared[number])
                 if isinstance(arguments, Decline):
                     return arguments
-                built.append(builder.build(0, part, **arguments))
-        return [*built, *[None] * (len(sizes) - len(slices))]
+                built[number] = builder.build(0, part, **arguments)
+                note_source(built[number], source.layer_names, builder, part, arguments)
+        return built
 
     def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:
         """Return the KV blocks of each request [requests, blocks] and their size, from the host if it has them.

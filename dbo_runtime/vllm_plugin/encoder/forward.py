@@ -13,10 +13,11 @@ import torch
 from dbo_runtime.adapter import EncoderAdapter
 from dbo_runtime.batch import Batch, share_by_work
 from dbo_runtime.decline import Decline
+from dbo_runtime.errors import SplitError
 from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.comparison import compare_split
+from dbo_runtime.vllm_plugin.step.comparison import describe_difference
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 
@@ -37,7 +38,7 @@ class SplitEncoder:
         adapter: of its class.
         runtime: runs plans.
         transport: how ranks communicate; see `Platform.get_transport`.
-        agreement: of the ranks that share the encoder, under DBO_CHECK.
+        agreement: of the ranks that share the encoder, where forwards are compared.
         metrics: counts forwards; None on ranks that do not count.
 
     Attributes:
@@ -90,15 +91,19 @@ class SplitEncoder:
         program, images = self.runtime.program, {"pixels": x, "grids": grids}
         inputs = [program.cut_inputs(images, piece.tokens, piece.requests) for piece in plan.slices]
         embeddings = torch.cat([embedded for (embedded,) in self.runtime.run(plan, inputs)])
-        if self.runtime.config.check:
-            compare_split({RESULTS: embeddings}, {RESULTS: run_unsplit()}, plan)
-            return embeddings
+        is_checked = bool(self.runtime.config.check)
         kind = (plan.digest, x.shape[0].bit_length(), len(grids).bit_length())
-        if self.first_steps is None or not self.first_steps.takes(kind):
+        if not is_checked and (self.first_steps is None or not self.first_steps.takes(kind)):
             return embeddings
         unsplit = run_unsplit()
-        self.first_steps.compare(kind, {RESULTS: embeddings}, {RESULTS: unsplit}, plan)
-        return unsplit
+        own = describe_difference({RESULTS: embeddings}, {RESULTS: unsplit}, plan)
+        difference = self._agreement.find_first(own)
+        if self.first_steps is not None and not is_checked:
+            self.first_steps.note(kind, difference)
+            return unsplit
+        if difference:
+            raise SplitError(difference)
+        return embeddings
 
     def _plan(
         self, x: torch.Tensor, grid_thw: torch.Tensor | Sequence[Grid] | None, kwargs: dict[str, object]

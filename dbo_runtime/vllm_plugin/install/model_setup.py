@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, OutputAdapter, name_adapter, record_program
+from dbo_runtime.adapter import (
+    InputAdapter,
+    ModelAdapter,
+    OutputAdapter,
+    RepeatableAdapter,
+    name_adapter,
+    record_program,
+)
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
@@ -16,6 +23,7 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
+from dbo_runtime.vllm_plugin.api.features import chooses_by_scores
 from dbo_runtime.vllm_plugin.api.groups import dispatches_chunks
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import has_layer_hooks
@@ -169,7 +177,7 @@ def _make_encoder(encoder: EncoderProgram, rank: RankContext, device: Device, me
     )
     agreement = Agreement(group, count=None if metrics is None else metrics.count_disagreement)
     split = SplitEncoder(encoder.module, encoder.adapter, runtime, transport, agreement, metrics)
-    split.first_steps = _make_first_steps(agreement, rank)
+    split.first_steps = _make_first_steps(rank)
     return split
 
 
@@ -208,19 +216,32 @@ def _make_forward(
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number, hooked)
     decider.phase = Phase.STARTING
-    decider.first_steps = _make_first_steps(agreement, rank)
+    decider.first_steps = _make_first_steps(rank)
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
+    give_inputs = adapter.give_inputs if isinstance(adapter, RepeatableAdapter) else None
     keep_output = adapter.keep_output if isinstance(adapter, OutputAdapter) else None
     recording = Recording(_open_traces(rank, runtime.device), metrics)
     lora = make_lora_mapping(model)
     assert not isinstance(lora, Decline), "then it has no program"
     return SplitForward(
-        model, model.forward, runtime, decider, agreement, add_inputs, keep_output, rank.stage, recording, metrics, lora
+        model,
+        model.forward,
+        runtime,
+        decider,
+        agreement,
+        add_inputs,
+        give_inputs,
+        keep_output,
+        rank.stage,
+        recording,
+        metrics,
+        lora,
+        chooses_by_scores(rank.vllm_config),
     )
 
 
-def _make_first_steps(agreement: Agreement, rank: RankContext) -> FirstSteps | None:
-    return None if is_tested() else FirstSteps(agreement, rank.log)
+def _make_first_steps(rank: RankContext) -> FirstSteps | None:
+    return None if is_tested() else FirstSteps(rank.log)
 
 
 def _open_metrics(rank: RankContext) -> Metrics | None:

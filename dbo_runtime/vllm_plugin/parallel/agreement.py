@@ -100,6 +100,10 @@ class Agreement:
         """Return the plain data of all ranks, in rank order; see `gather`. Collective, slow."""
         return gather(self._group, own)
 
+    def find_first(self, own: str) -> str:
+        """Return the text of the first rank that has one, on all ranks; empty if none has. Collective, slow."""
+        return next(filter(None, self.gather(own)), "")
+
     def _note(self, outcome: Outcome) -> None:
         if self._count is not None:
             self._count(outcome)

@@ -16,8 +16,19 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 REROUTED_SHARE, REROUTED_TOLERANCE = 0.02, 0.5
 
 
+UNSPLIT, PIECES = "unsplit", "one after the other"
+"""How a step was run again: all of its tokens at once, or its pieces in steps of their own."""
+
+
 def compare_results(what: str, actual: torch.Tensor, expected: torch.Tensor, how: str, remedy: str) -> None:
-    """Raise SplitError if two tensors [tokens, ...] differ by more than rounding explains.
+    """Raise SplitError if two tensors [tokens, ...] differ by more than rounding explains; see `describe_results`."""
+    difference = describe_results(what, actual, expected, how, remedy)
+    if difference:
+        raise SplitError(difference)
+
+
+def describe_results(what: str, actual: torch.Tensor, expected: torch.Tensor, how: str, remedy: str) -> str:
+    """Return how two tensors [tokens, ...] differ; empty if that is no more than rounding explains.
 
     Args:
         what: names the tensors.
@@ -28,30 +39,34 @@ def compare_results(what: str, actual: torch.Tensor, expected: torch.Tensor, how
     """
     if actual.shape != expected.shape:
         shapes = f"{tuple(actual.shape)} and {tuple(expected.shape)}"
-        raise SplitError(f"{what} are {shapes} with {how}; until this is fixed, {remedy}.")
+        return f"{what} are {shapes} with {how}; until this is fixed, {remedy}."
     if not len(expected):
-        return
+        return ""
     errors = _measure_rows(actual - expected)
     largest = _measure_rows(expected).max().item() or 1.0
     allowed = TOLERANCE.get(expected.dtype, 1e-4)
     worst, beyond = errors.max().item() / largest, int((errors > allowed * largest).sum())
     rerouted = max(1, int(REROUTED_SHARE * len(errors))) if allowed > TOLERANCE[torch.float32] else 0
-    if not (worst <= allowed or (beyond <= rerouted and worst <= REROUTED_TOLERANCE)):
-        raise SplitError(
-            f"{what} differ by {worst:.3g} of the largest value (allowed {allowed:.3g}; {beyond} of {len(errors)} "
-            f"tokens differ by more) with {how}. Please report it; until this is fixed, {remedy}."
-        )
+    if worst <= allowed or (beyond <= rerouted and worst <= REROUTED_TOLERANCE):
+        return ""
+    return (
+        f"{what} differ by {worst:.3g} of the largest value (allowed {allowed:.3g}; {beyond} of {len(errors)} "
+        f"tokens differ by more) with {how}. Please report it; until this is fixed, {remedy}."
+    )
 
 
-def compare_split(split: Mapping[str, torch.Tensor], unsplit: Mapping[str, torch.Tensor], plan: ExecutionPlan) -> None:
-    """Raise SplitError if the results of a plan differ from the unsplit ones by more than rounding explains."""
+def describe_difference(
+    split: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor], plan: ExecutionPlan, mode: str = UNSPLIT
+) -> str:
+    """Return how the results of a plan differ from those of its step, run again in a *mode*; empty if they do not."""
     how, remedy = f"cuts at {plan.cuts}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
-    if split.keys() != unsplit.keys():
-        raise SplitError(
-            f"a split step gave {sorted(split)}, an unsplit one {sorted(unsplit)}; until this is fixed, {remedy}."
-        )
-    for what, expected in unsplit.items():
-        compare_results(f"split and unsplit {what}", split[what], expected, how, remedy)
+    if split.keys() != again.keys():
+        return f"a split step gave {sorted(split)}, one {mode} {sorted(again)}; until this is fixed, {remedy}."
+    described = (
+        describe_results(f"split and {mode} {what}", split[what], expected, how, remedy)
+        for what, expected in again.items()
+    )
+    return next(filter(None, described), "")
 
 
 def _measure_rows(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 
-from dbo_runtime.batch import Batch, share_data_parallel
+from dbo_runtime.batch import Batch, BatchSlice, share_data_parallel
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 from dbo_runtime.execution_plan import DataParallelSplit, ExecutionPlan
@@ -131,6 +131,25 @@ class StepDecider:
         if self.first_steps is None or kind is None or not self.first_steps.takes(kind):
             return None
         return self.first_steps
+
+    def remake_context(
+        self, contexts: Sequence[ForwardContext], slices: Sequence[BatchSlice], number: int
+    ) -> ForwardContext:
+        """Return the forward context of a slice, made anew for it alone, from that of the step.
+
+        Args:
+            contexts: of all slices, which have been used; from them are the tokens of other data parallel ranks.
+            slices: of the step.
+            number: of the slice.
+
+        Raises:
+            SplitError: if it cannot be made again.
+        """
+        sizes = [c.dp_metadata.num_tokens_across_dp_cpu.tolist() for c in contexts if c.dp_metadata is not None]
+        parts = self._splitter.split(get_forward_context(), slices, sizes, only=number)
+        if isinstance(parts, Decline):
+            raise SplitError(f"the forward context of a micro-batch cannot be made a second time: {parts}.")
+        return parts[0]
 
     def find_standing(self) -> Decline | None:
         """Return why no step is split, if settings, costs and the layout of ranks alone prevent it; alike on all ranks.

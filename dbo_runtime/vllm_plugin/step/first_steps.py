@@ -6,21 +6,18 @@ difference stops splitting: the request gets the unsplit result.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
-
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
-from dbo_runtime.errors import SplitError
 from dbo_runtime.execution_plan import ExecutionPlan
-from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.comparison import compare_split
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
+
+DIFFERENT = "split steps differ from unsplit ones with this untested version of vLLM"
 
 COMPARED_STEPS = 3
 """Steps of each kind that are compared."""
@@ -43,19 +40,17 @@ def name_kind(plan: ExecutionPlan, of_ranks: Sequence[int]) -> Hashable:
 
 
 class FirstSteps:
-    """Compares the first split steps of each kind of one model.
+    """Counts the first split steps of each kind of one model, which are compared; all ranks count alike.
 
     Args:
-        agreement: of all ranks that communicate in a step: they compare the same steps, and stop together.
         log: of the model.
 
     Attributes:
         failure: why nothing is split any more; None while all steps have been equal.
     """
 
-    def __init__(self, agreement: Agreement, log: FilteringBoundLogger) -> None:
+    def __init__(self, log: FilteringBoundLogger) -> None:
         self.failure: Decline | None = None
-        self._agreement = agreement
         self._log = log
         self._compared: BoundedDict[Hashable, int] = BoundedDict(MAX_KINDS)
 
@@ -68,23 +63,12 @@ class FirstSteps:
         """Return whether a step of this kind is still to be compared. All ranks must ask with the same kind."""
         return self._compared.get(kind, 0) < COMPARED_STEPS
 
-    def compare(
-        self,
-        kind: Hashable,
-        split: Mapping[str, torch.Tensor],
-        unsplit: Mapping[str, torch.Tensor],
-        plan: ExecutionPlan,
-    ) -> None:
-        """Compare the results of a step; if any rank finds a difference, all of them stop splitting. Collective."""
-        own = ""
-        try:
-            compare_split(split, unsplit, plan)
-        except SplitError as error:
-            own = str(error)
+    def note(self, kind: Hashable, difference: str) -> Decline | None:
+        """Count a compared step; end splitting, and say so, if there is a *difference*, which is equal on all ranks."""
         self._compared[kind] = self._compared.get(kind, 0) + 1
-        found = next(filter(None, self._agreement.gather(own)), None)
-        if found is not None:
-            self.failure = Decline("split steps differ from unsplit ones with this untested version of vLLM", found)
-            self._log.error("nothing is split any more", reason=self.failure.reason, detail=found)
+        if difference:
+            self.failure = Decline(DIFFERENT, difference)
+            self._log.error("nothing is split any more", reason=self.failure.reason, detail=difference)
         elif self._compared[kind] == COMPARED_STEPS:
             self._log.info("first steps equal unsplit ones", steps=COMPARED_STEPS, kind=str(kind))
+        return self.failure

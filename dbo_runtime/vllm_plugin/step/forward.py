@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm import forward_context
-from vllm.forward_context import ForwardContext
+from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.adapter import INPUT_IDS, POSITIONS, X
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Timer
+from dbo_runtime.errors import SplitError
 from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
@@ -26,24 +27,26 @@ from dbo_runtime.planner.online.probation import Proposal
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
-from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.context.batch_size import count_tokens
-from dbo_runtime.vllm_plugin.context.consistency import check_contexts
+from dbo_runtime.vllm_plugin.context.consistency import find_problem
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
+from dbo_runtime.vllm_plugin.context.saved_states import SavedStates
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import (
     WHOLE_MODEL,
     Results,
     Stage,
-    copy_tensors,
     name_results,
     take_inputs,
     take_kept,
 )
-from dbo_runtime.vllm_plugin.step.comparison import compare_split
-from dbo_runtime.vllm_plugin.step.decision import StepDecider
+from dbo_runtime.vllm_plugin.step.arguments import StepArguments
+from dbo_runtime.vllm_plugin.step.comparison import PIECES, describe_difference
+from dbo_runtime.vllm_plugin.step.decision import StepDecider, StepDecision
+from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.repetition import Repetition
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 
@@ -72,11 +75,13 @@ class SplitForward:
         decider: decides each step.
         agreement: of all ranks that communicate in a step.
         add_inputs: `take_inputs` of an `InputAdapter`; None if the program takes what vLLM passes.
+        give_inputs: `give_inputs` of a `RepeatableAdapter`; None if the adapter has no such method.
         keep_output: `keep_output` of an `OutputAdapter`; None if the forward leaves nothing for another model.
         stage: the pipeline stage that the model is.
         recording: records split steps.
         metrics: counts steps; None on ranks that do not count.
         lora: the adapters of each token; None without LoRA.
+        may_reroute: whether rounding can lead a layer to other experts, or other keys; see `chooses_by_scores`.
 
     Attributes:
         last_step: predicted and measured seconds of the last step.
@@ -90,11 +95,13 @@ class SplitForward:
         decider: StepDecider,
         agreement: Agreement,
         add_inputs: Callable[[torch.nn.Module, torch.Tensor, bool], torch.Tensor] | None = None,
+        give_inputs: Callable[[torch.nn.Module, torch.Tensor], None] | None = None,
         keep_output: Callable[[torch.nn.Module, list[torch.Tensor]], None] | None = None,
         stage: Stage = WHOLE_MODEL,
         recording: Recording | None = None,
         metrics: Metrics | None = None,
         lora: LoraMapping | None = None,
+        may_reroute: bool = False,
     ) -> None:
         self.runtime = runtime
         self.decider = decider
@@ -105,10 +112,12 @@ class SplitForward:
         self._forward = forward
         self._agreement = agreement
         self._add_inputs = add_inputs
+        self._give_inputs = give_inputs
         self._keep_output = keep_output
         self._stage = stage
         self._metrics = metrics
         self._lora = lora
+        self._may_reroute = may_reroute and (add_inputs is None or give_inputs is not None)
         self._is_final = False
         self._takes_input_ids = any(value.name == INPUT_IDS for value in runtime.program.inputs)
 
@@ -164,50 +173,76 @@ class SplitForward:
         """
         timer = self._start_timer()
         tokens = positions.shape[-1]
-        run_unsplit = partial(self._forward, input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
+        arguments = StepArguments(input_ids, positions, intermediate_tensors, inputs_embeds, kwargs)
         unsupported = _check_arguments(kwargs) or self._stage.check_inputs(intermediate_tensors, tokens)
         unsupported = unsupported or self._check_input_ids(input_ids, tokens)
         if unsupported is None and self._lora is not None:
             unsupported = self._lora.check(tokens)
         start = time.perf_counter()
-        plan, contexts, statement, kind = self.decider.decide(tokens, unsupported)
+        decision = self.decider.decide(tokens, unsupported)
         planning = time.perf_counter() - start
         is_checked = bool(self.runtime.config.check)
-        first_steps = None if is_checked else self.decider.find_first_steps(kind)
-        is_compared = is_checked or first_steps is not None
+        first_steps = None if is_checked else self.decider.find_first_steps(decision.kind)
         if is_checked:
-            self._agreement.compare(statement or str(plan))
+            self._agreement.compare(decision.statement or str(decision.plan))
+        plan, repetition = decision.plan, None
+        if isinstance(plan, ExecutionPlan) and (is_checked or first_steps is not None):
+            plan = self._check_contexts(decision, plan, first_steps)
+            repetition = Repetition(self._forward, arguments, SavedStates(get_forward_context()), self.decider.platform)
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
-            results = run_unsplit()
+            results = arguments.run(self._forward)
         else:
-            if is_checked:
-                check_contexts(contexts, plan.slices)
-            if is_compared:  # norms may add in place, and the unsplit run needs the same inputs
-                inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
-                intermediate_tensors = copy_tensors(intermediate_tensors)
-            inputs = self._take_inputs(input_ids, intermediate_tensors, inputs_embeds, is_compared)
-            if self._takes_input_ids:
-                assert input_ids is not None, "checked above"
-                inputs[INPUT_IDS] = input_ids
-            results = self._run(plan, contexts, {**inputs, POSITIONS: positions}, planning)
+            inputs = self._take_inputs(arguments if repetition is None else arguments.copy(), repetition)
+            results = self._run(plan, decision.contexts, inputs, planning)
         self._learn(plan, timer)
         if self._metrics is not None and self.decider.phase is Phase.SERVING:
             self._metrics.count_step(plan)
             self._metrics.count_planning(planning)
-        if is_compared and isinstance(plan, ExecutionPlan):
-            # KV was transferred by the split run, and the load of experts counted.
-            with replace_agent(None), self.decider.platform.repeating_step():
-                unsplit = run_unsplit()
-            known = count_tokens(forward_context.get_forward_context(), tokens)
-            compared = name_results(results, known), name_results(unsplit, known)
-            if first_steps is None:
-                compare_split(*compared, plan)
-            else:
-                first_steps.compare(kind, *compared, plan)
+        if repetition is not None and isinstance(plan, ExecutionPlan):
+            difference, unsplit = self._compare(results, repetition, plan, decision.contexts)
+            if first_steps is not None:
+                first_steps.note(decision.kind, difference)
                 results = unsplit
                 self._restore_forward()
+            elif difference:
+                raise SplitError(difference)
         return results
+
+    def _check_contexts(
+        self, decision: StepDecision, plan: ExecutionPlan, first_steps: FirstSteps | None
+    ) -> ExecutionPlan | Decline:
+        """Return the plan if the micro-batches' contexts fit the step on all ranks; if not, end splitting. Collective.
+
+        Raises:
+            SplitError: under DBO_CHECK, if they do not.
+        """
+        problem = self._agreement.find_first(find_problem(get_forward_context(), decision.contexts, plan.slices))
+        if not problem:
+            return plan
+        if first_steps is None:
+            raise SplitError(problem)
+        return first_steps.note(decision.kind, problem) or plan
+
+    def _compare(
+        self, results: Results, repetition: Repetition, plan: ExecutionPlan, contexts: list[ForwardContext]
+    ) -> tuple[str, Results]:
+        """Return how the results of a split step differ from right ones, on any rank, and the unsplit results.
+
+        Where layers choose experts or keys by scores, rounding alone may lead an unsplit step elsewhere. What its
+        pieces give one after the other, in steps of their own, is then as right. Collective.
+        """
+        tokens = repetition.arguments.positions.shape[-1]
+        known = count_tokens(get_forward_context(), tokens)
+        split, unsplit = name_results(results, known), repetition.run_unsplit()
+        difference = self._agreement.find_first(describe_difference(split, name_results(unsplit, known), plan))
+        if difference and self._may_reroute and len(contexts) > 1:
+            make_context = partial(self.decider.remake_context, contexts, plan.slices)
+            select = None if self._lora is None else self._lora.split(plan.slices)
+            pieces = name_results(repetition.run_pieces(plan.slices, make_context, select), known)
+            difference = self._agreement.find_first(describe_difference(split, pieces, plan, PIECES))
+            unsplit = repetition.run_unsplit()
+        return difference, unsplit
 
     def _check_input_ids(self, input_ids: torch.Tensor | None, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens lacks the token ids that the program takes, or None."""
@@ -216,18 +251,24 @@ class SplitForward:
         given = "none" if input_ids is None else str(list(input_ids.shape))
         return Decline("layers choose experts by token ids, which are not given", given)
 
-    def _take_inputs(
-        self,
-        input_ids: torch.Tensor | None,
-        intermediate_tensors: IntermediateTensors | None,
-        inputs_embeds: torch.Tensor | None,
-        is_compared: bool,
-    ) -> dict[str, torch.Tensor]:
-        """Return the program's inputs without positions: embedded tokens, or the tensors of the stage before."""
-        if intermediate_tensors is not None:
-            return take_inputs(self.runtime.program, intermediate_tensors)
-        x = inputs_embeds if inputs_embeds is not None else self._model.embed_input_ids(input_ids)
-        return {X: x if self._add_inputs is None else self._add_inputs(self._model, x, is_compared)}
+    def _take_inputs(self, arguments: StepArguments, repetition: Repetition | None) -> dict[str, torch.Tensor]:
+        """Return the program's inputs: embedded tokens, or the tensors of the stage before; positions; token ids.
+
+        What the model keeps for its next forward is left there for a *repetition*, which may give it back, too.
+        """
+        inputs = {POSITIONS: arguments.positions}
+        if self._takes_input_ids:
+            assert arguments.input_ids is not None, "checked before the decision"
+            inputs[INPUT_IDS] = arguments.input_ids
+        if arguments.intermediate_tensors is not None:
+            return {**take_inputs(self.runtime.program, arguments.intermediate_tensors), **inputs}
+        embeds = arguments.inputs_embeds
+        x = self._model.embed_input_ids(arguments.input_ids) if embeds is None else embeds
+        if self._add_inputs is not None:
+            x = self._add_inputs(self._model, x, repetition is not None)
+            if repetition is not None and self._give_inputs is not None:
+                repetition.give_back = partial(_give_back, partial(self._give_inputs, self._model), x.clone())
+        return {X: x, **inputs}
 
     def _run(
         self, plan: ExecutionPlan, contexts: list[ForwardContext], inputs: dict[str, torch.Tensor], planning: float
@@ -236,7 +277,7 @@ class SplitForward:
         cut = [program.cut_inputs(inputs, piece.tokens, piece.requests) for piece in plan.slices]
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
-        step = forward_context.get_forward_context()
+        step = get_forward_context()
         if isinstance(plan.executor, SanitizedExecutor):
             contexts = [guard_context(context, plan.executor.check_context) for context in contexts]
         hooks = transfer_once(step, contexts) if self.decider.has_layer_hooks else nullcontext()
@@ -283,6 +324,10 @@ class SplitForward:
 
 def _check_arguments(kwargs: dict[str, Any]) -> Decline | None:
     return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs))) if kwargs else None
+
+
+def _give_back(give_inputs: Callable[[torch.Tensor], None], x: torch.Tensor, tokens: slice) -> None:
+    give_inputs(x[tokens])
 
 
 def _enter(contexts: list[ForwardContext], micro_batch: int) -> None:

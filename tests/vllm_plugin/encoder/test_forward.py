@@ -122,7 +122,7 @@ def make_split(adapter: DoublingAdapter, config: RuntimeConfig = ALWAYS, transpo
     pixels, grids = p.input("pixels"), p.input("grids", token_dim=None, request_dim=0)
     program = p.build(adapter.record(p, encoder, ToyCollectives(), pixels, grids))
     runtime = MicroBatchRuntime(program, CpuDevice(), config, open_log(quiet=True), 1 if transport == "none" else 2)
-    agreement: Any = SimpleNamespace(compare=encoder.statements.append)
+    agreement: Any = SimpleNamespace(compare=encoder.statements.append, find_first=str)  # one rank
     SplitEncoder(encoder, adapter, runtime, transport, agreement).install()
     return encoder
 

@@ -9,7 +9,6 @@ import torch
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.execution_plan import ExecutionPlan
-from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps, name_kind
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model, Splitter, make_forward, run
@@ -17,7 +16,7 @@ from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model
 
 def make_trial(model: Model, splitter: Splitter | None = None, **options: Any) -> tuple[SplitForward, Lines]:
     forward, log = make_forward(model, splitter, **options), Lines()
-    forward.decider.first_steps = FirstSteps(Agreement(ONE_RANK), log)
+    forward.decider.first_steps = FirstSteps(log)
     return forward, log
 
 
@@ -67,7 +66,7 @@ def test_after_a_difference_requests_get_unsplit_results_and_nothing_is_split() 
 def test_a_difference_on_another_rank_ends_splitting_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, _ = make_trial(Model())
     assert forward.decider.first_steps is not None
-    monkeypatch.setattr(forward.decider.first_steps._agreement, "gather", lambda own: [own, "differs by 1"])
+    monkeypatch.setattr(forward._agreement, "gather", lambda own: [own, "differs by 1"])
     assert torch.equal(run(forward), EXPECTED)
     assert forward.decider.first_steps.failure is not None
     assert forward.decider.first_steps.failure.detail == "differs by 1"

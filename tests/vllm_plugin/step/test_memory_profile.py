@@ -78,7 +78,8 @@ def test_a_split_profile_is_reserved_for_and_its_results_are_not_checked(
 ) -> None:
     monkeypatch.setattr(reserving.runtime, "config", replace(reserving.runtime.config, check=True))
     monkeypatch.setattr(
-        "dbo_runtime.vllm_plugin.step.forward.compare_split", lambda *_: pytest.fail("what means nothing was compared")
+        "dbo_runtime.vllm_plugin.step.forward.describe_difference",
+        lambda *_: pytest.fail("what means nothing was compared"),
     )
     monkeypatch.setattr(reserving.decider, "phase", Phase.STARTING)
     assert profile_split(one_rank.runner, reserving, GROUP, one_rank.runner.profile_run) == 3 << 20

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
-from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model, make_forward, run
+from tests.vllm_plugin.step.test_forward import EXPECTED, Lines, Model, make_forward, run
 from tests.vllm_plugin.telemetry.test_metrics import scrape
 
 
@@ -89,7 +88,7 @@ def test_a_difference_from_unsplit_steps_ends_splitting_and_costs(is_final: bool
     model = Model()
     model.slip = 1.0  # of the model's own forward
     forward = install(model)
-    forward.decider.first_steps = FirstSteps(Agreement(ONE_RANK), Lines())
+    forward.decider.first_steps = FirstSteps(Lines())
     forward.start_serving(is_final)
     assert model.forward is forward
     assert torch.equal(run(forward), EXPECTED + model.slip)

@@ -1,0 +1,61 @@
+"""The arguments of a forward, for one that runs several times, or piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from vllm.sequence import IntermediateTensors
+
+from dbo_runtime.batch import BatchSlice
+from dbo_runtime.vllm_plugin.parallel.stage import Results, copy_tensors
+
+
+class StepArguments(NamedTuple):
+    """What vLLM calls a model's forward with.
+
+    Attributes:
+        input_ids: [tokens]; None where embeddings are given, and on later stages.
+        positions: [tokens], or [3, tokens] with M-RoPE.
+        intermediate_tensors: of the stage before, each [tokens, ...]; None on the first stage.
+        inputs_embeds: [tokens, hidden]; None if the forward embeds.
+        further: by name.
+    """
+
+    input_ids: torch.Tensor | None
+    positions: torch.Tensor
+    intermediate_tensors: IntermediateTensors | None
+    inputs_embeds: torch.Tensor | None
+    further: dict[str, Any]
+
+    def run(self, forward: Callable[..., Results]) -> Results:
+        """Call *forward*, which may overwrite embeddings and intermediate tensors."""
+        return forward(self.input_ids, self.positions, self.intermediate_tensors, self.inputs_embeds, **self.further)
+
+    def copy(self) -> StepArguments:
+        """Return arguments that a forward may overwrite: norms may add in place."""
+        embeds = None if self.inputs_embeds is None else self.inputs_embeds.clone()
+        return self._replace(inputs_embeds=embeds, intermediate_tensors=copy_tensors(self.intermediate_tensors))
+
+    def cut(self, piece: BatchSlice) -> StepArguments:
+        """Return the arguments for a slice of the tokens."""
+        ids, positions, given, embeds, further = self
+        return StepArguments(
+            None if ids is None else ids[piece.tokens],
+            positions[..., piece.tokens],
+            given and IntermediateTensors({name: each[piece.tokens] for name, each in given.tensors.items()}),
+            None if embeds is None else embeds[piece.tokens],
+            further,
+        )
+
+
+def join_results(pieces: Sequence[Results]) -> Results:
+    """Return the result of a forward from those of pieces of its tokens, in their order."""
+    first, given = pieces[0], list[Any](pieces)  # all are like the first
+    if isinstance(first, IntermediateTensors):
+        return IntermediateTensors({name: torch.cat([piece[name] for piece in given]) for name in first.tensors})
+    if isinstance(first, tuple):
+        hidden, auxiliary = zip(*given, strict=True)
+        return torch.cat(hidden), [torch.cat(parts) for parts in zip(*auxiliary, strict=True)]
+    return torch.cat(given)

@@ -1,0 +1,79 @@
+"""Run a step again that was split: as vLLM would have run it, unsplit, or as it would have run its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from vllm import forward_context
+from vllm.forward_context import ForwardContext
+
+from dbo_runtime.batch import BatchSlice
+from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
+from dbo_runtime.vllm_plugin.context.saved_states import SavedStates
+from dbo_runtime.vllm_plugin.parallel.stage import Results
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.step.arguments import StepArguments, join_results
+
+SelectLora = AbstractContextManager[Callable[[int], None] | None]
+
+
+@dataclass(slots=True)
+class Repetition:
+    """A step that runs again by the model's own forward.
+
+    Each run begins with the states that the step began with, tells no KV connector, and counts nothing. The last run is
+    to be an unsplit one, so that caches hold what vLLM would have left there.
+
+    Attributes:
+        forward: the model's own.
+        arguments: of the step.
+        states: of its requests, before it ran for the first time.
+        platform: that vLLM serves on.
+        give_back: gives the model what it keeps for its next forward, token by token, for a slice of the tokens, or for
+            all; None if it keeps nothing.
+    """
+
+    forward: Callable[..., Results]
+    arguments: StepArguments
+    states: SavedStates
+    platform: Platform
+    give_back: Callable[[slice], None] | None = None
+
+    def run_unsplit(self) -> Results:
+        """Run all tokens at once."""
+        with self._again():
+            self._give_back(slice(None))
+            return self.arguments.copy().run(self.forward)
+
+    def run_pieces(
+        self,
+        slices: Sequence[BatchSlice],
+        make_context: Callable[[int], ForwardContext],
+        select_lora: SelectLora | None = None,
+    ) -> Results:
+        """Run one slice after the other, as vLLM runs chunks of prompts in steps of their own.
+
+        *make_context* makes the forward context of a slice, by its number, right before it runs; so no slice can have
+        what was meant for another one. Collective, as every forward.
+        """
+        results = []
+        with self._again(), select_lora or nullcontext() as select:
+            for number, piece in enumerate(slices):
+                if select is not None:
+                    select(number)
+                self._give_back(piece.tokens)
+                with forward_context.override_forward_context(make_context(number)):
+                    results.append(self.arguments.cut(piece).copy().run(self.forward))
+        return join_results(results)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        self.states.restore()
+        with replace_agent(None), self.platform.repeating_step():
+            yield
+
+    def _give_back(self, tokens: slice) -> None:
+        if self.give_back is not None:
+            self.give_back(tokens)
