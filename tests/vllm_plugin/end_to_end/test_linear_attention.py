@@ -12,8 +12,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.vllm_plugin.api.kv_caches import list_caches
 from dbo_runtime.vllm_plugin.context import splitter
+from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from tests.ascend.jobs import cut_at_boundaries
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, run_cut, run_unsplit
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, EDGES, generate
@@ -42,6 +46,13 @@ def engine(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Engine
     """Return an engine of one rank, with prefix caching: states are kept at ends of blocks."""
     model = make_family("Qwen3_5ForCausalLM", tmp_path_factory.mktemp("qwen3.5"))
     return engines.get(1, "nobind", model, **OPTIONS, **LONG, enable_prefix_caching=True)
+
+
+@pytest.fixture(scope="module")
+def uncached(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine of one rank without prefix caching: each request has one state, which each step moves on."""
+    model = make_family("Qwen3_5MoeForCausalLM", tmp_path_factory.mktemp("qwen3.5-moe"))
+    return engines.get(1, "nobind", model, **OPTIONS, **LONG, enable_prefix_caching=False)
 
 
 def assert_close_up_to_ties(unsplit: Sequence[Answer], split: Sequence[Answer]) -> None:
@@ -101,6 +112,41 @@ def test_pieces_of_a_request_keep_its_state_in_the_block_that_the_step_ends_in(
     forget_prefixes(engine)
     with patch.object(splitter, "keep_places", lambda common, slices, parts, size: parts):
         assert run_cut(engine, cuts, [prompt]) != unsplit[0]
+
+
+@pytest.mark.parametrize("check", ["1", "races", "first steps"])
+def test_steps_that_run_twice_move_states_on_once(uncached: Engine, check: str) -> None:
+    """Prefills, second chunks and decodes: what the comparison has run is nothing that requests go on from."""
+    unsplit = run_unsplit(uncached, PROMPTS, 6, MIXED)
+    decider = uncached.runner.get_model().forward.decider
+    if check == "first steps":
+        decider.first_steps = FirstSteps(open_log(quiet=True))
+    try:
+        uncached.configure(DBO_MODE="always", DBO_CHECK="0" if check == "first steps" else check)
+        split = uncached.generate(PROMPTS, 6, MIXED)
+        assert decider.first_steps is None or decider.first_steps.failure is None
+    finally:
+        decider.first_steps = None
+        uncached.configure(DBO_CHECK="0")
+    assert_close_up_to_ties(unsplit, split)
+
+
+def test_calibration_changes_nothing_that_requests_are_served_from(engine: Engine) -> None:
+    """Its dummy batches would move on states in the blocks of cached prefixes."""
+    run_unsplit(engine, PROMPTS)
+    layers = engine.runner.compilation_config.static_forward_context
+    caches = list_caches(layers, layers)
+    before = [cache.clone() for cache in caches]
+    try:
+        (report,) = engine.llm.collective_rpc("dbo_calibrate", kwargs={"budget": 3.0})
+    finally:
+        engine.runner.get_model().forward.runtime.planner = None
+    assert report is not None
+    assert all(torch.equal(*map(_as_bytes, pair)) for pair in zip(caches, before, strict=True))
+
+
+def _as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    return cache.contiguous().view(torch.uint8)  # memory that nothing was written to may hold NaN
 
 
 def test_a_prompt_of_one_token_is_not_taken_for_a_decode(engine: Engine) -> None:
