@@ -22,7 +22,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts try-registry planted-faults faults soak mutants fuzz growth docs site dashboard dist release lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -125,7 +125,10 @@ growth: setup ## serve 30 minutes of mixed load, plan 100,000 batches, and write
 try-registry: setup ## serve a tiny model of each text architecture that vLLM has, split and unsplit; writes docs/models.md (an hour)
 	$(BIN)/python -m tests.registry.coverage --write-page
 
-planted-faults: setup ## plant faults into schedules, ranks, adapters and metadata, and write docs/reliability.md (minutes)
+planted-false-alarms: setup-ascend ## cut 2,000 random steps under DBO_CHECK=1 inside vllm-ascend, for docs/reliability.md (half an hour)
+	$(ASCEND_BIN)/python -m tests.ascend.false_alarms --write-page
+
+faults: setup ## plant faults into schedules, ranks, adapters and metadata, and write docs/reliability.md (minutes)
 	$(BIN)/python -m tests.reliability.planted_faults --write-page
 
 faults: setup ## kill, stop, fill and cut off real servers under load, split and not; an hour (root); writes docs/reliability.md

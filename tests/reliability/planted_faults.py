@@ -36,6 +36,7 @@ from tests.strategies import Case, cases, make_inputs
 COMMAND = "make planted-faults"
 EXAMPLES = 500  # random schedules that each mutation is tried on
 RANKS = 4
+EXPERTS = "experts"  # the column of a mixture of experts
 
 
 def main() -> None:
@@ -58,9 +59,13 @@ def main() -> None:
         "",
         *make_table(["difference on one rank", "planted", "validator of ranks"], ranks),
         "",
-        "Adapters and metadata, in a Llama-like model; DBO_CHECK with two tensor parallel ranks:",
+        "Adapters and metadata, in a Llama-like model; DBO_CHECK with two tensor parallel ranks. The last column is "
+        "that of a mixture of experts in bf16, where rounding may lead tokens to other experts:",
         "",
-        *make_table(["fault", "what it is", "`dbo adapter`", "`DBO_CHECK=1`", "`DBO_CHECK=races`"], served),
+        *make_table(
+            ["fault", "what it is", "`dbo adapter`", "`DBO_CHECK=1`", "`DBO_CHECK=races`", "experts, `DBO_CHECK=1`"],
+            served,
+        ),
     ]
     tell_section(is_written, "planted-faults", COMMAND, lines, PAGE)
 
@@ -126,13 +131,17 @@ def plant_served() -> list[tuple[str, ...]]:
     said: dict[tuple[str, str], str] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_family("LlamaForCausalLM", Path(folder) / "model")
-        for outcome in run_probe(model, [fault.__name__ for fault in faults]):
+        names = [fault.__name__ for fault in faults]
+        for outcome in run_probe(model, names):
             said[outcome.fault, outcome.check] = classify(outcome)
+        experts = make_family("Qwen3MoeForCausalLM", Path(folder) / "experts")
+        for outcome in run_probe(experts, names, ("1",), "bfloat16"):
+            said[outcome.fault, EXPERTS] = classify(outcome)
     return [
         (
             fault.__name__.replace("_", " "),
             (fault.__doc__ or "").strip().rstrip("."),
-            *(said[fault.__name__, check] for check in CHECKS),
+            *(said[fault.__name__, check] for check in (*CHECKS, EXPERTS)),
         )
         for fault in faults
     ]

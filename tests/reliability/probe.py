@@ -42,12 +42,14 @@ class Outcome(NamedTuple):
     error: str
 
 
-def run_probe(model: Path, faults: Sequence[str], checks: Sequence[str] = CHECKS) -> Iterator[Outcome]:
+def run_probe(
+    model: Path, faults: Sequence[str], checks: Sequence[str] = CHECKS, dtype: str = "float32"
+) -> Iterator[Outcome]:
     """Yield what is said of each fault under each check; what ends the process is said in its own words."""
     wanted = [(fault, check) for fault in faults for check in checks]
     while wanted:
         done = 0
-        for outcome in _run_process(model, wanted):
+        for outcome in _run_process(model, dtype, wanted):
             yield outcome
             done += 1
         if done < len(wanted):
@@ -55,10 +57,10 @@ def run_probe(model: Path, faults: Sequence[str], checks: Sequence[str] = CHECKS
         wanted = wanted[done + 1 :]
 
 
-def _run_process(model: Path, wanted: Sequence[tuple[str, str]]) -> Iterator[Outcome]:
+def _run_process(model: Path, dtype: str, wanted: Sequence[tuple[str, str]]) -> Iterator[Outcome]:
     """Yield what the process says, until it ends or has said nothing for some time."""
     process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, str(model), *(f"{fault}:{check}" for fault, check in wanted)],
+        [sys.executable, "-m", MODULE, str(model), dtype, *(f"{fault}:{check}" for fault, check in wanted)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
@@ -81,7 +83,7 @@ def _run_process(model: Path, wanted: Sequence[tuple[str, str]]) -> Iterator[Out
         process.wait()
 
 
-def main(model: str, words: Sequence[str]) -> None:
+def main(model: str, dtype: str, words: Sequence[str]) -> None:
     """Run, and print."""
     served: list[Any] = []
     seeds = count()
@@ -91,7 +93,7 @@ def main(model: str, words: Sequence[str]) -> None:
             if check == VERIFY:
                 error = verify(model, fault)
             else:
-                served = served or [start_engine(model)]
+                served = served or [start_engine(model, dtype)]
                 error = serve(served[0], fault, check, seeds)
         except Exception as raised:  # noqa: BLE001 - whatever it is, it was noticed
             error = str(raised)
@@ -99,11 +101,12 @@ def main(model: str, words: Sequence[str]) -> None:
     os._exit(0)  # workers that a fault has left waiting end with the process
 
 
-def start_engine(model: str) -> Any:
+def start_engine(model: str, dtype: str) -> Any:
     """Start the engine that all faults are planted into."""
     from tests.vllm_plugin.engines import Engines, share_cores
 
-    return Engines().get(2, share_cores(), Path(model), attention_backend="CPU_ATTN", worker_extension_cls=EXTENSION)
+    options = {"dtype": dtype, "attention_backend": "CPU_ATTN", "worker_extension_cls": EXTENSION}
+    return Engines().get(2, share_cores(), Path(model), **options)
 
 
 def serve(engine: Any, fault: str, check: str, seeds: Iterator[int]) -> str:
@@ -147,4 +150,4 @@ def _record_with(fault: Fault, record: Any, *args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])
