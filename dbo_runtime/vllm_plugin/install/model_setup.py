@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dbo_runtime.adapter import InputAdapter, ModelAdapter, OutputAdapter, name_adapter, record_program
@@ -185,11 +186,21 @@ def _set_up_steps(
 ) -> None:
     """Make what splits the steps of a model, up to serving."""
     if rank.config.compile:
-        served.compiler = OpCompiler(rank.vllm_config, collectives, rank.log)
+        served.compiler = _make_compiler(runner, adapter, rank, collectives)
         program = served.compiler.wrap(program)
     runtime = MicroBatchRuntime(program, device, rank.config, rank.log, rank.groups.all_ranks.world_size)
     served.forward = _make_forward(runner, runtime, adapter, rank, metrics)
     served.costs = CostSource(runner, served.forward, make_identity(rank), rank, metrics)
+
+
+def _make_compiler(
+    runner: GPUModelRunner, adapter: ModelAdapter, rank: RankContext, collectives: ModelCollectives
+) -> OpCompiler:
+    """Make what compiles ops with inputs as the first stage has them: with what the adapter adds."""
+    add_inputs = None
+    if isinstance(adapter, InputAdapter) and rank.stage.is_first:
+        add_inputs = partial(adapter.take_inputs, runner.get_model(), keep=True)
+    return OpCompiler(rank.vllm_config, collectives, rank.log, rank.groups.all_ranks, add_inputs)
 
 
 def _make_forward(
