@@ -234,7 +234,9 @@ class CostSource:
         )  # without a server, vLLM's defaults differ
         prepared, problem = "", ""
         try:
-            runtime.planner = planner = PreparedPlanner(runtime.program, table, limits)
+            runtime.planner = planner = PreparedPlanner(
+                runtime.program, table, limits, keeps_layers=runtime.keeps_layers
+            )
             runtime.prepare(runtime.config)
             prepared = planner.digest
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; it may be a lack of memory

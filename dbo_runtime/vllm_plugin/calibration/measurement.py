@@ -33,6 +33,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import COMM, COMPUTE, Program
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
+from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -228,7 +229,8 @@ class _Harness:
         model = self._runner.get_model()
         served, model.forward = model.forward, self
         try:
-            run_dummy(self._runner, shape.requests, shape.tokens, shape.context)
+            with replace_agent(None):  # nothing of a dummy batch is transferred
+                run_dummy(self._runner, shape.requests, shape.tokens, shape.context)
         finally:
             model.forward = served
         if mode == "unsplit":
@@ -251,6 +253,7 @@ def _copy_forward(served: SplitForward, device: Device, policy: str, group: Grou
     """Return a forward of the same model that splits by a policy, whatever the settings are."""
     config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # if the program has one
     own = served.copy_for(device, config, group)
+    own.decider.has_layer_hooks = False  # dummy batches have no KV connector, so any order may be measured
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 

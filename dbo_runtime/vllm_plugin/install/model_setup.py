@@ -188,7 +188,9 @@ def _set_up_steps(
     if rank.config.compile:
         served.compiler = _make_compiler(runner, adapter, rank, collectives)
         program = served.compiler.wrap(program)
-    runtime = MicroBatchRuntime(program, device, rank.config, rank.log, rank.groups.all_ranks.world_size)
+    hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
+    ranks = rank.groups.all_ranks.world_size
+    runtime = MicroBatchRuntime(program, device, rank.config, rank.log, ranks, keeps_layers=hooked)
     served.forward = _make_forward(runner, runtime, adapter, rank, metrics)
     served.costs = CostSource(runner, served.forward, make_identity(rank), rank, metrics)
 
@@ -216,8 +218,7 @@ def _make_forward(
     agreement = Agreement(rank.groups.all_ranks, rank.can_disagree, count)
     splitter = ContextSplitter(rank.platform, rank.vllm_config, runner, rank.dispatch)
     number = None if data_parallel is None else data_parallel.rank_in_group
-    hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
-    decider = StepDecider(runtime, splitter, agreement, rank.transport, number, hooked)
+    decider = StepDecider(runtime, splitter, agreement, rank.transport, number, runtime.keeps_layers)
     decider.phase = Phase.STARTING
     decider.first_steps = _make_first_steps(agreement, rank)
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
