@@ -88,12 +88,15 @@ def build_program(spec: ProgramSpec) -> Program:
     Raises:
         ConfigError: if the spec violates the rules of programs; names the field.
     """
+    _check_size(spec)
     p = ProgramBuilder()
     writes = _Writes()
-    for name in spec.inputs:
-        writes.add(name, p.input(name))
+    for number, name in enumerate(spec.inputs):
+        try:
+            writes.add(name, p.input(name))
+        except ProgramError as error:
+            raise ConfigError(f"program.inputs[{number}]: {error}") from None
     layers = 0
-    _check_size(spec)
     for number, run in enumerate(spec.runs):
         path = f"program.runs[{number}]"
         for _ in range(run.repeat):

@@ -293,6 +293,7 @@ def make_spec(
         (lambda: make_spec(overwrites=("x",), outputs=("x",)), r"program: the program's result reads %0:x after"),
         (lambda: ProgramSpec(("x",), (LayerRun(1, ()),), ()), r"program\.runs\[0\]\.ops is empty"),
         (lambda: ProgramSpec(("x",), (), ()), "program: the program has no ops"),
+        (lambda: ProgramSpec(("x", "y", "x"), (), ()), r"program\.inputs\[2\]: input 'x' was declared already"),
     ],
 )
 def test_a_spec_of_no_program_cannot_be_made(make: Callable[[], ProgramSpec], says: str) -> None:
