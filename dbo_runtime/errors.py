@@ -35,6 +35,10 @@ class DeviceError(DboError):
     """A device cannot do what a schedule needs, or was used against its rules."""
 
 
+class RankError(DboError):
+    """Work that ranks do together failed on one of them."""
+
+
 def add_context(error: BaseException, context: str) -> None:
     """Attach *context* to an error of any type without changing the type.
 

@@ -6,14 +6,16 @@ this runs, a policy can overlap it with another micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.program import COMPUTING, Program
+from dbo_runtime.program import COMPUTING, Op, Program
 from dbo_runtime.schedule import Issue
 
 LATEST_FIRST = "latest_first"
+LAYERED = "layered"
 
 Order = tuple[Issue, ...]
 Policy = Callable[[Sequence[Program]], Order]
@@ -30,7 +32,40 @@ def staggered(programs: Sequence[Program], lead: int) -> Order:
     A lead of 0 is the ping-pong of DeepSeek-V3's prefill (arXiv:2412.19437, section 3.4.1); a lead of one or more
     helps where phases differ in length, and may be slower where they do not.
     """
-    queues = [list(_split_segments(mb, program)) for mb, program in enumerate(programs)]
+    return _take_turns([_split_segments(mb, program) for mb, program in enumerate(programs)], lead)
+
+
+def alternate(programs: Sequence[Program]) -> Order:
+    """Alternate at every overlap point: `staggered` without a lead."""
+    return staggered(programs, lead=0)
+
+
+def layered(programs: Sequence[Program]) -> Order:
+    """Alternate at every overlap point, and before an `ordered` op of another layer than the last one since the turn.
+
+    So no micro-batch attends in a layer before all have attended in the one before it, also where layers do not
+    communicate; of micro-batches that run the same program, whose layers count up. Where `alternate` does that by
+    itself, this is the same.
+    """
+    return _take_turns([_split_layers(mb, program) for mb, program in enumerate(programs)], lead=0)
+
+
+def keep_layers(policy: tuple[str, int]) -> tuple[str, int]:
+    """Return the policy that takes the place of that of the settings where layers have to be kept in turn.
+
+    Others than `optimal` and `alternate` are what the user asks for.
+    """
+    return (LAYERED, 0) if policy[0] in ("optimal", "alternate") else policy
+
+
+def keeps_layers(ops: Iterable[Op]) -> bool:
+    """Return whether no `ordered` op comes before one of an earlier layer, of whatever micro-batch, if issued so."""
+    layers = [op.layer for op in ops if op.ordered and op.layer is not None]
+    return all(earlier <= later for earlier, later in pairwise(layers))
+
+
+def _take_turns(queues: Sequence[Sequence[Sequence[Issue]]], lead: int) -> Order:
+    """Issue a segment of each micro-batch in turn [micro-batches][segments], each *lead* segments ahead of the next."""
     order: list[Issue] = []
     turns = max(mb * lead + len(queue) for mb, queue in enumerate(queues))
     for turn in range(turns):
@@ -38,11 +73,6 @@ def staggered(programs: Sequence[Program], lead: int) -> Order:
             if 0 <= turn - mb * lead < len(queue):
                 order.extend(queue[turn - mb * lead])
     return tuple(order)
-
-
-def alternate(programs: Sequence[Program]) -> Order:
-    """Alternate at every overlap point: `staggered` without a lead."""
-    return staggered(programs, lead=0)
 
 
 def latest_first(programs: Sequence[Program]) -> Order:
@@ -73,6 +103,7 @@ def get_policy(name: str, lead: int) -> Policy:
         "alternate": alternate,
         "staggered": partial(staggered, lead=lead),
         LATEST_FIRST: latest_first,
+        LAYERED: layered,
     }
     if name not in policies:
         raise ConfigError(f"there is no policy {name!r}; known are {', '.join(policies)}.")
@@ -98,4 +129,20 @@ def _split_segments(micro_batch: int, program: Program) -> list[list[Issue]]:
         if position and op.lane in COMPUTING and program.ops[position - 1].lane not in COMPUTING:
             segments.append([])
         segments[-1].append(Issue(micro_batch, position))
+    return segments
+
+
+def _split_layers(micro_batch: int, program: Program) -> list[list[Issue]]:
+    """Return the segments of a program, cut so that each has `ordered` ops of one layer only."""
+    segments: list[list[Issue]] = []
+    for segment in _split_segments(micro_batch, program):
+        segments.append([])
+        attended: int | None = None
+        for issue in segment:
+            op = program.ops[issue.position]
+            if op.ordered and op.layer is not None:
+                if attended is not None and attended != op.layer:
+                    segments.append([])
+                attended = op.layer
+            segments[-1].append(issue)
     return segments

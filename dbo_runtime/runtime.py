@@ -20,7 +20,7 @@ from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.observe.ranges import open_step
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.policies import LATEST_FIRST
+from dbo_runtime.policies import LATEST_FIRST, keep_layers
 from dbo_runtime.program import SIDE, Program
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check
@@ -69,15 +69,24 @@ class MicroBatchRuntime:
         config: the settings; may be replaced between steps, on all ranks alike.
         log: for each new plan and the first decline of each reason, never for a step.
         ranks: how many ranks run the same plans, with collectives among them.
+        keeps_layers: whether no micro-batch may attend in a layer before all have in the one before it; orders of the
+            policies `optimal` and `alternate` then do that.
     """
 
     def __init__(
-        self, program: Program, device: Device, config: RuntimeConfig, log: FilteringBoundLogger, ranks: int = 1
+        self,
+        program: Program,
+        device: Device,
+        config: RuntimeConfig,
+        log: FilteringBoundLogger,
+        ranks: int = 1,
+        keeps_layers: bool = False,
     ) -> None:
         self.program = program
         self.device = device
         self.config = config
         self.statistics = Statistics()
+        self.keeps_layers = keeps_layers
         self._log = log
         self._planner: Planner | None = None
         self._executors = ExecutorCache(device, log, ranks)
@@ -257,4 +266,5 @@ class MicroBatchRuntime:
             return self._cache.make_by_policy(program, micro_batches, (LATEST_FIRST, 0))
         if choice is not None:
             return self._cache.make_by_order(choice.order)
-        return self._cache.make_by_policy(program, micro_batches, self.config.policy)
+        policy = keep_layers(self.config.policy) if self.keeps_layers else self.config.policy
+        return self._cache.make_by_policy(program, micro_batches, policy)

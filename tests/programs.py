@@ -50,3 +50,15 @@ def record_chain(send: Callable[[Any], Any], receive: Callable[[Any], Any]) -> P
     x = p.compute("make", lambda x: x, x)
     x = p.comm("send", send, x)
     return p.build(p.compute("receive", receive, x))
+
+
+def record_dense_and_experts(dense: int, experts: int) -> Program:
+    """Return layers as a model has them whose experts are on other ranks: dense ones communicate nothing."""
+    p = ProgramBuilder()
+    x = p.input("x")
+    for layer in range(dense + experts):
+        with p.layer(layer):
+            x = p.compute("attention", abs, x, ordered=True)
+            for name in ("mlp",) if layer < dense else ("dispatch", "experts", "combine"):
+                x = p.op(name, abs, x, lane="compute" if name in ("mlp", "experts") else "comm")
+    return p.build(x)

@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lowering import lower
-from dbo_runtime.policies import Order, Policy, alternate, get_policy, latest_first, sequential, staggered
+from dbo_runtime.policies import (
+    LAYERED,
+    Order,
+    Policy,
+    alternate,
+    get_policy,
+    keep_layers,
+    keeps_layers,
+    latest_first,
+    layered,
+    sequential,
+    staggered,
+)
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Issue
 from dbo_runtime.validate import validate
@@ -135,3 +147,78 @@ def test_every_policy_may_order_micro_batches_that_run_the_same_program(program:
     for name in ("sequential", "alternate", "staggered"):
         same = [program] * n
         validate(lower(same, get_policy(name, lead)(same)))
+
+
+def record_layers(*shapes: str) -> Program:
+    """Return a program with a layer for each shape; see `record`."""
+    lanes = {"c": "compute", "o": "compute", "m": "comm", "s": "side"}
+    p = ProgramBuilder(has_side=True)
+    x = p.input("x")
+    for layer, shape in enumerate(shapes):
+        with p.layer(layer):
+            for number, letter in enumerate(shape):
+                x = p.op(f"op{number}", lambda x: x, x, lane=lanes[letter], ordered=letter == "o")
+    return p.build(x)
+
+
+def keeps(programs_of_step: Sequence[Program], order: Order) -> bool:
+    return keeps_layers(programs_of_step[mb].ops[position] for mb, position in order)
+
+
+def test_layers_that_do_not_communicate_take_turns_before_they_attend() -> None:
+    """As dense layers of a model whose experts are spread, without tensor parallel."""
+    two = [record_layers("coc", "coc", "cocmcm")] * 2
+    assert not keeps(two, alternate(two))
+    assert show(layered(two)) == (
+        "0.0 0.1 0.2 0.3 1.0 1.1 1.2 1.3 "  # up to the attention of the second layer
+        "0.4 0.5 0.6 1.4 1.5 1.6 "
+        "0.7 0.8 0.9 1.7 1.8 1.9 "
+        "0.10 0.11 1.10 1.11"
+    )
+    assert keeps(two, layered(two))
+
+
+def test_where_each_layer_communicates_nothing_changes() -> None:
+    two = [record_toy(3)] * 2
+    assert layered(two) == alternate(two)
+    assert get_policy(LAYERED, 0) is layered
+
+
+def test_ordered_ops_of_one_layer_or_of_none_make_no_turn() -> None:
+    assert show(layered([record_layers("oco")] * 2)) == "0.0 0.1 0.2 1.0 1.1 1.2"
+    assert show(layered([record("oco")] * 2)) == "0.0 0.1 0.2 1.0 1.1 1.2"
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (("optimal", 0), (LAYERED, 0)),
+        (("alternate", 0), (LAYERED, 0)),
+        (("staggered", 2), ("staggered", 2)),
+        (("sequential", 0), ("sequential", 0)),
+    ],
+)
+def test_only_policies_that_leave_a_choice_are_replaced(policy: tuple[str, int], kept: tuple[str, int]) -> None:
+    assert keep_layers(policy) == kept
+
+
+shapes = st.lists(st.text("comso", min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+@settings(max_examples=scale(200))
+@given(shapes, st.integers(1, 4))
+def test_layered_keeps_layers_in_turn_and_is_alternate_where_that_does(given_shapes: list[str], n: int) -> None:
+    same = [record_layers(*given_shapes)] * n
+    order = layered(same)
+    assert keeps(same, order)
+    validate(lower(same, order))
+    if keeps(same, alternate(same)):
+        assert order == alternate(same)
+
+
+@settings(max_examples=scale(100))
+@given(shapes, st.integers(2, 3))
+def test_the_order_that_leaves_most_to_chance_keeps_layers_that_attend_once(given_shapes: list[str], n: int) -> None:
+    """So `DBO_CHECK=races` may issue it where a connector needs that."""
+    same = [record_layers(*("o" + shape.replace("o", "c") for shape in given_shapes))] * n
+    assert keeps(same, latest_first(same))

@@ -250,7 +250,12 @@ def test_marks_are_made_on_the_stream_of_the_lane() -> None:
     )
     device: Any = StreamDevice("npu", backend, object, find_marks(backend))  # type: ignore[arg-type]
     executor = make_prepare(GeneratedExecutor)(device, record_tensors())
-    executor.run([(torch.ones(1),), (torch.ones(1),)], open_range=device.find_ranges("on"))
+    ranges = device.find_ranges("on")
+    assert calls == [("dbo: the first range", first.stream_id), 1]  # which tries whether marks can be made
+    calls.clear()
+    assert device.find_ranges("on") is not None
+    assert calls == []
+    executor.run([(torch.ones(1),), (torch.ones(1),)], open_range=ranges)
     started, ended = calls[::2], calls[1::2]
     assert [name for name, _ in started] == name_ops(executor.schedule)
     assert ended == [*range(1, len(calls), 2)]
@@ -258,6 +263,20 @@ def test_marks_are_made_on_the_stream_of_the_lane() -> None:
     assert len({stream for _, stream in started}) == 2
     backend.is_current_stream_capturing = lambda: True
     assert device.find_ranges("on") is None
+
+
+def test_a_device_whose_marks_fail_shows_ranges_of_torch_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a torch that is built without NVTX does; a step would fail with them."""
+
+    def fail(name: str) -> None:
+        raise RuntimeError("NVTX functions not installed")
+
+    backend = SimpleNamespace(is_current_stream_capturing=lambda: False)
+    device: Any = StreamDevice("cuda", backend, object, Marks(fail, fail))  # type: ignore[arg-type]
+    assert device.find_ranges("auto") is None
+    for _ in range(2):
+        assert device.find_ranges("on") is torch.profiler.record_function
+    assert capsys.readouterr().err.count("NVTX functions not installed") == 1
 
 
 def test_a_torch_npu_without_mstx_has_no_marks() -> None:

@@ -14,6 +14,7 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
 from dbo_runtime.execution_plan import DataParallelSplit, ExecutionPlan
 from dbo_runtime.executor import run_sequential
+from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
@@ -22,11 +23,11 @@ from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.policies import Policy, alternate, sequential
+from dbo_runtime.policies import Policy, alternate, layered, sequential
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.render import digest
 from dbo_runtime.runtime import MicroBatchRuntime
-from tests.programs import record_three_lanes, record_toy
+from tests.programs import record_dense_and_experts, record_three_lanes, record_toy
 
 BATCH = Batch((512, 512), prefill_tokens=1024)
 
@@ -98,6 +99,30 @@ def test_each_new_plan_is_logged_once(runtime: MicroBatchRuntime, log: Log) -> N
     ]
     assert [line["digest"] for line in log.lines] == [two.digest, three.digest]
     assert all(line["policy"] == "alternate" and line["waits"] > 0 for line in log.lines)
+
+
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "issued"),
+    [
+        (("optimal", 0), 2, layered),
+        (("alternate", 0), 3, layered),
+        (("sequential", 0), 2, sequential),  # as the user asks; the step then declines
+    ],
+)
+def test_where_layers_are_kept_in_turn_the_policies_that_leave_a_choice_do_so(
+    policy: tuple[str, int], micro_batches: int, issued: Policy, log: Log
+) -> None:
+    program = record_dense_and_experts(2, 1)
+    config = RuntimeConfig(enabled=True, policy=policy, micro_batches=micro_batches)
+    runtime = MicroBatchRuntime(program, CpuDevice(), config, log, keeps_layers=True)
+    try:
+        found = plan(runtime).executor.schedule
+    finally:
+        runtime.close()
+    programs = (program,) * micro_batches
+    assert digest(found) == digest(lower(programs, issued(programs)))
+    assert digest(found) != digest(lower(programs, alternate(programs)))
+    assert log.lines[0]["policy"] == issued.__name__
 
 
 def test_the_first_decline_of_each_reason_is_logged_and_all_are_counted(runtime: MicroBatchRuntime, log: Log) -> None:

@@ -19,6 +19,7 @@ from dbo_runtime.devices.ranges import Marks, find_ranges
 from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
 from dbo_runtime.devices.stream_lane import StreamEvent, StreamLane
 from dbo_runtime.errors import DeviceError
+from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.ranges import OpenRange
 
 POOL_STREAMS = 32  # that CUDA (of one priority) and NPU each return in rotation (c10/cuda/CUDAStream.h, NPUStream.cpp)
@@ -44,6 +45,7 @@ class StreamDevice:
         self.backend = backend
         self._make_graph = make_graph
         self._marks = marks
+        self._has_tried_marks = marks is None
         self._capture_stream: Any = None
         self.run = 0
         self._lanes: dict[str, StreamLane] = {}
@@ -77,9 +79,24 @@ class StreamDevice:
         return StreamTimer(self.backend)
 
     def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
-        """Return those of torch and of the backend; None under capture, when nothing runs yet."""
-        found = find_ranges(wanted, self._marks)
-        return None if found is None or self.is_capturing else found
+        """Return those of torch and of the backend; None under capture, when nothing runs yet.
+
+        Marks of the backend are left out if they fail, as in a torch without NVTX: a step would fail with them.
+        """
+        if find_ranges(wanted) is None or self.is_capturing:
+            return None
+        if not self._has_tried_marks:
+            self._try_marks()
+        return find_ranges(wanted, self._marks)
+
+    def _try_marks(self) -> None:
+        self._has_tried_marks = True
+        assert self._marks is not None, "without any, there is nothing to try"
+        try:
+            self._marks.end(self._marks.start("dbo: the first range"))
+        except Exception as error:  # noqa: BLE001 - whatever the backend raises, steps can do without
+            self._marks = None
+            open_log().warning("ranges are shown in torch's profiler only", device=self.name, reason=repr(error))
 
     def begin(self) -> None:
         """Begin a run: the first lane is the stream that is current now."""

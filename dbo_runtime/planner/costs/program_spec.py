@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ MAX_INPUTS = 1_000
 MAX_LANES = 16
 MAX_VALUES = 100_000  # that all ops write; a model of 61 layers has some 1,000 ops
 
+_COUNTED = re.compile(r"(.*)~([0-9]{1,6})", re.DOTALL)  # a name, and how many later writes of it hide the value
+
 
 class OpSpec(NamedTuple):
     """An op without its function; the attributes are those of `dbo_runtime.program.Op`.
 
     A value is named after the op or input that wrote it, `attn_norm`, or `attn_norm.1` for an op's second output. A
-    name refers to the latest earlier write of that name.
+    name refers to the latest earlier write of that name, and `attn_norm~2` to the one two writes before that.
     """
 
     name: str
@@ -69,16 +72,13 @@ class ProgramSpec:
 def describe_program(program: Program) -> ProgramSpec:
     """Return the spec of *program*, from which `build_program` makes an equal one.
 
-    Functions, the names of outputs and the number of the first layer are lost.
-
-    Raises:
-        ProgramError: if it reads a value that a later write of the same name hides, or if its layers do not count up.
+    Functions, the names of outputs and the numbers of layers are lost.
     """
-    names = _Names()
+    writes = _Writes()
     for value in program.inputs:
-        names.write(value.name, value)
-    specs = [_describe_op(op, names) for op in program.ops]
-    outputs = tuple(names.get(value, "the program's result") for value in program.outputs)
+        writes.add(value.name, value)
+    specs = [_describe_op(op, writes) for op in program.ops]
+    outputs = tuple(map(writes.name, program.outputs))
     return ProgramSpec(tuple(value.name for value in program.inputs), _group_runs(program.ops, specs), outputs)
 
 
@@ -88,55 +88,96 @@ def build_program(spec: ProgramSpec) -> Program:
     Raises:
         ConfigError: if the spec violates the rules of programs; names the field.
     """
-    p = ProgramBuilder()
-    written = {name: p.input(name) for name in spec.inputs}
-    layers = 0
     _check_size(spec)
+    p = ProgramBuilder()
+    writes = _Writes()
+    for number, name in enumerate(spec.inputs):
+        try:
+            writes.add(name, p.input(name))
+        except ProgramError as error:
+            raise ConfigError(f"program.inputs[{number}]: {error}") from None
+    layers = 0
     for number, run in enumerate(spec.runs):
         path = f"program.runs[{number}]"
         for _ in range(run.repeat):
             with p.layer(layers) if run.layered else nullcontext():
                 for position, op in enumerate(run.ops):
-                    _record_op(p, op, written, f"{path}.ops[{position}]")
+                    _record_op(p, op, writes, f"{path}.ops[{position}]")
             layers += run.layered
-    outputs = [_get_write(written, name, "program.outputs") for name in spec.outputs]
+    outputs = [writes.find(reference, "program.outputs") for reference in spec.outputs]
     try:
         return p.build(*outputs)
     except ProgramError as error:
         raise ConfigError(f"program: {error}") from None
 
 
-class _Names:
-    """The names that the values of a program have in its spec."""
+def repeat_runs(spec: ProgramSpec, repeats: Sequence[int]) -> ProgramSpec:
+    """Return *spec* with so many equal layers in each run [runs]; a run with 0 is left out.
+
+    Raises:
+        ConfigError: if something reads a value that a run before it hides, and that run changes: with another number of
+            layers it would read another value.
+    """
+    changed: set[str] = set()  # names of values that runs so far write in other numbers
+    for run, repeat in zip(spec.runs, repeats, strict=True):
+        _check_references(changed, [name for op in run.ops for name in (*op.reads, *op.overwrites)])
+        if repeat != run.repeat:
+            changed.update(_name_output(op.name, number) for op in run.ops for number in range(op.outputs))
+    _check_references(changed, spec.outputs)
+    kept = (run._replace(repeat=repeat) for run, repeat in zip(spec.runs, repeats, strict=True) if repeat)
+    return replace(spec, runs=tuple(kept))
+
+
+def _check_references(changed: Collection[str], references: Sequence[str]) -> None:
+    for reference in references:
+        name, hidden_by = _split_reference(reference)
+        if hidden_by and name in changed:
+            raise ConfigError(f"layers cannot be added or left out before what reads {reference!r} of program.runs.")
+
+
+class _Writes:
+    """The values that a program has written so far, by the names that its spec has for them."""
 
     def __init__(self) -> None:
-        self._names: dict[Value, str] = {}
-        self._latest: dict[str, Value] = {}
+        self._values: dict[str, list[Value]] = {}
+        self._places: dict[Value, tuple[str, int]] = {}
 
-    def write(self, name: str, value: Value) -> None:
-        self._names[value] = name
-        self._latest[name] = value
+    def add(self, name: str, value: Value) -> None:
+        """Note that *value* was written, after others of that name."""
+        values = self._values.setdefault(name, [])
+        self._places[value] = name, len(values)
+        values.append(value)
 
-    def get(self, value: Value, reader: str) -> str:
-        name = self._names.get(value, value.name)
-        if self._latest.get(name) != value:
-            raise ProgramError(
-                f"{reader} reads {value}, but the latest {name!r} before it is {self._latest.get(name)}; a program "
-                f"spec cannot distinguish them. Rename one of the ops that write them."
-            )
-        return name
+    def name(self, value: Value) -> str:
+        """Return the reference by which `find` finds a value now."""
+        name, place = self._places[value]
+        hidden_by = len(self._values[name]) - place - 1
+        return f"{name}~{hidden_by}" if hidden_by or _COUNTED.fullmatch(name) else name
+
+    def find(self, reference: str, path: str) -> Value:
+        """Return a value; raise ConfigError, which names the *path*, if there is none."""
+        name, hidden_by = _split_reference(reference)
+        values = self._values.get(name, [])
+        if len(values) <= hidden_by:
+            raise ConfigError(f"{path} has {reference!r}, which no input and no earlier op writes.")
+        return values[-1 - hidden_by]
+
+
+def _split_reference(reference: str) -> tuple[str, int]:
+    """Return a name, and how many later writes of that name hide the value."""
+    counted = _COUNTED.fullmatch(reference)
+    return (counted[1], int(counted[2])) if counted else (reference, 0)
 
 
 def _name_output(op: str, number: int) -> str:
     return f"{op}.{number}" if number else op
 
 
-def _describe_op(op: Op, names: _Names) -> OpSpec:
-    reader = f"op {op.label!r} ({op.declared_at})"
-    reads = tuple(names.get(value, reader) for value in op.reads)
-    overwrites = tuple(names.get(value, reader) for value in op.overwrites)
+def _describe_op(op: Op, writes: _Writes) -> OpSpec:
+    reads = tuple(map(writes.name, op.reads))
+    overwrites = tuple(map(writes.name, op.overwrites))
     for number, value in enumerate(op.writes):
-        names.write(_name_output(op.name, number), value)
+        writes.add(_name_output(op.name, number), value)
     return OpSpec(
         op.name,
         op.lane,
@@ -154,12 +195,6 @@ def _describe_op(op: Op, names: _Names) -> OpSpec:
 def _group_runs(ops: Sequence[Op], specs: Sequence[OpSpec]) -> tuple[LayerRun, ...]:
     by_layer = groupby(zip(ops, specs, strict=True), key=lambda pair: pair[0].layer)
     layers = [(layer, tuple(spec for _, spec in pairs)) for layer, pairs in by_layer]
-    numbers = [layer for layer, _ in layers if layer is not None]
-    first = numbers[0] if numbers else 0
-    if numbers != list(range(first, first + len(numbers))):
-        raise ProgramError(
-            f"the program's layers are {numbers}, in this order; a program spec needs consecutive numbers, each once."
-        )
     alike = groupby(layers, key=lambda layer: (layer[0] is not None, layer[1]))
     return tuple(LayerRun(len(list(same)), body, layered) for (layered, body), same in alike)
 
@@ -190,11 +225,11 @@ def _check_run(run: LayerRun, path: str) -> None:
         raise ConfigError(f"{path}.ops is empty; a run needs at least one op.")
 
 
-def _record_op(p: ProgramBuilder, op: OpSpec, written: dict[str, Value], path: str) -> None:
+def _record_op(p: ProgramBuilder, op: OpSpec, writes: _Writes, path: str) -> None:
     if not 0 <= op.outputs <= MAX_OUTPUTS:
         raise ConfigError(f"{path}.outputs is {op.outputs}; it must be from 0 to {MAX_OUTPUTS}.")
-    reads = [_get_write(written, name, f"{path}.reads") for name in op.reads]
-    overwrites = tuple(_get_write(written, name, f"{path}.overwrites") for name in op.overwrites)
+    reads = [writes.find(reference, f"{path}.reads") for reference in op.reads]
+    overwrites = tuple(writes.find(reference, f"{path}.overwrites") for reference in op.overwrites)
     try:
         result = p.op(
             op.name,
@@ -212,13 +247,7 @@ def _record_op(p: ProgramBuilder, op: OpSpec, written: dict[str, Value], path: s
     except ProgramError as error:
         raise ConfigError(f"{path}: {error}") from None
     for number, value in enumerate((result,) if op.outputs == 1 else result):
-        written[_name_output(op.name, number)] = value
-
-
-def _get_write(written: dict[str, Value], name: str, path: str) -> Value:
-    if name not in written:
-        raise ConfigError(f"{path} has {name!r}, which no input and no earlier op writes.")
-    return written[name]
+        writes.add(_name_output(op.name, number), value)
 
 
 def _refuse_to_run(*_: Any) -> Any:

@@ -11,7 +11,7 @@ from dbo_runtime.planner.online.named_order import COMPARED_PERIODS, NamedOrder,
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import PeriodicOrder, PeriodSearch
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.policies import Order, get_policy
+from dbo_runtime.policies import Order, get_policy, keep_layers, keeps_layers
 from dbo_runtime.program import SIDE, Program
 
 MAX_LEAD_LAYERS = 3  # of the staggered orders that are tried
@@ -26,17 +26,22 @@ class Candidates:
     Args:
         program: of one micro-batch, with its ops on the lanes where they are to run.
         max_states: states that each search may visit; see `search.find_order`.
+        keeps_layers: whether to leave out orders in which a micro-batch attends in a layer before all have in the one
+            before it; see `policies.keeps_layers`.
     """
 
-    def __init__(self, program: Program, max_states: int) -> None:
+    def __init__(self, program: Program, max_states: int, keeps_layers: bool = False) -> None:
         self._program = program
+        self._keeps_layers = keeps_layers
         self._side_ops = list_side_ops(program)
         self._max_states = max_states
         self._search = PeriodSearch(program)
         self.list_policies = lru_cache(MAX_COUNTS)(self._list_policies)
 
     def make_policy(self, name: str, lead: int, micro_batches: int, *prefix: str) -> NamedOrder:
-        """Make the order of a policy, named after it and *prefix*."""
+        """Make the order of a policy, named after it and *prefix*; see `policies.keep_layers`."""
+        if self._keeps_layers:
+            name, lead = keep_layers((name, lead))
         policy = get_policy(name, lead)
         periodic = self._search.repeat_policy(policy, micro_batches)
         order = policy((self._program,) * micro_batches)
@@ -49,7 +54,8 @@ class Candidates:
         """Find the order that is optimal without contention, or near it, if ops take *times* [micro-batches][ops].
 
         None if no period is found, and no order could be much faster than alternating, or there are more than
-        `MAX_SEARCHED` micro-batches: the time of a search grows with the square of their number.
+        `MAX_SEARCHED` micro-batches: the time of a search grows with the square of their number; and if the order does
+        not keep layers in turn where it has to.
         """
         periodic = self._search.find(times, min(self._max_states, MAX_SHORT_SEARCH_STATES))
         if periodic is None and (len(times) > MAX_SEARCHED or self._search.is_saturated(times)):
@@ -58,13 +64,20 @@ class Candidates:
             order = find_order(make_jobs((self._program,) * len(times), times), self._max_states).order
         else:
             order = periodic.repeat(periodic.omitted_periods)
+        if not self._may_serve(order):
+            return None
         words = ("optimal", *self._side_ops, str(len(times)), _digest(order))
         return self._make(words, order, periodic, len(times))
 
-    def _list_policies(self, micro_batches: int) -> tuple[NamedOrder, ...]:
-        return tuple(
-            self.make_policy("staggered", lead, micro_batches, "optimal") for lead in range(MAX_LEAD_LAYERS + 1)
-        )
+    def _list_policies(self, micro_batches: int, leads: int = 1 + MAX_LEAD_LAYERS) -> tuple[NamedOrder, ...]:
+        """Return the common policies of *micro_batches* micro-batches: staggered by up to *leads* - 1 segments."""
+        first = "alternate" if self._keeps_layers else "staggered"
+        names = (first, *("staggered" for _ in range(1, leads)))
+        orders = [self.make_policy(name, lead, micro_batches, "optimal") for lead, name in enumerate(names)]
+        return tuple(each for each in orders if self._may_serve(each.order))
+
+    def _may_serve(self, order: Order) -> bool:
+        return not self._keeps_layers or keeps_layers(self._program.ops[issue.position] for issue in order)
 
     def _make(
         self, words: Sequence[str], order: Order, periodic: PeriodicOrder | None, micro_batches: int

@@ -29,19 +29,22 @@ class Orders:
         table: the costs of its ops.
         predictor: of steps, by these costs.
         max_states: states that each search may visit; see `search.find_order`.
+        keeps_layers: see `Candidates`.
 
     Attributes:
         placements: the program with its `side` ops on `compute`, and other placements; see `list_placements`.
         can_use_side: whether there are such ops, and costs that say how lanes that compute slow each other.
     """
 
-    def __init__(self, program: Program, table: CostTable, predictor: Predictor, max_states: int) -> None:
+    def __init__(
+        self, program: Program, table: CostTable, predictor: Predictor, max_states: int, keeps_layers: bool = False
+    ) -> None:
         self.placements = list_placements(program)
         self.can_use_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
         self._program = program
         self._table = table
         self._predictor = predictor
-        self._candidates = [Candidates(program, max_states) for program in self.placements]
+        self._candidates = [Candidates(program, max_states, keeps_layers) for program in self.placements]
         self._found: BoundedDict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = BoundedDict(MAX_FOUND)
         self._policies: BoundedDict[tuple[int, int, tuple[str, int]], NamedOrder] = BoundedDict(MAX_FOUND)
 

@@ -43,9 +43,16 @@ class Planner:
         table: the costs of its ops. If it has no contention of lanes that compute, `auto` leaves all of them on
             `compute`.
         max_states: states that the search for an order may visit; see `search.find_order`.
+        keeps_layers: whether no micro-batch may attend in a layer before all have in the one before it.
     """
 
-    def __init__(self, program: Program, table: CostTable, max_states: int = ONLINE_SEARCH_STATES) -> None:
+    def __init__(
+        self,
+        program: Program,
+        table: CostTable,
+        max_states: int = ONLINE_SEARCH_STATES,
+        keeps_layers: bool = False,
+    ) -> None:
         self.program = program
         self.table = table
         self.correction = Correction()
@@ -56,7 +63,7 @@ class Planner:
         self._worst_cases = [Predictor(program, worst_case) for worst_case in worst_tables]
         self._density = compute_density(table, program)
         self._counts = Counter(op.name for op in program.ops)
-        self._orders = Orders(program, table, self._predictor, max_states)
+        self._orders = Orders(program, table, self._predictor, max_states, keeps_layers)
         self._decisions: BoundedDict[tuple[Batch | tuple[int, ...], RuntimeConfig], SplitChoice | Decline] = (
             BoundedDict(MAX_REMEMBERED_BATCHES)
         )

@@ -41,12 +41,15 @@ class Preparation:
         placements: the program with its ops on different lanes, first without `side`; see `list_placements`.
         tables: the costs to predict by, first the expected ones.
         max_states: that each search may visit.
+        keeps_layers: see `Candidates`.
     """
 
-    def __init__(self, placements: Sequence[Program], tables: DurationTables, max_states: int) -> None:
+    def __init__(
+        self, placements: Sequence[Program], tables: DurationTables, max_states: int, keeps_layers: bool = False
+    ) -> None:
         self._placements = placements
         self._tables = tables
-        self._candidates = [Candidates(program, max_states) for program in placements]
+        self._candidates = [Candidates(program, max_states, keeps_layers) for program in placements]
 
     def make_book(self, samples: Samples, allowed: Sequence[int], config: RuntimeConfig) -> OrderBook:
         """Make the book of the orders for steps like *samples*.
@@ -84,8 +87,7 @@ class Preparation:
         Each search is for the sample whose best known order is farthest from a bound.
         """
         candidates, program = self._candidates[number], self._placements[number]
-        leads = range(PREPARED_LEADS)
-        policies = [candidates.make_policy("staggered", lead, steps.micro_batches, "optimal") for lead in leads]
+        policies = candidates.list_policies(steps.micro_batches, PREPARED_LEADS)
         options = [steps.prepare(order) for order in policies]
         names = {option.prepared.order.name for option in options}
         bounds = steps.estimate_bounds(program)

@@ -72,7 +72,7 @@ class PreparedPlanner(Planner):
     Decisions follow from costs and from what was asked before; ranks that are asked the same decide the same.
 
     Args:
-        program, table, max_states: as for `Planner`.
+        program, table, max_states, keeps_layers: as for `Planner`.
         limits: of the steps to plan. Larger ones are planned, too, but predictions may be too short by a few percent.
     """
 
@@ -82,12 +82,13 @@ class PreparedPlanner(Planner):
         table: CostTable,
         limits: ServingLimits | None = None,
         max_states: int = ONLINE_SEARCH_STATES,
+        keeps_layers: bool = False,
     ) -> None:
-        super().__init__(program, table, max_states)
+        super().__init__(program, table, max_states, keeps_layers)
         self._limits = limits or ServingLimits()
         self._times = OpTimes(program, table)
         self._tables = DurationTables(program, [table, *make_worst_cases(table, get_uncertainty(table))])
-        self._preparation = Preparation(self._orders.placements, self._tables, max_states)
+        self._preparation = Preparation(self._orders.placements, self._tables, max_states, keeps_layers)
         self._config: RuntimeConfig | None = None
         self._prepared_for: tuple[object, ...] = ()
         self._books: dict[int, OrderBook] = {}

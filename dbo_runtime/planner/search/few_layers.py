@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from dbo_runtime.errors import ProgramError
-from dbo_runtime.planner.costs.program_spec import build_program, describe_program
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.planner.costs.program_spec import build_program, describe_program, repeat_runs
 from dbo_runtime.program import Program
 
 
@@ -39,14 +39,14 @@ class FewLayers:
 
 
 def keep_few_layers(program: Program, count: int) -> FewLayers | None:
-    """Leave out equal layers but for *count* of them; None if the program has no more, or cannot be described."""
-    try:
-        spec = describe_program(program)
-    except ProgramError:
-        return None
+    """Leave out equal layers but for *count* of them; None if the program has no more, or reads what they hide."""
+    spec = describe_program(program)
     number, run = max(enumerate(spec.runs), key=lambda item: item[1].repeat, default=(0, None))
     if run is None or run.repeat <= count:
         return None
     first = sum(earlier.repeat * len(earlier.ops) for earlier in spec.runs[:number])
-    runs = (*spec.runs[:number], run._replace(repeat=count), *spec.runs[number + 1 :])
-    return FewLayers(build_program(replace(spec, runs=runs)), first, len(run.ops), count, run.repeat - count)
+    try:
+        few = repeat_runs(spec, [count if each is run else each.repeat for each in spec.runs])
+    except ConfigError:
+        return None
+    return FewLayers(build_program(few), first, len(run.ops), count, run.repeat - count)

@@ -16,7 +16,7 @@ from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.lowering import lower
 from dbo_runtime.outside_files import MAX_FILE_BYTES, read_text
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.costs.program_spec import build_program
+from dbo_runtime.planner.costs.program_spec import build_program, repeat_runs
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.whatif.published_cases import open_costs
@@ -77,8 +77,8 @@ def _set_layers(table: CostTable, layers: int | None) -> CostTable:
     if not fewest <= layers <= most:
         raise ConfigError(f"--layers is {layers}; the program of these costs can be shown with {fewest} to {most}.")
     longest = max(table.program.runs, key=lambda run: run.repeat * run.layered)
-    runs = tuple(run._replace(repeat=1 + (layers - fewest) * (run is longest)) for run in table.program.runs)
-    return replace(table, program=replace(table.program, runs=runs))
+    repeats = [1 + (layers - fewest) * (run is longest) for run in table.program.runs]
+    return replace(table, program=repeat_runs(table.program, repeats))
 
 
 def _make_schedule(table: CostTable, batch: Batch, config: RuntimeConfig) -> Schedule:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, OpCost
-from dbo_runtime.planner.costs.program_spec import LayerRun
+from dbo_runtime.planner.costs.program_spec import LayerRun, repeat_runs
 from dbo_runtime.setting_values import read_count
 
 # Dense layers, then layers with experts, as the models' published configurations have them.
@@ -191,15 +191,14 @@ def set_layers(table: CostTable, counts: Sequence[int]) -> CostTable:
     kinds = list(dict.fromkeys(_name_kind(run) for run in table.program.runs if run.layered))
     if len(kinds) != len(counts):
         raise ConfigError(f"the costs have {len(kinds)} kinds of layers, but counts for {len(counts)} were given.")
-    runs = list(table.program.runs)
+    repeats = [run.repeat for run in table.program.runs]
     for kind, count in zip(kinds, counts, strict=True):
-        numbers = [number for number, run in enumerate(runs) if run.layered and _name_kind(run) == kind]
-        repeat = count - sum(runs[number].repeat for number in numbers[:-1])
+        numbers = [number for number, run in enumerate(table.program.runs) if run.layered and _name_kind(run) == kind]
+        repeat = count - sum(repeats[number] for number in numbers[:-1])
         if repeat < 0 or count < 1:
             raise ConfigError(f"{count} layers of {', '.join(kind)} are fewer than the costs' program starts with.")
-        runs[numbers[-1]] = runs[numbers[-1]]._replace(repeat=repeat)
-    kept = tuple(run for run in runs if run.repeat or not run.layered)
-    return replace(table, program=replace(table.program, runs=kept))
+        repeats[numbers[-1]] = repeat
+    return replace(table, program=repeat_runs(table.program, repeats))
 
 
 def count_layers(table: CostTable) -> int:

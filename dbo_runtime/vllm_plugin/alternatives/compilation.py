@@ -13,23 +13,26 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CompilationMode
 from vllm.forward_context import set_forward_context
 
-from dbo_runtime.adapter import POSITIONS
+from dbo_runtime.adapter import INPUT_IDS, POSITIONS, X
 from dbo_runtime.decline import Decline
-from dbo_runtime.errors import SplitError
+from dbo_runtime.errors import DboError, SplitError
 from dbo_runtime.program import COMPUTE, SIDE, Op, Program, Value
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.comparison import compare_results
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
     from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 COMPILED_OPS = frozenset({"attn_norm", "attention", "mlp_norm", "mlp", "final_norm"})
 """Ops by name, as `dbo_models.layers` declares them. No experts: their ops count layers in the forward context."""
@@ -37,6 +40,8 @@ COMPILED_OPS = frozenset({"attn_norm", "attention", "mlp_norm", "mlp", "final_no
 MIN_TOKENS = 2  # torch treats a size of 1 as a constant
 EXAMPLE_TOKENS = 61  # to compile with: a prime, which is no size of a model
 VERIFIED_TOKENS = (EXAMPLE_TOKENS, 16, MIN_TOKENS)  # with which a compiled function is compared with the eager one
+
+_EAGER = "ops of split steps run eager, though DBO_COMPILE=1"
 
 
 class CompiledFunction:
@@ -91,18 +96,29 @@ class OpCompiler:
         vllm_config: of the model.
         collectives: with which the program was recorded.
         log: reports once how many ops are compiled, and why others are not.
+        group: vLLM's coordinator of all ranks that run the program together.
+        add_inputs: what `take_inputs` of an `InputAdapter` makes of hidden states [tokens, hidden]; None without.
     """
 
-    def __init__(self, vllm_config: VllmConfig, collectives: ModelCollectives, log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        collectives: ModelCollectives,
+        log: FilteringBoundLogger,
+        group: GroupCoordinator,
+        add_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self._vllm_config = vllm_config
         self._collectives = collectives
         self._log = log
+        self._work = JointWork(group)
+        self._add_inputs = add_inputs
 
     def wrap(self, program: Program) -> Program:
         """Return *program* with functions that `compile` can compile; unchanged if compilation is declined."""
         decline = check_compilation(self._vllm_config, program)
         if decline is not None:
-            self._log.warning("ops of split steps run eager, though DBO_COMPILE=1", reason=str(decline))
+            self._log.warning(_EAGER, reason=str(decline))
             return program
         max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         ops = [replace(op, fn=CompiledFunction(op.fn, max_tokens)) if _may_compile(op) else op for op in program.ops]
@@ -112,14 +128,23 @@ class OpCompiler:
     def compile(self, program: Program) -> int:
         """Compile the functions that `wrap` prepared; return their number. Takes seconds per layer. Collective.
 
-        A function that cannot be compiled, or then has other results, stays eager; the log has the first reason.
+        A function that cannot be compiled on every rank, or then has other results, stays eager; the log has the first
+        reason. If anything else fails on any rank, all of them stay eager on all ranks.
         """
         functions = [op.fn for op in program.ops if isinstance(op.fn, CompiledFunction)]
         if not functions:
             return 0
         start, reasons = time.perf_counter(), list[str]()
-        for tokens in VERIFIED_TOKENS:
-            self._pass_through(program, tokens, reasons)
+        try:
+            with self._work.guard():
+                for tokens in VERIFIED_TOKENS:
+                    self._pass_through(program, tokens, reasons)
+                self._work.gather()  # an op may have failed elsewhere since the last meeting
+        except DboError as error:
+            for function in functions:
+                function.drop()
+            self._log.warning(_EAGER, reason=_get_first_line(error))
+            return 0
         done = sum(function.is_compiled for function in functions)
         self._log.info("ops of split steps are compiled", ops=done, seconds=f"{time.perf_counter() - start:.0f}")
         if reasons:
@@ -127,27 +152,45 @@ class OpCompiler:
         return done
 
     def _pass_through(self, program: Program, tokens: int, reasons: list[str]) -> None:
-        """Run a program with *tokens* random tokens; compile each function, and compare it with the eager one."""
+        """Run a program with *tokens* random tokens; compile each function, and compare it with the eager one.
+
+        Ranks meet before each op, because it may communicate.
+        """
         inputs = self._make_inputs(program, tokens)
         values: dict[Value, Any] = {value: inputs[value.name] for value in program.inputs}
         with set_forward_context(None, self._vllm_config, num_tokens=tokens, skip_compiled=True):
             for op in program.ops:
                 given = tuple(values[value] for value in op.reads)
-                if isinstance(op.fn, CompiledFunction) and (tokens == EXAMPLE_TOKENS or op.fn.is_compiled):
-                    try:
-                        self._compile_and_compare(op, given)
-                    except Exception as error:  # noqa: BLE001 - whatever torch raises, the eager function is right
-                        op.fn.drop()
-                        reasons.append(f"{op.label}: {type(error).__name__}: {_get_first_line(error)}")
+                self._work.gather()
+                if isinstance(op.fn, CompiledFunction):
+                    if tokens == EXAMPLE_TOKENS:
+                        self._try(op, partial(self._compile_op, op, given), reasons)
+                    if op.fn.is_compiled:
+                        self._try(op, partial(self._compare, op, given), reasons)
                 result = (op.fn.fn if isinstance(op.fn, CompiledFunction) else op.fn)(*given)
                 if op.ordered:  # without requests attention is skipped, and its result is uninitialized memory
                     result = torch.randn(result.shape, dtype=result.dtype)
                 values.update(zip(op.writes, (result,) if len(op.writes) == 1 else result, strict=True))
 
-    def _compile_and_compare(self, op: Op, given: tuple[torch.Tensor, ...]) -> None:
+    def _try(self, op: Op, action: Callable[[], None], reasons: list[str]) -> None:
+        """Do something with an op's function; let it run eager if that fails on any rank."""
         function: Any = op.fn
-        if not function.is_compiled:
-            function.use(self._compile(function.fn, _copy(given)), given)
+        problem = ""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever torch raises, the eager function is right
+            problem = f"{op.label}: {type(error).__name__}: {_get_first_line(error)}"
+        problems = [problem for problem in self._work.gather(problem) if problem]
+        if problems:
+            function.drop()
+            reasons.append(problems[0])
+
+    def _compile_op(self, op: Op, given: tuple[torch.Tensor, ...]) -> None:
+        function: Any = op.fn
+        function.use(self._compile(function.fn, _copy(given)), given)
+
+    def _compare(self, op: Op, given: tuple[torch.Tensor, ...]) -> None:
+        function: Any = op.fn
         if not function.fits(given):
             raise SplitError(f"{op.label}: its arguments differ in type or shape from those that it was compiled with.")
         results, eager_results = function(*_copy(given)), function.fn(*_copy(given))
@@ -184,13 +227,15 @@ class OpCompiler:
         """Return a program's inputs by name: hidden states, positions, and the tensors of the stage before."""
         config = self._vllm_config.model_config
         generator = torch.Generator().manual_seed(0)
-        names = [value.name for value in program.inputs if value.name != POSITIONS]
         inputs = {
-            name: torch.randn(tokens, config.get_hidden_size(), generator=generator).to(config.dtype) for name in names
+            value.name: torch.randn(tokens, config.get_hidden_size(), generator=generator).to(config.dtype)
+            for value in program.inputs
         }
+        if self._add_inputs is not None:
+            inputs[X] = self._add_inputs(inputs[X])
         positions = torch.arange(tokens)
         rows = positions.expand(3, -1).contiguous() if config.uses_mrope else positions
-        return {**inputs, POSITIONS: rows}
+        return {**inputs, POSITIONS: rows, INPUT_IDS: (positions % config.get_vocab_size()).to(torch.int32)}
 
 
 def check_compilation(vllm_config: VllmConfig, program: Program) -> Decline | None:

@@ -20,5 +20,8 @@ def profile_all_threads(worker: WorkerBase) -> bool:
     profiler = getattr(wrapper, "profiler", None)
     if not isinstance(profiler, torch.profiler.profile) or profiler.experimental_config is not None:
         return False
-    profiler.experimental_config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    try:
+        profiler.experimental_config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except (AttributeError, TypeError):  # a torch without this option
+        return False
     return True

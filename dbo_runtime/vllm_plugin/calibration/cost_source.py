@@ -132,8 +132,8 @@ class CostSource:
         try:
             table = self._read(path)
             outcome = f"costs {table.digest}"
-        except ConfigError as error:
-            outcome = str(error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
+            outcome = str(error) if isinstance(error, ConfigError) else f"cost file {path} cannot be used: {error!r}"
         gathered = gather(self._group, (outcome, table is not None))
         outcomes = [text for text, _ in gathered]
         if not all(fits for _, fits in gathered):
@@ -234,7 +234,9 @@ class CostSource:
         )  # without a server, vLLM's defaults differ
         prepared, problem = "", ""
         try:
-            runtime.planner = planner = PreparedPlanner(runtime.program, table, limits)
+            runtime.planner = planner = PreparedPlanner(
+                runtime.program, table, limits, keeps_layers=runtime.keeps_layers
+            )
             runtime.prepare(runtime.config)
             prepared = planner.digest
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; it may be a lack of memory

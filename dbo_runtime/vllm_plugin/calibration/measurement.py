@@ -22,7 +22,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
@@ -34,8 +33,9 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import COMM, COMPUTE, Program
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
+from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
-from dbo_runtime.vllm_plugin.parallel.agreement import gather
+from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.phase import Phase
 
@@ -88,9 +88,23 @@ def measure(
 
     Raises:
         DeclineError: if vLLM's dummy batches cannot be split, with the reason.
+        RankError: on all ranks, if one of them fails, but one that others already wait for in a step.
     """
-    shapes = choose_shapes(_agree_on_limits(group, get_limits(runner)))
-    harness = _Harness(runner, forward, group)
+    work = JointWork(group)
+    with work.guard():
+        return _measure(runner, forward, work, group, budget, progress)
+
+
+def _measure(
+    runner: GPUModelRunner,
+    forward: SplitForward,
+    work: JointWork,
+    group: GroupCoordinator,
+    budget: float,
+    progress: Progress,
+) -> Measurements:
+    shapes = choose_shapes(_agree_on_limits(work, get_limits(runner)))
+    harness = _Harness(runner, forward, group, work)
     measurements = Measurements()
     for shape in shapes[:1]:
         harness.run(shape, 0)  # the very first runs compile and allocate: serving would have done it, too
@@ -101,11 +115,11 @@ def measure(
             continue  # there may still be time for another one
         progress(number, len(shapes), str(shape))
         first = harness.run(shape, 0)
-        warm = _agree_on_time(group, start)
+        warm = _agree_on_time(work, start)
         repeats = choose_repeats(budget - warm, warm - spent)
         runs = [run for turn in range(1, 1 + repeats) for run in harness.run(shape, turn)]
-        _add(measurements, _gather_runs(group, runs or first))  # memory that a first run is the first to touch is slow
-        now = _agree_on_time(group, start)
+        _add(measurements, _gather_runs(work, runs or first))  # memory that a first run is the first to touch is slow
+        now = _agree_on_time(work, start)
         rounds.append((shape, (now - spent) / (1 + repeats)))
         spent = now
     progress(len(shapes), len(shapes), "done")
@@ -162,9 +176,9 @@ class _Run(NamedTuple):
 class _Harness:
     """Replaces a model's forward while vLLM runs dummy batches, and measures the time."""
 
-    def __init__(self, runner: GPUModelRunner, served: SplitForward, group: GroupCoordinator) -> None:
+    def __init__(self, runner: GPUModelRunner, served: SplitForward, group: GroupCoordinator, work: JointWork) -> None:
         self._runner = runner
-        self._group = group
+        self._work = work
         self._vocabulary = runner.model_config.get_vocab_size()
         self._seconds = 0.0
         self._device = device = served.runtime.device
@@ -196,8 +210,7 @@ class _Harness:
         tokens = torch.arange(positions.shape[-1], device=positions.device) * STRIDE_TOKENS % self._vocabulary
         tokens = tokens.to(torch.int32)  # as vLLM's are
         _fill(intermediate_tensors)
-        if self._group.world_size > 1:
-            dist.barrier(group=self._group.cpu_group)
+        self._work.gather()
         self._device.synchronize()
         start = time.perf_counter()
         results = self._forward(tokens, positions, intermediate_tensors, **kwargs)
@@ -216,7 +229,8 @@ class _Harness:
         model = self._runner.get_model()
         served, model.forward = model.forward, self
         try:
-            run_dummy(self._runner, shape.requests, shape.tokens, shape.context)
+            with replace_agent(None):  # nothing of a dummy batch is transferred
+                run_dummy(self._runner, shape.requests, shape.tokens, shape.context)
         finally:
             model.forward = served
         if mode == "unsplit":
@@ -239,13 +253,14 @@ def _copy_forward(served: SplitForward, device: Device, policy: str, group: Grou
     """Return a forward of the same model that splits by a policy, whatever the settings are."""
     config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # if the program has one
     own = served.copy_for(device, config, group)
+    own.decider.has_layer_hooks = False  # dummy batches have no KV connector, so any order may be measured
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 
 
-def _gather_runs(group: GroupCoordinator, own: Sequence[_Run]) -> list[list[_Run]]:
+def _gather_runs(work: JointWork, own: Sequence[_Run]) -> list[list[_Run]]:
     """Return the runs of each rank [ranks][runs], which are lists on the way."""
-    return [[_read_run(*run) for run in runs] for runs in gather(group, own)]
+    return [[_read_run(*run) for run in runs] for runs in work.gather(own)]
 
 
 def _read_run(mode: str, loads: Sequence[Any], seconds: float, idle: float, samples: Sequence[Any]) -> _Run:
@@ -253,13 +268,13 @@ def _read_run(mode: str, loads: Sequence[Any], seconds: float, idle: float, samp
     return _Run(mode, tuple(BatchFeatures(*load) for load in loads), seconds, idle, read)
 
 
-def _agree_on_limits(group: GroupCoordinator, own: Limits) -> Limits:
-    return Limits(*(min(limit) for limit in zip(*gather(group, own), strict=True)))
+def _agree_on_limits(work: JointWork, own: Limits) -> Limits:
+    return Limits(*(min(limit) for limit in zip(*work.gather(own), strict=True)))
 
 
-def _agree_on_time(group: GroupCoordinator, start: float) -> float:
+def _agree_on_time(work: JointWork, start: float) -> float:
     """Return the seconds since *start* on the slowest rank, by which all ranks decide alike whether to go on."""
-    seconds: list[float] = gather(group, time.perf_counter() - start)
+    seconds: list[float] = work.gather(time.perf_counter() - start)
     return max(seconds)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import TransferError
+from dbo_runtime.policies import keeps_layers
 from dbo_runtime.schedule import Schedule
 from dbo_runtime.vllm_plugin.api.forward_context import get_current
 from dbo_runtime.vllm_plugin.api.kv_agent import accept_agent, get_agent, replace_agent
@@ -150,7 +150,6 @@ def transfer_once(step: ForwardContext, contexts: Sequence[ForwardContext]) -> I
 
 def check_turns(schedule: Schedule) -> Decline | None:
     """Decline an issue order in which a micro-batch attends in a layer before all have attended in the last one."""
-    layers = [each.op.layer for each in schedule.instructions if each.op.ordered and each.op.layer is not None]
-    if any(later < earlier for earlier, later in pairwise(layers)):
-        return Decline("the KV connector takes one layer after the other", "DBO_POLICY=alternate issues them so")
-    return None
+    if keeps_layers(each.op for each in schedule.instructions):
+        return None
+    return Decline("the KV connector takes one layer after the other", "DBO_POLICY=optimal and alternate issue them so")

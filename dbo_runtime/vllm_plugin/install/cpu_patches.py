@@ -40,14 +40,23 @@ class UpstreamBug:
     patch: Callable[[], None]
 
 
-def apply_patches() -> list[str]:
-    """Patch the bugs that this vLLM has; return their symptoms. Only for the CPU platform; safe to call repeatedly."""
-    patched = []
+def apply_patches() -> tuple[list[str], dict[str, str]]:
+    """Patch the bugs that this vLLM has. Only for the CPU platform; safe to call repeatedly.
+
+    Returns:
+        The symptoms of those that were patched, and of those that could not be, with the reason: another version of
+        vLLM may have other names, and may do without the patch.
+    """
+    patched: list[str] = []
+    failed: dict[str, str] = {}
     for bug in UPSTREAM_BUGS:
-        if bug.is_present():
-            bug.patch()
-            patched.append(bug.symptom)
-    return patched
+        try:
+            if bug.is_present():
+                bug.patch()
+                patched.append(bug.symptom)
+        except Exception as error:  # noqa: BLE001 - the engine starts without the patch
+            failed[bug.symptom] = repr(error)
+    return patched, failed
 
 
 def _find_mapless_experts() -> list[type[FusedMoEExpertsModular]]:

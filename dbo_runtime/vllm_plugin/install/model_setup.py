@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dbo_runtime.adapter import (
@@ -193,11 +194,23 @@ def _set_up_steps(
 ) -> None:
     """Make what splits the steps of a model, up to serving."""
     if rank.config.compile:
-        served.compiler = OpCompiler(rank.vllm_config, collectives, rank.log)
+        served.compiler = _make_compiler(runner, adapter, rank, collectives)
         program = served.compiler.wrap(program)
-    runtime = MicroBatchRuntime(program, device, rank.config, rank.log, rank.groups.all_ranks.world_size)
+    hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
+    ranks = rank.groups.all_ranks.world_size
+    runtime = MicroBatchRuntime(program, device, rank.config, rank.log, ranks, keeps_layers=hooked)
     served.forward = _make_forward(runner, runtime, adapter, rank, metrics)
     served.costs = CostSource(runner, served.forward, make_identity(rank), rank, metrics)
+
+
+def _make_compiler(
+    runner: GPUModelRunner, adapter: ModelAdapter, rank: RankContext, collectives: ModelCollectives
+) -> OpCompiler:
+    """Make what compiles ops with inputs as the first stage has them: with what the adapter adds."""
+    add_inputs = None
+    if isinstance(adapter, InputAdapter) and rank.stage.is_first:
+        add_inputs = partial(adapter.take_inputs, runner.get_model(), keep=True)
+    return OpCompiler(rank.vllm_config, collectives, rank.log, rank.groups.all_ranks, add_inputs)
 
 
 def _make_forward(
@@ -213,8 +226,7 @@ def _make_forward(
     agreement = Agreement(rank.groups.all_ranks, rank.can_disagree, count)
     splitter = ContextSplitter(rank.platform, rank.vllm_config, runner, rank.dispatch)
     number = None if data_parallel is None else data_parallel.rank_in_group
-    hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
-    decider = StepDecider(runtime, splitter, agreement, rank.transport, number, hooked)
+    decider = StepDecider(runtime, splitter, agreement, rank.transport, number, runtime.keeps_layers)
     decider.phase = Phase.STARTING
     decider.first_steps = _make_first_steps(rank)
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None

@@ -43,8 +43,12 @@ def _patch_cpu_build(vllm_config: VllmConfig, platform: Platform, quiet: bool) -
     others = vllm_config.speculative_config, vllm_config.lora_config
     if not platform.needs_cpu_patches or (not is_parallel and others == (None, None)):
         return
-    for symptom in apply_patches():
-        open_log(quiet=quiet).info("patched an upstream bug of vLLM", symptom=symptom)
+    patched, failed = apply_patches()
+    log = open_log(quiet=quiet)
+    for symptom in patched:
+        log.info("patched an upstream bug of vLLM", symptom=symptom)
+    for symptom, reason in failed.items():
+        log.warning("an upstream bug of vLLM may be there, and is not patched", symptom=symptom, reason=reason)
 
 
 def _install_host_lengths(vllm_config: VllmConfig, platform: Platform, config: RuntimeConfig) -> None:

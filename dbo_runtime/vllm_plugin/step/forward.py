@@ -124,9 +124,8 @@ class SplitForward:
     def copy_for(self, device: Device, config: RuntimeConfig, group: GroupCoordinator) -> SplitForward:
         """Return a forward of the same model with separate plans, counts and times, and a silent log."""
         own = copy.copy(self)
-        own.runtime = MicroBatchRuntime(
-            self.runtime.program, device, config, open_log(quiet=True), ranks=group.world_size
-        )
+        ranks, log = group.world_size, open_log(quiet=True)
+        own.runtime = MicroBatchRuntime(self.runtime.program, device, config, log, ranks, self.runtime.keeps_layers)
         own.decider, own._timers = self.decider.copy_for(own.runtime, group), deque(maxlen=MAX_TIMED_STEPS)
         own.recording, own._metrics, own._is_final = Recording(), None, False
         return own

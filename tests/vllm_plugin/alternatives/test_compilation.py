@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,8 @@ pytest.importorskip("vllm", reason="needs vLLM, which compiles")
 from vllm.config import CompilationMode
 from vllm.forward_context import set_forward_context
 
-from dbo_runtime.program import ProgramBuilder
+from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.vllm_plugin.alternatives import compilation
 from dbo_runtime.vllm_plugin.alternatives.compilation import (
     COMPILED_OPS,
     CompiledFunction,
@@ -26,6 +30,8 @@ from tests.programs import record_toy
 from tests.vllm_plugin.engine import Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import TINY, Engines, share_cores
 from tests.vllm_plugin.families import find_backend, make_family
+from tests.vllm_plugin.thread_ranks import ThreadGroup, ThreadRanks
+from tests.vllm_plugin.vision_families import QWEN3, make_requests, make_vision_family
 
 SETTINGS = {"DBO_COMPILE": "1"}
 CHECKED = {"DBO_MODE": "always", "DBO_CHECK": "1"}
@@ -183,7 +189,8 @@ def test_an_op_that_cannot_be_compiled_stays_eager_and_says_so_once(compiling: E
         with p.layer(layer):
             x = p.compute("mlp", fn, x)
     program = p.build(x)
-    compiler = OpCompiler(compiling.runner.vllm_config, SimpleNamespace(get_reducing_module=lambda fn: None), log)
+    collectives = SimpleNamespace(get_reducing_module=lambda fn: None)
+    compiler = OpCompiler(compiling.runner.vllm_config, collectives, log, ThreadGroup(0, 1))
     wrapped = compiler.wrap(program)
     done = compiler.compile(wrapped)
     assert done == (0 if fn is branch else 2)
@@ -193,3 +200,134 @@ def test_an_op_that_cannot_be_compiled_stays_eager_and_says_so_once(compiling: E
     for size in (hidden, hidden + 1):  # the second one does not fit
         x = -torch.ones(4, size)
         assert torch.equal(wrapped.ops[0].fn(x), fn(x))
+
+
+HIDDEN = 8
+EAGER = "ops of split steps run eager, though DBO_COMPILE=1"
+
+
+def make_small_config() -> Any:
+    model = SimpleNamespace(
+        get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: 3, dtype=torch.float32, uses_mrope=False
+    )
+    own = make_config()
+    own.model_config, own.scheduler_config = model, SimpleNamespace(max_num_batched_tokens=512)
+    return own
+
+
+def record_small(features: Callable[..., Any], reduce: Callable[..., Any]) -> Program:
+    """Return a program whose first op is never compiled, with two that may be, and a collective between them."""
+    p = ProgramBuilder()
+    x, _ = p.input("x"), p.input("positions")
+    x = p.compute("take_features", features, x)
+    with p.layer(0):
+        x = p.compute("attn_norm", torch.relu, x)
+        x = p.comm("attn_reduce", reduce, x)
+        x = p.compute("mlp", torch.neg, x)
+    return p.build(x)
+
+
+class Fault:
+    """Raises on one rank only, at its *call*-th call from 1 on, before it does what it stands for."""
+
+    def __init__(self, rank: int, call: int = 1, then: Callable[..., Any] = lambda x: x) -> None:
+        self.rank, self.left, self.then = rank, call, then
+
+    def on(self, rank: int) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            self.left -= rank == self.rank
+            if rank == self.rank and self.left == 0:
+                raise RuntimeError("no such kernel")
+            return self.then(*given)
+
+        return run
+
+
+FAULTS = {  # what fails, and at which call
+    "inputs": ("inputs", 1),
+    "an op that is never compiled": ("features", 1),
+    "the same with other tokens": ("features", 2),
+    "a collective": ("reduce", 1),
+}
+
+
+def compile_small(
+    group: Any, monkeypatch: pytest.MonkeyPatch, **faults: Fault
+) -> tuple[int, list[bool], list[dict[str, Any]]]:
+    """Compile on one rank; return the number of compiled ops, which are, and what was logged."""
+    log, rank = Log(), group.rank_in_group
+    parts = {name: faults.get(name, Fault(-1)).on(rank) for name in ("inputs", "features", "reduce", "compile")}
+    compiler = OpCompiler(make_small_config(), SimpleNamespace(), log, group, parts["inputs"])
+    monkeypatch.setattr(compiler, "_compile", lambda fn, given: parts["compile"](fn))
+    program = compiler.wrap(record_small(parts["features"], parts["reduce"]))
+    done = compiler.compile(program)
+    return done, [op.fn.is_compiled for op in program.ops if isinstance(op.fn, CompiledFunction)], log.said
+
+
+@pytest.fixture
+def no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "set_forward_context", lambda *_, **__: nullcontext())
+
+
+@pytest.mark.usefixtures("no_context")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_fails_on_any_rank_all_ops_stay_eager_on_all(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, call = FAULTS[fault]
+    faults = {name: Fault(1, call)}
+    outcomes = ThreadRanks(monkeypatch).run(lambda group: compile_small(group, monkeypatch, **faults))
+    for outcome in outcomes:
+        assert not isinstance(outcome, Exception), outcome
+        done, compiled, said = outcome
+        assert (done, compiled) == (0, [False, False])
+        assert [(line["what"], line["reason"]) for line in said] == [
+            (EAGER, "rank 1: RuntimeError('no such kernel')"),
+        ]
+
+
+@pytest.mark.usefixtures("no_context")
+def test_an_op_that_one_rank_cannot_compile_stays_eager_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Fault(0, 2, then=lambda fn: fn)
+    outcomes = ThreadRanks(monkeypatch).run(lambda group: compile_small(group, monkeypatch, compile=fault))
+    for done, compiled, said in outcomes:
+        assert (done, compiled) == (1, [True, False])
+        assert said[-1]["reason"] == "L0.mlp: RuntimeError: no such kernel"
+
+
+@pytest.mark.usefixtures("no_context")
+def test_all_ranks_compile_where_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = ThreadRanks(monkeypatch).run(lambda group: compile_small(group, monkeypatch))
+    assert [(done, compiled) for done, compiled, _ in outcomes] == [(2, [True, True])] * 2
+
+
+@pytest.mark.usefixtures("no_context")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_single_rank_stays_eager_and_says_why(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, call = FAULTS[fault]
+    done, compiled, said = compile_small(ThreadGroup(0, 1), monkeypatch, **{name: Fault(0, call)})
+    assert (done, compiled) == (0, [False, False])
+    assert said == [{"what": EAGER, "reason": "RuntimeError('no such kernel')"}]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_model_with_features_of_images_is_compiled_and_answers_alike(tmp_path: Path, engines: Engines) -> None:
+    """Its program is given embedded tokens and their features, which are wider than the hidden size."""
+    model = make_vision_family(QWEN3, tmp_path / "model")
+    options = {
+        "attention_backend": "CPU_ATTN",
+        "enable_prefix_caching": False,
+        "limit_mm_per_prompt": {"image": 3, "video": 0},
+        "mm_processor_cache_gb": 0,
+        "max_model_len": 512,
+        "enforce_eager": False,
+    }
+    with engines.start(1, "nobind", model, SETTINGS, **options) as engine:
+        functions = find_functions(engine)
+        assert [label for label, function in functions.items() if not function.is_compiled] == []
+        requests = make_requests((1, 3, 0, 2, 1))
+        engine.configure(DBO_MODE="off")
+        unsplit = engine.generate(requests, tokens=3)
+        engine.configure(**CHECKED)
+        before = engine.count_split()
+        assert find_difference(unsplit, engine.generate(requests, tokens=3)) < 1e-3
+        assert engine.count_split() > before

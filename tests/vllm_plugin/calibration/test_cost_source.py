@@ -25,7 +25,7 @@ from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.runtime import Statistics
-from dbo_runtime.vllm_plugin.calibration import cost_source
+from dbo_runtime.vllm_plugin.calibration import cost_source, measurement
 from dbo_runtime.vllm_plugin.calibration.cost_source import Report
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
 from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fit_rest, fit_steps
@@ -320,6 +320,24 @@ def test_where_calibration_fails_serving_goes_on_without(
     assert not path.exists()
     config = RuntimeConfig(calibrate=True, costs=str(path))
     assert_serves_on_without_costs(config, str(raised.value), one_rank, forward, log)
+
+
+def test_whatever_a_dummy_batch_fails_with_serving_goes_on_without(
+    one_rank: Engine, forward: SplitForward, log: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out_of_memory(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(measurement, "run_dummy", run_out_of_memory)
+    assert_serves_on_without_costs(RuntimeConfig(calibrate=True), "MemoryError('no room')", one_rank, forward, log)
+
+
+def test_whatever_a_file_is_read_with_all_ranks_hear_of_it(
+    one_rank: Engine, forward: SplitForward, log: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_source, "load_costs", lambda _: 1 / 0)
+    reason = "cost file costs.json cannot be used: ZeroDivisionError('division by zero')"
+    assert_serves_on_without_costs(RuntimeConfig(costs="costs.json"), reason, one_rank, forward, log)
 
 
 def test_whatever_the_fit_fails_with_all_ranks_hear_of_it_and_serving_goes_on_without(

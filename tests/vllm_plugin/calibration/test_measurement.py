@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.errors import RankError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import Program, ProgramBuilder
@@ -226,8 +227,10 @@ def look_at(engine: Engine) -> tuple[Any, ...]:
 def test_a_failure_leaves_nothing_behind(one_rank: Engine) -> None:
     seen = look_at(one_rank)
     runner = one_rank.runner
-    with patch.object(runner, "_build_attention_metadata", side_effect=MemoryError), pytest.raises(MemoryError):
+    failing = patch.object(runner, "_build_attention_metadata", side_effect=MemoryError)
+    with failing, pytest.raises(RankError, match="MemoryError") as raised:
         one_rank.llm.collective_rpc(measure_few)
+    assert isinstance(raised.value.__cause__, MemoryError)
     assert look_at(one_rank) == seen
 
 

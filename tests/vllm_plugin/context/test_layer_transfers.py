@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_transfer_state import is_v1_kv_transfer_gro
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import TransferError
+from dbo_runtime.lowering import lower
+from dbo_runtime.policies import alternate, layered
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.schedule import Instruction, Issue, Schedule
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
@@ -263,4 +265,18 @@ def test_an_issue_order_is_declined_if_a_micro_batch_attends_too_early(ahead: li
     assert (declined is None) == (ahead == sorted(ahead))
     if declined is not None:
         assert declined == Decline("the KV connector takes one layer after the other", declined.detail)
-        assert "DBO_POLICY=alternate" in declined.detail
+        assert declined.detail == "DBO_POLICY=optimal and alternate issue them so"
+
+
+def test_layers_that_do_not_communicate_are_issued_in_turn() -> None:
+    """Dense layers, where experts are spread but nothing else is."""
+    p = ProgramBuilder()
+    x = p.input("x")
+    for layer in range(3):
+        with p.layer(layer):
+            x = p.compute("attention", abs, x, ordered=True)
+            x = p.compute("mlp", abs, x)
+            x = p.comm("dispatch", abs, x) if layer == 2 else x
+    two = [p.build(p.compute("norm", abs, x))] * 2
+    assert check_turns(lower(two, alternate(two))) is not None
+    assert check_turns(lower(two, layered(two))) is None

@@ -11,10 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.vllm_plugin.costs import calibrate_few
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, PROMPTS, assert_close
+from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, generate
 from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
 from tests.vllm_plugin.engines import TINY, Engines, share_cores
 from tests.vllm_plugin.layer_events import ATTEND, SAVE, WAIT, Event
+from tests.vllm_plugin.ranks import Ranks
 
 RECORDER = {
     "kv_transfer_config": {
@@ -50,6 +53,60 @@ def test_an_issue_order_with_a_micro_batch_layers_ahead_is_declined(recorded: En
 
 def test_one_rank_tells_a_connector_the_same_as_in_unsplit_steps_and_after_one_that_fails(engines: Engines) -> None:
     engines.run(1, run_alone, RECORDER, examine_all)
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_with_a_dense_layer_tell_a_connector_the_same(engines: Engines) -> None:
+    """A dense layer does not communicate there, so nothing but the connector makes micro-batches take turns in it."""
+    with engines.start_ranks(2, settings=DECLARED, **RECORDER) as ranks:
+        ranks.run(watch_attention)
+        unsplit, expected = answer(ranks, "off", None, 1), answer(ranks, "off", None, 6, ARRIVALS)
+        for cuts in ([[263], [232]], [[100, 300], [20, 40]]):
+            assert_alike(answer(ranks, "always", cuts, 1), unsplit)
+        assert_alike(answer(ranks, "always", [[2], [3]], 6, ARRIVALS), expected)
+        assert_alike(answer(ranks, "always", None, 1), unsplit)
+        digests = ranks.run(calibrate)  # dummy batches tell the connector nothing
+        assert ranks.run(take_own_steps) == [[], []]
+        assert len({*digests}) == 1
+        assert_alike(answer(ranks, "always", None, 1), unsplit)
+        assert all(ranks.run(is_planned_by_costs))
+
+
+def answer(
+    ranks: Ranks, mode: str, cuts: Any, tokens: int, arrive: Any = ()
+) -> list[tuple[list[Answer], Steps, int, list[str]]]:
+    """Return of each rank its answers, what its connector was told, how many steps were split, and reasons not to."""
+    found = ranks.run(generate, mode, cuts, tokens, arrive)
+    return [
+        (answers, steps, split, declined)
+        for (answers, split, declined), steps in zip(found, ranks.run(take_own_steps), strict=True)
+    ]
+
+
+def assert_alike(split: Any, unsplit: Any) -> None:
+    for (answers, steps, count, declined), (expected, told, none, _) in zip(split, unsplit, strict=True):
+        assert (none, count > 0) == (0, True), declined
+        assert_close(expected, answers)
+        assert_told_alike(steps, told)
+        assert len(list_attending(steps)) > len(list_attending(told)), "no layer attended more than once"
+
+
+def watch_attention(engine: Engine, _: int) -> None:
+    engine.llm.collective_rpc("watch_attention")
+
+
+def take_own_steps(engine: Engine, _: int) -> Steps:
+    return take_steps(engine)[0]
+
+
+def calibrate(engine: Engine, _: int) -> str:
+    """Plan by costs from now on; return their digest."""
+    digest: str = engine.llm.collective_rpc(calibrate_few)[0][1]
+    return digest
+
+
+def is_planned_by_costs(engine: Engine, _: int) -> bool:
+    return engine.llm.collective_rpc("dbo_last_step")[0]["expected"] is not None
 
 
 @pytest.mark.slow

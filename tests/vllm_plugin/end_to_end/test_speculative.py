@@ -88,15 +88,22 @@ def test_only_the_model_is_split_and_the_drafter_is_given_whole_batches(mtp: Eng
 
 
 @pytest.mark.slow
-def test_costs_are_measured_where_a_layer_drafts(mtp: Engine, tmp_path: Path) -> None:
-    ((_, digest),) = mtp.llm.collective_rpc(calibrate_few, args=(str(tmp_path / "costs.json"),))
-    assert load_costs(tmp_path / "costs.json").digest == digest
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
+def test_costs_are_measured_and_planned_by_where_a_model_drafts(
+    drafter: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Hidden states that an Eagle3 head reads are written by ops of one name."""
+    engine: Engine = request.getfixturevalue(drafter)
+    digests = {digest for _, digest in engine.llm.collective_rpc(calibrate_few, args=(str(tmp_path / "costs.json"),))}
+    table = load_costs(tmp_path / "costs.json")
+    assert digests == {table.digest}
+    assert ("auxiliary" in table.ops) == (drafter == "eagle3")
     try:
-        assert_split_drafts_alike(mtp)
-        mtp.generate(PROMPTS)
-        assert mtp.llm.collective_rpc("dbo_last_step")[0]["expected"] is not None
+        assert_split_drafts_alike(engine)
+        engine.generate(PROMPTS)
+        assert engine.llm.collective_rpc("dbo_last_step")[0]["expected"] is not None
     finally:
-        mtp.llm.collective_rpc(forget_costs)
+        engine.llm.collective_rpc(forget_costs)
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import vllm
 
-from dbo_runtime.vllm_plugin.install.cpu_patches import UPSTREAM_BUGS
+from dbo_runtime.vllm_plugin.install import cpu_patches
+from dbo_runtime.vllm_plugin.install.cpu_patches import UPSTREAM_BUGS, UpstreamBug
 
 ROOT = Path(__file__).parents[3]
 VERSION = vllm.__version__.partition("+")[0]
@@ -120,9 +121,9 @@ for call in (lambda: repeat(0.0, 2.0), lambda: verify([7] * 5), lambda: verify_r
 assert expand() == [5.0, 9.0, 1.0], "vLLM skips tokens without adapters now: remove this"
 
 # Patched, once.
-assert apply_patches() == [bug.symptom for bug in UPSTREAM_BUGS]
+assert apply_patches() == ([bug.symptom for bug in UPSTREAM_BUGS], {})
 assert [bug.is_present() for bug in UPSTREAM_BUGS] == [False] * len(UPSTREAM_BUGS)
-assert apply_patches() == []
+assert apply_patches() == ([], {})
 assert torch.equal(run(first, swapped), other)
 assert torch.equal(run(first, None), plain)
 assert torch.equal(run(first, elsewhere), torch.zeros_like(x)), "an expert on another rank gives nothing here"
@@ -154,8 +155,8 @@ version = sys.argv[1]
 present = [bug.symptom for bug in UPSTREAM_BUGS if bug.is_present()]
 known = [bug.symptom for bug in UPSTREAM_BUGS if version in bug.versions]
 assert present == known, (present, known)
-assert apply_patches() == present
-assert apply_patches() == []
+assert apply_patches() == (present, {})
+assert apply_patches() == ([], {})
 """
 
 
@@ -178,3 +179,22 @@ def test_each_bug_is_there_and_is_gone_once_patched() -> None:
 @pytest.mark.vllm
 def test_the_bugs_that_are_found_are_those_that_were_seen_in_this_version() -> None:
     run_script(FIND_AND_PATCH, VERSION)
+
+
+def test_a_bug_whose_test_or_patch_fails_is_named_and_the_others_are_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of vLLM may have other names."""
+    patched: list[str] = []
+
+    def fail() -> bool:
+        raise AttributeError("no attribute 'CPUModelRunner'")
+
+    bugs = (
+        UpstreamBug("cannot be told", (), fail, lambda: patched.append("first")),
+        UpstreamBug("cannot be patched", (), lambda: True, fail),  # type: ignore[arg-type]
+        UpstreamBug("is there", (), lambda: True, lambda: patched.append("third")),
+        UpstreamBug("is not", (), lambda: False, fail),  # type: ignore[arg-type]
+    )
+    monkeypatch.setattr(cpu_patches, "UPSTREAM_BUGS", bugs)
+    found, failed = cpu_patches.apply_patches()
+    assert (found, patched, [*failed]) == (["is there"], ["third"], ["cannot be told", "cannot be patched"])
+    assert all("no attribute 'CPUModelRunner'" in reason for reason in failed.values())

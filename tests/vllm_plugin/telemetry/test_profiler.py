@@ -57,3 +57,10 @@ def test_a_profiler_that_is_configured_already_stays_as_it_is() -> None:
     assert configured.experimental_config is own
     for worker in (SimpleNamespace(), SimpleNamespace(profiler=None), SimpleNamespace(profiler=SimpleNamespace())):
         assert not profile_all_threads(worker)  # type: ignore[arg-type]
+
+
+def test_a_torch_that_cannot_record_all_threads_records_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiler = torch.profiler.profile()
+    monkeypatch.setattr(torch._C._profiler, "_ExperimentalConfig", lambda: None)  # takes no such option
+    assert not profile_all_threads(SimpleNamespace(profiler=SimpleNamespace(profiler=profiler)))  # type: ignore[arg-type]
+    assert profiler.experimental_config is None
