@@ -77,9 +77,9 @@ def count_comparisons(worker: Any) -> None:
     worker.counted, worker.counting = Counter(), ExitStack()
     describe = forward.describe_difference
 
-    def count(split: Any, again: Any, plan: Any, mode: str = "unsplit") -> str:
+    def count(split: Any, again: Any, plan: Any, mode: str = "unsplit", *others: Any) -> str:
         worker.counted[mode] += 1
-        difference = describe(split, again, plan, mode)
+        difference = describe(split, again, plan, mode, *others)
         if not difference or mode != PIECES:
             return difference
         worker.counted[difference] += 1

@@ -31,7 +31,8 @@ VERIFY = "verify"
 CHECKS = (VERIFY, "1", "races")
 ENDED = "a rank died, or did not answer"
 STEPS = 4  # of each fault, each a prefill and a decode
-SECONDS = 90.0  # without an outcome, after which a fault counts as a hang
+NEEDS_ENGINE = "needs a new engine"  # said by a process whose engine a fault has ended
+SECONDS = 180.0  # without an outcome, after which a fault counts as a hang; an engine's start included
 
 
 class Outcome(NamedTuple):
@@ -48,17 +49,20 @@ def run_probe(
     """Yield what is said of each fault under each check; what ends the process is said in its own words."""
     wanted = [(fault, check) for fault in faults for check in checks]
     while wanted:
-        done = 0
+        ended_for_next = True
         for outcome in _run_process(model, dtype, wanted):
-            yield outcome
-            done += 1
-        if done < len(wanted):
-            yield Outcome(*wanted[done], ENDED)
-        wanted = wanted[done + 1 :]
+            if outcome is None:
+                ended_for_next = False
+            else:
+                yield outcome
+                wanted = wanted[1:]
+        if wanted and ended_for_next:
+            yield Outcome(*wanted[0], ENDED)
+            wanted = wanted[1:]
 
 
-def _run_process(model: Path, dtype: str, wanted: Sequence[tuple[str, str]]) -> Iterator[Outcome]:
-    """Yield what the process says, until it ends or has said nothing for some time."""
+def _run_process(model: Path, dtype: str, wanted: Sequence[tuple[str, str]]) -> Iterator[Outcome | None]:
+    """Yield what the process says, until it ends or has said nothing for some time; None if it wants a new engine."""
     process = subprocess.Popen(
         [sys.executable, "-m", MODULE, str(model), dtype, *(f"{fault}:{check}" for fault, check in wanted)],
         stdout=subprocess.PIPE,
@@ -77,6 +81,9 @@ def _run_process(model: Path, dtype: str, wanted: Sequence[tuple[str, str]]) -> 
             if line.startswith(b'{"fault"'):  # vLLM says on standard output as well that it waits
                 yield Outcome(**json.loads(line))
                 deadline = time.monotonic() + SECONDS
+            elif line.startswith(NEEDS_ENGINE.encode()):
+                yield None
+                break
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -98,6 +105,9 @@ def main(model: str, dtype: str, words: Sequence[str]) -> None:
         except Exception as raised:  # noqa: BLE001 - whatever it is, it was noticed
             error = str(raised)
         print(json.dumps(Outcome(fault, check, error)._asdict()), flush=True)
+        if error and check != VERIFY and not is_alive(served[0]):
+            print(NEEDS_ENGINE, flush=True)
+            break
     os._exit(0)  # workers that a fault has left waiting end with the process
 
 
@@ -109,22 +119,34 @@ def start_engine(model: str, dtype: str) -> Any:
     return Engines().get(2, share_cores(), Path(model), **options)
 
 
+def is_alive(engine: Any) -> bool:
+    """Return whether an engine still answers: what a dead one says of the next fault would be no finding."""
+    from tests.vllm_plugin.engine import make_prompt
+
+    try:
+        engine.generate([make_prompt(20, 1)], tokens=2)
+    except Exception:  # noqa: BLE001 - whatever it is, a new engine is needed
+        return False
+    return True
+
+
 def serve(engine: Any, fault: str, check: str, seeds: Iterator[int]) -> str:
     """Run steps with a fault, none of whose prompts was there before; return what is said of it."""
     from tests.vllm_plugin.engine import make_prompt
 
+    said = ""
     engine.llm.collective_rpc("plant", args=(fault,))
     engine.configure(DBO_CHECK=check)
     try:
         for seed in islice(seeds, STEPS):
             engine.generate([make_prompt(70 + seed % 7, seed), make_prompt(9, seed + 1000)], tokens=2)
     except Exception as raised:  # noqa: BLE001 - as above
-        return str(raised)
-    finally:
+        said = str(raised)
+    with suppress(Exception):  # a dead engine is found out by `is_alive`
         engine.llm.collective_rpc("plant", args=(None,))
         engine.configure(DBO_CHECK="0")
         engine.abort_all()
-    return ""
+    return said
 
 
 def verify(model: str, name: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -19,10 +21,14 @@ def uses_second_runner(vllm_config: VllmConfig) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
-def chooses_by_scores(vllm_config: VllmConfig) -> bool:
-    """Return whether layers choose by scores, experts or the keys to attend to, so that rounding may choose others."""
+def may_diverge(vllm_config: VllmConfig) -> bool:
+    """Return whether rounding alone may lead a step elsewhere.
+
+    It may where layers choose experts, or the keys to attend to, by scores, and where types are coarse.
+    """
     model = vllm_config.model_config
-    return bool(model.is_moe) or hasattr(model.hf_text_config, "index_topk")
+    chooses = bool(model.is_moe) or hasattr(model.hf_text_config, "index_topk")
+    return chooses or model.dtype != torch.float32
 
 
 def scatters_residuals(vllm_config: VllmConfig) -> bool:

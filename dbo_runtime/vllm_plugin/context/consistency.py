@@ -52,7 +52,6 @@ def _list_problems(step: ForwardContext, context: ForwardContext, layer: str, pi
 
 def _list_contradictions(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[str]:
     """Yield what does not fit a slice. There may be padding: fewer tokens than the slice has, and more requests."""
-    requests = piece.last_request - piece.first_request
     actual = getattr(metadata, "num_actual_tokens", None)
     limit = piece.size
     if isinstance(actual, int):
@@ -67,8 +66,6 @@ def _list_contradictions(metadata: AttentionMetadata, piece: BatchSlice) -> Iter
         yield f"queries start at tokens {starts.tolist()}"
     if int(starts[-1]) > limit:
         yield f"queries end at token {int(starts[-1])}, of {limit}"
-    if len(queries) < requests:
-        yield f"it has {len(queries)} requests, of {requests}"
     if isinstance(lengths, torch.Tensor) and lengths.shape == queries.shape and bool((lengths.cpu() < queries).any()):
         yield f"sequences of {lengths.tolist()} tokens are shorter than their queries, of {queries.tolist()}"
 
@@ -83,6 +80,9 @@ def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_table: bool 
         edges = starts[piece.first_request : piece.last_request + 1]
         if own_starts is not None:
             inside = edges.clamp(piece.first_token, piece.last_token) - piece.first_token
+            requests = int((inside.diff() > 0).sum())  # without padding, which is the step's last request
+            if len(own_starts) - 1 < requests:
+                yield f"it has {len(own_starts) - 1} requests, of {requests}"
             yield from _compare_rows("starts of queries", inside, own_starts)
         lengths, own_lengths = getattr(whole, "seq_lens", None), getattr(part, "seq_lens", None)
         if isinstance(lengths, torch.Tensor) and isinstance(own_lengths, torch.Tensor):

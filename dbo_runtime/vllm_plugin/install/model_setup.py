@@ -24,7 +24,7 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
-from dbo_runtime.vllm_plugin.api.features import chooses_by_scores
+from dbo_runtime.vllm_plugin.api.features import may_diverge
 from dbo_runtime.vllm_plugin.api.groups import dispatches_chunks
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import has_layer_hooks
@@ -248,7 +248,7 @@ def _make_forward(
         recording,
         metrics,
         lora,
-        chooses_by_scores(rank.vllm_config),
+        may_diverge(rank.vllm_config),
     )
 
 

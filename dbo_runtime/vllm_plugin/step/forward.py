@@ -81,7 +81,7 @@ class SplitForward:
         recording: records split steps.
         metrics: counts steps; None on ranks that do not count.
         lora: the adapters of each token; None without LoRA.
-        may_reroute: whether rounding can lead a layer to other experts, or other keys; see `chooses_by_scores`.
+        may_diverge: whether rounding alone may lead a step elsewhere; see `api.features`.
 
     Attributes:
         last_step: predicted and measured seconds of the last step.
@@ -101,7 +101,7 @@ class SplitForward:
         recording: Recording | None = None,
         metrics: Metrics | None = None,
         lora: LoraMapping | None = None,
-        may_reroute: bool = False,
+        may_diverge: bool = False,
     ) -> None:
         self.runtime = runtime
         self.decider = decider
@@ -117,7 +117,7 @@ class SplitForward:
         self._stage = stage
         self._metrics = metrics
         self._lora = lora
-        self._may_reroute = may_reroute and (add_inputs is None or give_inputs is not None)
+        self._may_diverge = may_diverge and (add_inputs is None or give_inputs is not None)
         self._is_final = False
         self._takes_input_ids = any(value.name == INPUT_IDS for value in runtime.program.inputs)
 
@@ -228,18 +228,18 @@ class SplitForward:
     ) -> tuple[str, Results]:
         """Return how the results of a split step differ from right ones, on any rank, and the unsplit results.
 
-        Where layers choose experts or keys by scores, rounding alone may lead an unsplit step elsewhere. What its
-        pieces give one after the other, in steps of their own, is then as right. Collective.
+        Where rounding alone may lead a step elsewhere, what its pieces give one after the other, in steps of their own,
+        is as right as what they give at once. Collective.
         """
         tokens = repetition.arguments.positions.shape[-1]
         known = count_tokens(get_forward_context(), tokens)
         split, unsplit = name_results(results, known), repetition.run_unsplit()
         difference = self._agreement.find_first(describe_difference(split, name_results(unsplit, known), plan))
-        if difference and self._may_reroute and len(contexts) > 1:
+        if difference and self._may_diverge and len(contexts) > 1:
             make_context = partial(self.decider.remake_context, contexts, plan.slices)
             select = None if self._lora is None else self._lora.split(plan.slices)
             pieces = name_results(repetition.run_pieces(plan.slices, make_context, select), known)
-            difference = self._agreement.find_first(describe_difference(split, pieces, plan, PIECES))
+            difference = self._agreement.find_first(describe_difference(split, pieces, plan, PIECES, True))
             unsplit = repetition.run_unsplit()
         return difference, unsplit
 

@@ -62,6 +62,12 @@ def test_what_fits_passes(changes: dict[str, Any]) -> None:
     assert find_problem(STEP, make_contexts(**changes), SLICES) == ""
 
 
+def test_padding_is_a_request_of_the_slice_only() -> None:
+    """Of a data parallel rank: two tokens of padding, which the metadata of neither step nor slice has."""
+    slices = [SLICES[0], BatchSlice(0, 3, 4, 12)]
+    assert find_problem(STEP, make_contexts(), slices) == ""
+
+
 def test_dummy_batches_have_nothing_that_could_be_wrong() -> None:
     assert find_problem(STEP, [SimpleNamespace(attn_metadata=None)] * 2, SLICES) == ""
 

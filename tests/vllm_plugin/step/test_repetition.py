@@ -48,7 +48,7 @@ def make_compared(model: Model, is_first: bool, splitter: Splitter | None = None
 @pytest.mark.parametrize("is_first", [False, True], ids=["checked", "first steps"])
 def test_a_step_that_equals_its_pieces_is_right_where_rounding_may_choose(is_first: bool) -> None:
     model, splitter = ReroutingModel(), Splitter()
-    forward = make_compared(model, is_first, splitter, may_reroute=True)
+    forward = make_compared(model, is_first, splitter, may_diverge=True)
     results = run(forward)
     assert torch.equal(results, EXPECTED * 3.0 if is_first else EXPECTED)
     assert model.sizes == [TOKENS, 4, 4, TOKENS], "the last run is the unsplit one, whose keys and states stay"
@@ -59,14 +59,14 @@ def test_a_step_that_equals_its_pieces_is_right_where_rounding_may_choose(is_fir
 
 def test_a_step_that_differs_from_its_pieces_is_an_alarm() -> None:
     with pytest.raises(SplitError, match="split and one after the other hidden states differ"):
-        run(make_compared(ReroutingModel(slip_of_pieces=1.0), is_first=False, may_reroute=True))
-    forward = make_compared(ReroutingModel(slip_of_pieces=1.0), is_first=True, may_reroute=True)
+        run(make_compared(ReroutingModel(slip_of_pieces=1.0), is_first=False, may_diverge=True))
+    forward = make_compared(ReroutingModel(slip_of_pieces=1.0), is_first=True, may_diverge=True)
     run(forward)
     assert forward.decider.first_steps is not None
     assert forward.decider.first_steps.failure is not None
 
 
-def test_where_nothing_is_chosen_by_scores_the_unsplit_step_alone_is_right() -> None:
+def test_where_rounding_leads_nowhere_else_the_unsplit_step_alone_is_right() -> None:
     model = ReroutingModel()
     with pytest.raises(SplitError, match="split and unsplit hidden states differ"):
         run(make_compared(model, is_first=False))
@@ -76,7 +76,7 @@ def test_where_nothing_is_chosen_by_scores_the_unsplit_step_alone_is_right() -> 
 def test_a_model_that_keeps_what_cannot_be_given_back_runs_no_pieces() -> None:
     model = ReroutingModel()
     with pytest.raises(SplitError, match="split and unsplit hidden states differ"):
-        run(make_compared(model, is_first=False, may_reroute=True, add_inputs=lambda model, x, keep: x))
+        run(make_compared(model, is_first=False, may_diverge=True, add_inputs=lambda model, x, keep: x))
     assert model.sizes == [TOKENS]
 
 
@@ -85,7 +85,7 @@ def test_what_a_model_keeps_is_given_back_to_each_run_for_its_tokens() -> None:
     forward = make_compared(
         model,
         is_first=False,
-        may_reroute=True,
+        may_diverge=True,
         add_inputs=lambda model, x, keep: x,
         give_inputs=lambda model, x: given.append(x),
     )
