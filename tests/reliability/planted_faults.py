@@ -134,7 +134,7 @@ def plant_served() -> list[tuple[str, ...]]:
         names = [fault.__name__ for fault in faults]
         for outcome in run_probe(model, names):
             said[outcome.fault, outcome.check] = classify(outcome)
-        experts = make_family("Qwen3MoeForCausalLM", Path(folder) / "experts")
+        experts = make_family("Qwen3MoeForCausalLM", Path(folder) / "experts", mlp_only_layers=[0])
         for outcome in run_probe(experts, names, ("1",), "bfloat16"):
             said[outcome.fault, EXPERTS] = classify(outcome)
     return [

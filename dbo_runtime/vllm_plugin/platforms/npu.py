@@ -149,6 +149,12 @@ class NpuPlatform(Platform):
 
         complete_context(part, piece, sizes)
 
+    def return_context(self, part: ForwardContext, step: ForwardContext) -> None:
+        """Let layers of a slice communicate as vllm-ascend chose for the step."""
+        from dbo_runtime.vllm_plugin.platforms.npu_metadata import return_context
+
+        return_context(part, step)
+
     def complete_metadata(self, part: CommonAttentionMetadata, tokens: int) -> CommonAttentionMetadata:
         """Return the common metadata of a slice with the lengths and the state that vllm-ascend derives."""
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_metadata

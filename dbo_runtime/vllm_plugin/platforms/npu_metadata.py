@@ -52,6 +52,13 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
         _choose_method(part)
 
 
+def return_context(part: ForwardContext, step: ForwardContext) -> None:
+    """Let layers of a slice communicate as in the *step*, which vllm-ascend chose by its tokens."""
+    part.moe_comm_type = step.moe_comm_type
+    if hasattr(step, "moe_comm_method"):
+        part.moe_comm_method = step.moe_comm_method
+
+
 def _drop_metadata_of_step(part: ForwardContext) -> None:
     """Leave out what DeepSeek V4's attention would take from the step: slices have metadata of their own.
 

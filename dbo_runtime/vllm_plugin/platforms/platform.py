@@ -178,6 +178,9 @@ class Platform:
     def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
         """Set what this platform keeps in the forward context of a slice; *sizes* are the tokens of all ranks."""
 
+    def return_context(self, part: ForwardContext, step: ForwardContext) -> None:
+        """Undo in the forward context of a slice what split steps alone need: the model's own forward runs in it."""
+
     def complete_metadata(self, part: CommonAttentionMetadata, tokens: int) -> CommonAttentionMetadata:
         """Return the common metadata of a slice with the fields that this platform derives from the others.
 

@@ -132,10 +132,10 @@ class StepDecider:
             return None
         return self.first_steps
 
-    def remake_context(
+    def make_own_context(
         self, contexts: Sequence[ForwardContext], slices: Sequence[BatchSlice], number: int
     ) -> ForwardContext:
-        """Return the forward context of a slice, made anew for it alone, from that of the step.
+        """Return a forward context in which the model's own forward runs a slice, made for it alone.
 
         Args:
             contexts: of all slices, which have been used; from them are the tokens of other data parallel ranks.
@@ -149,6 +149,7 @@ class StepDecider:
         parts = self._splitter.split(get_forward_context(), slices, sizes, only=number)
         if isinstance(parts, Decline):
             raise SplitError(f"the forward context of a micro-batch cannot be made a second time: {parts}.")
+        self.platform.return_context(parts[0], get_forward_context())
         return parts[0]
 
     def find_standing(self) -> Decline | None:

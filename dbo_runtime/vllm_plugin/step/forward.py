@@ -236,7 +236,7 @@ class SplitForward:
         split, unsplit = name_results(results, known), repetition.run_unsplit()
         difference = self._agreement.find_first(describe_difference(split, name_results(unsplit, known), plan))
         if difference and self._may_diverge and len(contexts) > 1:
-            make_context = partial(self.decider.remake_context, contexts, plan.slices)
+            make_context = partial(self.decider.make_own_context, contexts, plan.slices)
             select = None if self._lora is None else self._lora.split(plan.slices)
             pieces = name_results(repetition.run_pieces(plan.slices, make_context, select), known)
             difference = self._agreement.find_first(describe_difference(split, pieces, plan, PIECES, True))
