@@ -28,7 +28,6 @@ from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.context.batch_size import count_tokens
-from dbo_runtime.vllm_plugin.context.consistency import check_contexts
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
@@ -43,6 +42,7 @@ from dbo_runtime.vllm_plugin.parallel.stage import (
 )
 from dbo_runtime.vllm_plugin.step.comparison import compare_split
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
+from dbo_runtime.vllm_plugin.step.padding import drop_padding, pad_inputs
 from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
@@ -170,7 +170,8 @@ class SplitForward:
         if unsupported is None and self._lora is not None:
             unsupported = self._lora.check(tokens)
         start = time.perf_counter()
-        plan, contexts, statement, kind = self.decider.decide(tokens, unsupported)
+        try_inputs = partial(self._try_inputs, inputs_embeds)
+        plan, contexts, statement, kind = self.decider.decide(tokens, unsupported, try_inputs)
         planning = time.perf_counter() - start
         is_checked = bool(self.runtime.config.check)
         first_steps = None if is_checked else self.decider.find_first_steps(kind)
@@ -181,8 +182,6 @@ class SplitForward:
             self.runtime.decline(plan)
             results = run_unsplit()
         else:
-            if is_checked:
-                check_contexts(contexts, plan.slices)
             if is_compared:  # norms may add in place, and the unsplit run needs the same inputs
                 inputs_embeds = None if inputs_embeds is None else inputs_embeds.clone()
                 intermediate_tensors = copy_tensors(intermediate_tensors)
@@ -216,6 +215,11 @@ class SplitForward:
         given = "none" if input_ids is None else str(list(input_ids.shape))
         return Decline("layers choose experts by token ids, which are not given", given)
 
+    def _try_inputs(self, inputs_embeds: torch.Tensor | None) -> None:
+        """Take what an adapter adds to embedded tokens, without effect. To embed them, an unsplit step does as well."""
+        if self._add_inputs is not None and inputs_embeds is not None:
+            self._add_inputs(self._model, inputs_embeds, True)
+
     def _take_inputs(
         self,
         input_ids: torch.Tensor | None,
@@ -232,7 +236,8 @@ class SplitForward:
     def _run(
         self, plan: ExecutionPlan, contexts: list[ForwardContext], inputs: dict[str, torch.Tensor], planning: float
     ) -> Results:
-        program = self.runtime.program
+        program, tokens = self.runtime.program, inputs[POSITIONS].shape[-1]
+        inputs = pad_inputs(program, inputs, plan.slices[-1].last_token)
         cut = [program.cut_inputs(inputs, piece.tokens, piece.requests) for piece in plan.slices]
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
@@ -247,7 +252,7 @@ class SplitForward:
             outputs = self.runtime.run(plan, cut, enter, recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule, planning)
-        results, kept = take_kept(program, outputs)
+        results, kept = take_kept(program, drop_padding(outputs, plan.slices, tokens))
         if self._keep_output is not None and kept:
             self._keep_output(self._model, kept)
         return self._stage.join(program, results)
