@@ -6,8 +6,8 @@ All ranks hold the same integers, so all decide alike.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -71,6 +71,14 @@ class Batch:
     def contexts(self) -> tuple[int, ...]:
         """Tokens of each request that are in the KV cache already; 0 if they were not read."""
         return self.context_lens or (0,) * len(self.query_lens)
+
+    def pad(self, tokens: int) -> Batch:
+        """Return the batch with padding at its end, up to *tokens* tokens, between which it may be cut anywhere."""
+        padding = tokens - self.tokens
+        if padding <= 0:
+            return self
+        contexts = self.context_lens and (*self.context_lens, *(0,) * padding)
+        return replace(self, query_lens=(*self.query_lens, *(1,) * padding), context_lens=contexts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +158,42 @@ def decide_data_parallel(
 
     A pure function of *tokens* of each rank [ranks], which is all that ranks know of each other, so that each knows the
     cuts of all. They communicate in every micro-batch, so either all of them split or none does, into equally many
-    parts, as even as possible. Every rank must have the fewest tokens; other ranks' prefills are not known.
+    parts, as even as possible. The largest rank must have the fewest tokens: the others wait for it, so what it hides
+    is what all gain. Other ranks' prefills are not known.
     """
-    fewest = min(tokens)
-    early = thresholds.decline_early(fewest)
+    most = max(tokens)
+    early = thresholds.decline_early(most)
     if early is not None:
-        return Decline(early.reason, f"{early.detail} on rank {tokens.index(fewest)}")
+        return Decline(early.reason, f"{early.detail} on rank {tokens.index(most)}, which has the most")
     return share_data_parallel(tokens, parts)
 
 
 def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:
-    """Return the tokens of every rank in each of *parts* micro-batches [micro-batches][ranks], as even as possible."""
-    fewest = min(tokens)
-    if fewest < parts:
-        return Decline("nowhere to cut", f"rank {tokens.index(fewest)} has {fewest} tokens for {parts} micro-batches")
-    edges = [[count * part // parts for part in range(parts + 1)] for count in tokens]
-    return tuple(tuple(edge[part + 1] - edge[part] for edge in edges) for part in range(parts))
+    """Return the tokens of every rank in each micro-batch [micro-batches][ranks], as even as possible.
+
+    There are *parts* micro-batches, or as many as the largest rank has tokens. A rank with fewer, or with next to
+    nothing beside the largest, has all its tokens in the first micro-batch, so that its requests stay whole, and a
+    token of padding in each other one: it must take part.
+    """
+    most, fewest = max(tokens), min(tokens)
+    count = min(parts, most)
+    if count < min(parts, 2) or fewest < 1:
+        return Decline("nowhere to cut", f"ranks have {fewest} to {most} tokens for {parts} micro-batches")
+    smallest = max(count, BOUNDARY_TOLERANCE * most / count)
+    shares = [[own] + [1] * (count - 1) if own < smallest else _share(own, count) for own in tokens]
+    return tuple(tuple(own[part] for own in shares) for part in range(count))
+
+
+def list_shares(tokens: Sequence[int], counts: Iterable[int]) -> list[tuple[tuple[int, ...], ...]]:
+    """Return the different ways to share out *tokens* [ranks] for each number of micro-batches, where there is one."""
+    shares = dict.fromkeys(share_data_parallel(tokens, parts) for parts in counts)
+    return [sizes for sizes in shares if not isinstance(sizes, Decline)]
+
+
+def _share(tokens: int, parts: int) -> list[int]:
+    """Return the tokens of one rank in each micro-batch."""
+    edges = [tokens * part // parts for part in range(parts + 1)]
+    return [right - left for left, right in pairwise(edges)]
 
 
 def share_evenly(batch: Batch, micro_batches: int) -> tuple[int, ...]:

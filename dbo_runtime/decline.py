@@ -28,6 +28,16 @@ class Decline:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
+@dataclass(frozen=True, slots=True)
+class LocalDecline:
+    """A reason against splitting that only this rank may see. It is no `Decline`: a rank must not act on it alone.
+
+    Data parallel ranks put it to the vote (`Agreement.agree`); what all of them make of it is a `Decline`.
+    """
+
+    decline: Decline
+
+
 class DeclineError(DboError):
     """Raised while a program is recorded if the model cannot be split; `record_program` returns its `decline`."""
 

@@ -14,6 +14,7 @@ from dbo_runtime.batch import (
     Thresholds,
     decide,
     decide_data_parallel,
+    list_shares,
     place_cuts,
     share_by_work,
     share_evenly,
@@ -201,20 +202,23 @@ def test_cuts_that_were_found_are_accepted_when_given(data: st.DataObject, batch
     assert tuple(left.last_token for left, _ in pairwise(slices)) == cuts
 
 
-@given(
-    tokens=st.lists(st.integers(1, 5000), min_size=2, max_size=6),
-    parts=st.integers(2, 4),
-    fewest=st.sampled_from([1, 64]),
-)
+TOKENS_OF_RANKS = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 5000)), min_size=2, max_size=6)
+
+
+@given(tokens=TOKENS_OF_RANKS, parts=st.integers(2, 6), fewest=st.sampled_from([1, 64]))
 def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: int, fewest: int) -> None:
+    """The largest rank decides, and every rank has a token at least in each micro-batch."""
     sizes = decide_data_parallel(tokens, parts, Thresholds(fewest))
-    if min(tokens) < max(parts, fewest):
-        assert isinstance(sizes, Decline)
+    most = max(tokens)
+    assert isinstance(sizes, Decline) == (most < max(2, fewest))
+    if isinstance(sizes, Decline):
         return
-    assert not isinstance(sizes, Decline)
-    assert len(sizes) == parts
+    assert len(sizes) == min(parts, most)
     for rank, count in enumerate(tokens):
         own = [part[rank] for part in sizes]
+        if count < max(len(sizes), 0.1 * most / len(sizes)):
+            assert own == [count, *[1] * (len(sizes) - 1)], "requests stay whole, and the rest is padding"
+            continue
         assert sum(own) == count
         assert max(own) - min(own) <= 1
         assert min(own) >= 1
@@ -223,14 +227,39 @@ def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: in
 @pytest.mark.parametrize(
     ("tokens", "thresholds", "decline"),
     [
-        ([2000, 1], ALWAYS, Decline("nowhere to cut", "rank 1 has 1 tokens for 2 micro-batches")),
-        ([2000, 255], AUTO, Decline("fewer tokens than DBO_MIN_TOKENS", "255 < 256 on rank 1")),
+        ([1, 1], ALWAYS, Decline("nowhere to cut", "ranks have 1 to 1 tokens for 2 micro-batches")),
+        ([0, 9], ALWAYS, Decline("nowhere to cut", "ranks have 0 to 9 tokens for 2 micro-batches")),
+        ([1, 255], AUTO, Decline("fewer tokens than DBO_MIN_TOKENS", "255 < 256 on rank 1, which has the most")),
     ],
 )
 def test_data_parallel_ranks_decline_with_one_reason(
     tokens: list[int], thresholds: Thresholds, decline: Decline
 ) -> None:
     assert decide_data_parallel(tokens, 2, thresholds) == decline
+
+
+def test_ways_to_share_are_listed_once_each() -> None:
+    assert list_shares([2, 1], (2, 3)) == [((1, 1), (1, 1))]
+    assert list_shares([9, 1], (1, 2, 3)) == [((9, 1),), ((4, 1), (5, 1)), ((3, 1), (3, 1), (3, 1))]
+    assert list_shares([1, 1], (1, 2)) == [((1, 1),)]
+    assert list_shares([600, 29], (2,)) == [((300, 29), (300, 1))]
+    assert list_shares([600, 30], (2,)) == [((300, 15), (300, 15))]
+
+
+@given(batches(), st.integers(0, 5), st.booleans())
+def test_padding_is_cut_anywhere_and_leaves_requests_as_they_are(batch: Batch, more: int, cuttable: bool) -> None:
+    """Also where the backend cuts no request, and where it cuts no decode with drafts."""
+    batch = replace(batch, cuttable=cuttable, cuts_decodes=False, decode_len=3)
+    padded = batch.pad(batch.tokens + more)
+    requests = len(batch.query_lens)
+    assert padded.tokens == batch.tokens + more
+    assert padded.query_lens[:requests] == batch.query_lens
+    assert padded.contexts == (*batch.contexts, *[0] * more)
+    slices = slice_batch(padded, range(batch.tokens, padded.tokens), agreed=True)
+    assert slices[0] == BatchSlice(0, requests, 0, batch.tokens)
+    assert [(piece.size, piece.requests) for piece in slices[1:]] == [
+        (1, slice(requests + i, requests + i + 1)) for i in range(more)
+    ]
 
 
 def test_an_agreed_cut_is_taken_wherever_it_falls() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from dbo_runtime.batch import Batch, BatchSlice, place_cuts, share_data_parallel, share_evenly, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice, list_shares, place_cuts, share_evenly, slice_batch
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
@@ -111,11 +111,9 @@ class Planner:
             return self._selection.check_measured(self._decisions[key, config], config)
         features = BatchFeatures(max(tokens))
         options = []
-        for parts in self.list_parts(config):
-            sizes = share_data_parallel(tokens, parts)
-            if not isinstance(sizes, Decline):
-                slice_features = [BatchFeatures(max(part)) for part in sizes]
-                options.extend(self._make_choices(features, slice_features, config, sizes=sizes))
+        for sizes in list_shares(tokens, self.list_parts(config)):
+            slice_features = [BatchFeatures(max(part)) for part in sizes]
+            options.extend(self._make_choices(features, slice_features, config, sizes=sizes))
         decision = self._remember(key, config, self._selection.decide(options, features, config))
         return self._selection.check_measured(decision, config)
 

@@ -19,8 +19,8 @@ from dbo_runtime.batch import (
     BOUNDARY_TOLERANCE,
     Batch,
     BatchSlice,
+    list_shares,
     place_cuts,
-    share_data_parallel,
     share_evenly,
     slice_batch,
 )
@@ -148,11 +148,8 @@ class PreparedPlanner(Planner):
         """Return how all data parallel ranks split a step, from the *tokens* of each [ranks]; see `Planner`."""
         self.prepare(config)
         features = BatchFeatures(max(tokens))
-        cuts = []
-        for parts in self._list_prepared_parts(config):
-            sizes = share_data_parallel(tokens, parts)
-            if not isinstance(sizes, Decline):
-                cuts.append(_Cut(tuple(BatchFeatures(max(part)) for part in sizes), sizes=sizes))
+        shares = [sizes for sizes in list_shares(tokens, self.list_parts(config)) if len(sizes) in self._books]
+        cuts = [_Cut(tuple(BatchFeatures(max(part)) for part in sizes), sizes=sizes) for sizes in shares]
         return self._selection.check_measured(self._evaluate(features, cuts, config), config)
 
     def correct(self, proposals: Sequence[dict[str, float]]) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
 
+NO_SLOT = -1  # of padding: nothing is cached
+
+
 def enter_context(context: ForwardContext) -> None:
     """Make *context* the current one. A plain assignment: this runs at every switch between micro-batches."""
     forward_context._forward_context = context
@@ -53,14 +56,21 @@ def slice_context(
     if context.dp_metadata is not None:  # with sequence-parallel MoE, vllm-ascend has it for a single rank as well
         counts = torch.tensor(sizes or (piece.size,), dtype=torch.int32)
         part.dp_metadata = replace(context.dp_metadata, num_tokens_across_dp_cpu=counts, local_sizes=None)
-    part.slot_mapping = {layer: slots[piece.tokens] for layer, slots in context.slot_mapping.items()}
+    part.slot_mapping = {layer: take_tokens(slots, piece, NO_SLOT) for layer, slots in context.slot_mapping.items()}
     padding = get_padding(context)
     if padding is not None:
-        part.is_padding = padding[piece.tokens]
+        part.is_padding = take_tokens(padding, piece, True)
     part.additional_kwargs = dict(context.additional_kwargs)
     part.ubatch_slices, part.batch_descriptor = None, None
     part.moe_layer_index = 0  # some builds count MoE layers through it
     return part
+
+
+def take_tokens(values: torch.Tensor, piece: BatchSlice, of_padding: int | bool) -> torch.Tensor:
+    """Return what *values* [tokens] has for the tokens of a slice; *of_padding* if it is past the end of the step."""
+    if piece.first_token < values.shape[0]:
+        return values[piece.tokens]
+    return values.new_full((piece.size,), of_padding)
 
 
 def guard_context(context: ForwardContext, check: Callable[[str], None]) -> ForwardContext:

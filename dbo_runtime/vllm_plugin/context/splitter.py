@@ -152,11 +152,9 @@ class ContextSplitter:
         context_lens = tuple(map(sub, seq_lens, query_lens))
         if min(context_lens) < 0:  # of padding
             context_lens = tuple(max(length, 0) for length in context_lens)
-        if tokens > common.num_actual_tokens:  # padding is one more request, which may be cut anywhere
-            query_lens, context_lens = (*query_lens, tokens - common.num_actual_tokens), (*context_lens, 0)
         keeps_states = any(has_states(source.builder) for source in sources)
         cuts_decodes = drafts == 0 or (self.platform.cuts_decodes and not keeps_states)
-        return Batch(query_lens, prefill, cuttable, decode_len, context_lens, cuts_decodes)
+        return Batch(query_lens, prefill, cuttable, decode_len, context_lens, cuts_decodes).pad(tokens)
 
     def _rebuild(
         self,

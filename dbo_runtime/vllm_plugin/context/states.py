@@ -54,9 +54,9 @@ def check_starts(parts: Sequence[CommonAttentionMetadata]) -> Decline | None:
     """Decline if a micro-batch takes the start of a prompt for a decode, which reads the state of its request.
 
     Builders take leading requests for decodes if they have one token. A prompt that starts has no state yet: what is in
-    its place may be another request's.
+    its place may be another request's. A single part is described as the step is.
     """
-    for part in parts:
+    for part in parts if len(parts) > 1 else ():
         queries = part.query_start_loc_cpu.diff()
         decodes = int((queries <= DECODE_LEN).int().cumprod(0).sum())
         computed = part.seq_lens_cpu_upper_bound[:decodes] - queries[:decodes]

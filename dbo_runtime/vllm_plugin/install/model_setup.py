@@ -158,8 +158,7 @@ def _compare_settings(rank: RankContext, program: Program | Decline, encoder: En
     """Raise ConfigError if ranks have different settings: they would decide differently later, and hang. Collective."""
     outcomes = (str(one) if isinstance(one, Decline | None) else "can be split" for one in (program, encoder))
     model, images = outcomes
-    chosen = f"dispatch: {rank.dispatch}, votes: {rank.can_disagree}"
-    own = f"{rank.config}, model: {model}, encoder: {images}, {chosen}, {describe_versions()}"
+    own = f"{rank.config}, model: {model}, encoder: {images}, dispatch: {rank.dispatch}, {describe_versions()}"
     settings = gather(rank.groups.all_ranks, own)
     if len(set(settings)) > 1:
         raise ConfigError(f"give all ranks on all hosts the same settings and packages. {format_ranks(settings)}")
@@ -223,7 +222,7 @@ def _make_forward(
     trace_builders()  # now, because vLLM makes builders after the model
     model, data_parallel = runner.get_model(), rank.groups.data_parallel
     count = None if metrics is None else metrics.count_disagreement
-    agreement = Agreement(rank.groups.all_ranks, rank.can_disagree, count)
+    agreement = Agreement(rank.groups.all_ranks, count)
     splitter = ContextSplitter(rank.platform, rank.vllm_config, runner, rank.dispatch)
     number = None if data_parallel is None else data_parallel.rank_in_group
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number, runtime.keeps_layers)

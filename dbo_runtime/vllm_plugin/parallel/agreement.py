@@ -1,8 +1,9 @@
 """Ranks that have to do the same thing agree on it before any of them begins.
 
-Whether and where to split follows from numbers that all ranks already hold (`batch.decide_data_parallel`), so most
-steps need no communication about it. Ranks compare at start, once for every new plan, where a rank may have a local
-reason, and in each step with DBO_CHECK=1.
+Whether and where to split follows from numbers that all ranks already hold (`batch.decide_data_parallel`). Each data
+parallel rank has a batch of its own, and may find a reason in it that the others cannot see: so they vote on each step
+that is to be split. Tensor parallel ranks have the same batch, and compare each new plan once. All ranks compare at
+start, and in each step with DBO_CHECK=1.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dbo_runtime.bounded import BoundedDict
-from dbo_runtime.decline import Decline
+from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.errors import ConfigError, ScheduleError
-from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.observe.counts import Outcome
 from dbo_runtime.outside_files import MAX_FILE_BYTES, parse_json
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
+
+Plan = TypeVar("Plan")
 
 _DECLINES = 0
 MAX_GATHERED_BYTES = MAX_FILE_BYTES  # from one rank: a trace of a large step has some 2 MiB
@@ -35,18 +37,18 @@ class Agreement:
 
     Args:
         group: vLLM's coordinator of all of them.
-        votes: whether one rank may have reasons against a step that the others cannot know, as with prefix caching
-            (`checks.check_prefix_cache`). Then ranks vote on each step that could be split.
         count: told of each disagreement, whether the step runs `unsplit` or ends in an `error`; None for no counts.
     """
 
-    def __init__(
-        self, group: GroupCoordinator, votes: bool = False, count: Callable[[Outcome], None] | None = None
-    ) -> None:
+    def __init__(self, group: GroupCoordinator, count: Callable[[Outcome], None] | None = None) -> None:
         self._group = group
-        self._votes = votes
         self._count = count
         self._agreed: BoundedDict[Hashable, None] = BoundedDict(MAX_AGREED_PLANS)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks agree."""
+        return int(self._group.world_size)
 
     @property
     def fill(self) -> tuple[int, int]:
@@ -55,39 +57,39 @@ class Agreement:
 
     def copy_for(self, group: GroupCoordinator) -> Agreement:
         """Return an agreement on which nothing is agreed yet."""
-        return Agreement(group, self._votes)
+        return Agreement(group)
 
-    def agree(self, own: ExecutionPlan | Decline, key: Hashable, statement: str) -> ExecutionPlan | Decline:
+    def agree(self, own: Plan | LocalDecline, statement: str) -> Plan | Decline:
         """Return what all ranks do: *own*, or the first rank's reason against it.
 
-        Every rank must get here in the same steps with the same *key*, which names the plan before it is made.
-        *statement* is what must be equal on all of them. Ranks compare a key once; again only if they vote, or have
-        compared many others since. Their collective is one integer per rank. A plan that all of them have compared and
-        do not vote on has no local reasons against it on any rank; a rank that finds one nevertheless cannot decline
-        alone.
+        Every rank must get here in the same steps. Their collective is one integer per rank, which stands for
+        *statement*: what must be equal on all of them that can run the step.
 
         Raises:
-            ScheduleError: if the ranks are about to do different things, or this rank alone cannot follow.
+            ScheduleError: if the ranks are about to do different things.
         """
         if self._group.world_size == 1:
-            return own
-        if key in self._agreed and not self._votes:
-            if isinstance(own, Decline):
-                self._note("error")
-                raise ScheduleError(
-                    f"all ranks agreed to split this step, and this one cannot: {own}. Please report it; DBO_MODE=off "
-                    "serves unsplit meanwhile."
-                )
-            return own
-        gathered = self._gather(_DECLINES if isinstance(own, Decline) else _fingerprint(statement))
+            return own.decline if isinstance(own, LocalDecline) else own
+        gathered = self._gather(_DECLINES if isinstance(own, LocalDecline) else _fingerprint(statement))
         if _DECLINES in gathered:
             if any(gathered):
                 self._note("unsplit")
             return self._get_first_decline(own)
         if len(set(gathered)) > 1:
             self.compare(statement)
-        self._agreed[key] = None
+        assert not isinstance(own, LocalDecline), "then it is among what was gathered"
         return own
+
+    def compare_once(self, key: Hashable, statement: str) -> None:
+        """Raise ScheduleError unless *statement* is equal on all ranks; once for a *key*, and after many others again.
+
+        For ranks that have the same batch, so that all of them get here with the same key or none does.
+        """
+        if self._group.world_size == 1 or key in self._agreed:
+            return
+        if len(set(self._gather(_fingerprint(statement)))) > 1:
+            self.compare(statement)
+        self._agreed[key] = None
 
     def compare(self, statement: str) -> None:
         """Raise ScheduleError, with the statement of each rank, unless all are *statement*. Collective, slow."""
@@ -113,9 +115,10 @@ class Agreement:
         dist.all_gather(gathered, torch.tensor([own]), group=self._group.cpu_group)
         return [int(one) for one in gathered]
 
-    def _get_first_decline(self, own: ExecutionPlan | Decline) -> Decline:
+    def _get_first_decline(self, own: object) -> Decline:
         """Return the decline that all ranks report: that of the first rank that has one."""
-        declines = gather(self._group, [own.reason, own.detail] if isinstance(own, Decline) else None)
+        local = own.decline if isinstance(own, LocalDecline) else None
+        declines = gather(self._group, None if local is None else [local.reason, local.detail])
         rank, (reason, detail) = next((rank, decline) for rank, decline in enumerate(declines) if decline is not None)
         return Decline(str(reason), f"rank {rank}{f': {detail}' if detail else ''}")
 

@@ -48,11 +48,6 @@ class RankContext:
     dispatch: str
     log: FilteringBoundLogger
 
-    @property
-    def can_disagree(self) -> bool:
-        """Whether a rank may see reasons against a step that the others cannot: in its own prefix cache."""
-        return self.groups.data_parallel is not None and bool(self.vllm_config.cache_config.enable_prefix_caching)
-
 
 def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: RuntimeConfig) -> RankContext:
     """Return the context of the rank that serves *model*. Collective over all ranks: they count their hosts."""

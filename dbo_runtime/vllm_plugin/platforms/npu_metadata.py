@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from dbo_runtime.batch import BatchSlice
+from dbo_runtime.vllm_plugin.api.forward_context import NO_SLOT, take_tokens
 from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 BUILDERS = ("indexer", "mla_v1", "sfa_v1", "dsa_v1", "context_parallel.dsa_cp")  # modules of builders
 GATHERING = "ALLGATHER"  # of MoECommType
-NO_SLOT = -1  # of padding
 NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"  # names of AscendAttentionState
 
 
@@ -43,9 +43,9 @@ def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[in
     part.max_tokens_across_dp = max(sizes) if sizes else piece.size
     part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
     mask = getattr(part, "mc2_mask", None)  # a view of one buffer, of all tokens and their padding
-    part.mc2_mask = None if mask is None else mask[piece.tokens]
+    part.mc2_mask = None if mask is None else take_tokens(mask, piece, False)
     if getattr(part, "input_ids", None) is not None:  # 0.23.0 has them there
-        part.input_ids = part.input_ids[piece.tokens]
+        part.input_ids = take_tokens(part.input_ids, piece, 0)
     _drop_metadata_of_step(part)
     if part.moe_comm_type is not None:  # layers that run as one op sum on the comm lane; fused ones set their own
         part.moe_comm_type = type(part.moe_comm_type)[GATHERING]

@@ -35,9 +35,10 @@ def _read_rows_of_micro_batch(forward: Callable[..., torch.Tensor]) -> Callable[
         if first is None:  # an unsplit step
             return forward(positions, hidden_states)
         tables = {name: getattr(rotary_embedding, name) for name in TABLES}
-        rows = slice(first, first + hidden_states.shape[0])
+        count = hidden_states.shape[0]
         for name, table in tables.items():
-            setattr(rotary_embedding, name, table[:, rows])
+            begin = max(min(first, table.shape[1] - count), 0)  # the last rows, for a slice of padding past the end
+            setattr(rotary_embedding, name, table[:, begin : begin + count])
         try:
             return forward(positions, hidden_states)
         finally:

@@ -38,6 +38,20 @@ class StepArguments(NamedTuple):
         embeds = None if self.inputs_embeds is None else self.inputs_embeds.clone()
         return self._replace(inputs_embeds=embeds, intermediate_tensors=copy_tensors(self.intermediate_tensors))
 
+    def pad(self, tokens: int) -> StepArguments:
+        """Return the arguments with copies of the last token at the end, up to *tokens* tokens."""
+        missing = tokens - self.positions.shape[-1]
+        if missing <= 0:
+            return self
+        ids, positions, given, embeds, further = self
+        return StepArguments(
+            None if ids is None else _repeat_last(ids, missing),
+            torch.cat([positions, *[positions[..., -1:]] * missing], dim=-1),
+            given and IntermediateTensors({name: _repeat_last(each, missing) for name, each in given.tensors.items()}),
+            None if embeds is None else _repeat_last(embeds, missing),
+            further,
+        )
+
     def cut(self, piece: BatchSlice) -> StepArguments:
         """Return the arguments for a slice of the tokens."""
         ids, positions, given, embeds, further = self
@@ -48,6 +62,10 @@ class StepArguments(NamedTuple):
             None if embeds is None else embeds[piece.tokens],
             further,
         )
+
+
+def _repeat_last(rows: torch.Tensor, times: int) -> torch.Tensor:
+    return torch.cat([rows, *[rows[-1:]] * times])
 
 
 def join_results(pieces: Sequence[Results]) -> Results:

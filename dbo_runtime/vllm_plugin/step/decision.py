@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 
-from dbo_runtime.batch import Batch, BatchSlice, share_data_parallel
-from dbo_runtime.decline import Decline
+from dbo_runtime.batch import Batch, BatchSlice
+from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.errors import SplitError
 from dbo_runtime.execution_plan import DataParallelSplit, ExecutionPlan
 from dbo_runtime.runtime import OFF, MicroBatchRuntime
@@ -21,6 +22,7 @@ from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.decline_cache import DeclineCache
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps, name_kind
+from dbo_runtime.vllm_plugin.step.local_plan import LocalPlan, LocalPlanner, ServedStep
 from dbo_runtime.vllm_plugin.step.phase import Phase
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class StepDecider:
         self._runtime = runtime
         self._splitter = splitter
         self._agreement = agreement
+        self._local = LocalPlanner(runtime, splitter, agreement.ranks, votes=rank is not None)
         self._transport = transport
 
     def copy_for(self, runtime: MicroBatchRuntime, group: GroupCoordinator) -> StepDecider:
@@ -91,6 +94,7 @@ class StepDecider:
         own = copy.copy(self)
         own.first_steps = None
         own._runtime, own._agreement = runtime, self._agreement.copy_for(group)
+        own._local = LocalPlanner(runtime, self._splitter, own._agreement.ranks, votes=self.rank is not None)
         own.declines = DeclineCache()
         return own
 
@@ -107,20 +111,22 @@ class StepDecider:
 
         Args:
             tokens: of the step, on this rank.
-            unsupported: why the arguments of this step's forward cannot be split; None if they can.
+            unsupported: why the arguments of this step's forward cannot be split; None if they can. Only this rank may
+                see that.
         """
         if not is_forward_context_available():
             return _make_decision(Decline("no forward context"))
         context = get_forward_context()
         if self.phase is Phase.PROFILING:
-            return self._decide_profile(context, tokens) if unsupported is None else _make_decision(unsupported)
+            return _make_decision(unsupported or self._local.plan_dummy(context, tokens), "profiling")
         if self.phase is Phase.STARTING:
             return self._decide_capture(context, tokens, unsupported)
         if self.first_steps is not None and self.first_steps.failure is not None:
             return _make_decision(self.first_steps.failure)
-        decision = self._decide_split(context, tokens, unsupported)
-        if isinstance(decision.plan, Decline) and unsupported is None and self._runtime.forces_side:
-            decision = self._decide_concurrent(context, tokens, decision.plan)
+        step = ServedStep(context, tokens, unsupported)
+        decision = self._decide_split(step)
+        if isinstance(decision.plan, Decline) and self._runtime.forces_side:
+            decision = self._decide_concurrent(step, decision.plan)
         if self.first_steps is None or isinstance(decision.plan, Decline):
             return decision
         of_ranks = () if self.rank is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
@@ -165,27 +171,33 @@ class StepDecider:
             return None
         return OFF if runtime.config.mode == "off" else runtime.check_transport(self._transport)
 
-    def _decide_split(self, context: ForwardContext, tokens: int, unsupported: Decline | None) -> StepDecision:
+    def _decide_split(self, step: ServedStep) -> StepDecision:
         """Decide whether to split a served step, and where.
 
         Without data parallel ranks the batch is the same on all ranks, so all decline alike. With them, what this rank
         alone knows cannot stop the step here: the other ranks communicate as was decided, so it is put to the vote.
         """
+        context, tokens = step.context, step.tokens
         shared = self._check_early(context, tokens) if self.rank is None else self._decide_data_parallel(context)
         if isinstance(shared, Decline):
             return _make_decision(shared)
-        plan = unsupported or self._plan(context, tokens, shared)
-        if isinstance(plan, Decline) and shared is None and unsupported is None:
-            self._keep_decline(plan, context, tokens)
-        contexts = self._split_context(context, plan, () if shared is None else shared.sizes)
-        if isinstance(contexts, Decline):
-            plan, contexts = contexts, []
+        local = self._local.attempt(step, partial(self._plan_locally, context, tokens, shared))
         if shared is not None:
-            key: Hashable = (len(shared.sizes), self._runtime.config.policy, shared.name)
-            return self._agree(plan, contexts, key, f"tokens of all ranks {shared.sizes}")
-        if isinstance(plan, Decline):
-            return _make_decision(plan)
-        return self._agree(plan, contexts, plan.digest, f"cuts {plan.cuts}")
+            return self._agree(local, f"tokens of all ranks {shared.sizes}")
+        if isinstance(local, LocalDecline):
+            return _make_decision(local.decline)
+        decision = _make_decision(local, f"cuts {local.plan.cuts}")
+        self._agreement.compare_once(local.plan.digest, decision.statement)
+        return decision
+
+    def _plan_locally(
+        self, context: ForwardContext, tokens: int, shared: DataParallelSplit | None
+    ) -> LocalPlan | Decline:
+        """Plan this rank's batch, with the contexts of its micro-batches."""
+        plan = self._plan(context, tokens, shared)
+        if isinstance(plan, Decline) and shared is None:
+            self._keep_decline(plan, context, tokens)
+        return self._local.add_contexts(context, plan, () if shared is None else shared.sizes)
 
     def _check_early(self, context: ForwardContext, tokens: int) -> Decline | None:
         """Decline a step before its batch is read: by its size or as before; chosen cuts come first."""
@@ -230,9 +242,9 @@ class StepDecider:
             cuts = None if self.choose_cuts is None else self.choose_cuts(batch)
             return self._check_hooks(self._runtime.plan(batch, cuts))
         assert self.rank is not None, "only data parallel ranks share a split"
-        cuts = list(accumulate(part[self.rank] for part in shared.sizes))[:-1]
+        edges = list(accumulate(part[self.rank] for part in shared.sizes))
         try:
-            return self._check_hooks(self._runtime.plan(batch, cuts, shared))
+            return self._check_hooks(self._runtime.plan(batch.pad(edges[-1]), edges[:-1], shared))
         except SplitError as error:
             return Decline("cannot be cut where all ranks agreed to", str(error))
 
@@ -241,17 +253,6 @@ class StepDecider:
         if isinstance(plan, Decline) or not self.has_layer_hooks:
             return plan
         return check_turns(plan.executor.schedule) or plan
-
-    def _decide_profile(self, context: ForwardContext, tokens: int) -> StepDecision:
-        """Split a dummy batch, which has no attention metadata, in equal parts."""
-        of_ranks = [] if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
-        shares = share_data_parallel([tokens, *of_ranks], self._runtime.config.parts)
-        if isinstance(shares, Decline):
-            return _make_decision(shares)
-        own = tuple(share[0] for share in shares)
-        plan = self._runtime.plan(Batch(own, 0), list(accumulate(own))[:-1])
-        contexts = self._split_context(context, plan, [share[1:] for share in shares] if of_ranks else ())
-        return _make_decision(plan, contexts, "profiling")
 
     def _decide_capture(self, context: ForwardContext, tokens: int, unsupported: Decline | None) -> StepDecision:
         """Leave a step before serving unsplit, but let graphs that vLLM captures hold concurrent ops.
@@ -268,51 +269,47 @@ class StepDecider:
         cannot_capture = is_compared or any(op.host_sync for op in runtime.program.ops)
         if cannot_capture or check_capture(context, self._splitter.platform, self._splitter.dispatch):
             return starting
-        concurrent = self._make_unsplit(context, tokens, "for a graph")
-        return starting if isinstance(concurrent.plan, Decline) else concurrent
+        concurrent = self._local.plan_whole(context, tokens)
+        return starting if isinstance(concurrent, Decline) else _make_decision(concurrent, "for a graph")
 
-    def _decide_concurrent(self, context: ForwardContext, tokens: int, decline: Decline) -> StepDecision:
+    def _decide_concurrent(self, step: ServedStep, decline: Decline) -> StepDecision:
         """Run a step that is not split with ops on a second compute lane, if its context allows that.
 
-        All ranks get here together: the reason not to split is the same on all of them, or was agreed on.
+        All ranks get here together: the reason not to split is the same on all of them, or was agreed on. What only
+        this rank knows is put to the vote once more.
         """
+        context, platform, dispatch = step.context, self._splitter.platform, self._splitter.dispatch
         if self.rank is not None:
-            unfit = check_agreed_context(context, self._splitter.platform, self._splitter.dispatch)
+            unfit = check_agreed_context(context, platform, dispatch)
         else:
-            unfit = check_mode(context) or self._splitter.platform.check_step(context, self._splitter.dispatch)
+            unfit = check_mode(context) or platform.check_step(context, dispatch)
             unfit = unfit if context.attn_metadata else decline
-        concurrent = None if unfit else self._make_unsplit(context, tokens, f"not cut: {decline.reason}")
-        if concurrent is None or isinstance(concurrent.plan, Decline):
+        if unfit is not None:
+            return _make_decision(decline)
+        local = self._local.attempt(step, partial(self._local.plan_whole, context, step.tokens))
+        where = f"not cut: {decline.reason}"
+        if self.rank is not None:
+            concurrent = self._agree(local, where)
+        else:
+            concurrent = _make_decision(decline if isinstance(local, LocalDecline) else local, where)
+        if isinstance(concurrent.plan, Decline):
             return _make_decision(decline)
         self._runtime.decline(decline)
         return concurrent
 
-    def _make_unsplit(self, context: ForwardContext, tokens: int, why: str) -> StepDecision:
-        """Plan all tokens of a step as one batch, with ops on the lanes that the settings force."""
-        plan = self._runtime.plan(Batch((tokens,), 0), ())
-        contexts = self._split_context(context, plan)
-        statement = "" if isinstance(plan, Decline) else f"schedule {plan.digest}, {why}"
-        return _make_decision(plan, contexts, statement)
-
-    def _split_context(
-        self, context: ForwardContext, plan: ExecutionPlan | Decline, sizes: Sequence[Sequence[int]] = ()
-    ) -> list[ForwardContext] | Decline:
-        """Return a forward context for each micro-batch of a plan; none for a decline."""
-        return [] if isinstance(plan, Decline) else self._splitter.split(context, plan.slices, sizes)
-
-    def _agree(
-        self, own: ExecutionPlan | Decline, contexts: list[ForwardContext], key: Hashable, where: str
-    ) -> StepDecision:
-        statement = f"{own if isinstance(own, Decline) else 'schedule ' + own.digest}, {where}"
-        return _make_decision(self._agreement.agree(own, key, statement), contexts, statement)
+    def _agree(self, local: LocalPlan | LocalDecline, where: str) -> StepDecision:
+        """Put this rank's plan, or what only this rank has against one, to the vote of all ranks."""
+        statement = "" if isinstance(local, LocalDecline) else _state(local, where)
+        return _make_decision(self._agreement.agree(local, statement), where)
 
 
-def _make_decision(
-    plan: ExecutionPlan | Decline, contexts: list[ForwardContext] | Decline | None = None, statement: str = ""
-) -> StepDecision:
-    """Make a decision of its parts; a decline among them is the decision."""
-    if isinstance(plan, Decline):
-        return StepDecision(plan, [], "")
-    if isinstance(contexts, Decline):
-        return StepDecision(contexts, [], "")
-    return StepDecision(plan, contexts or [], statement)
+def _make_decision(planned: LocalPlan | Decline, where: str = "") -> StepDecision:
+    """Make a decision that all ranks make, *where* they cut or why they do not."""
+    if isinstance(planned, Decline):
+        return StepDecision(planned, [], "")
+    return StepDecision(*planned, _state(planned, where))
+
+
+def _state(planned: LocalPlan, where: str) -> str:
+    """Return what must be equal on all ranks."""
+    return f"schedule {planned.plan.digest}, {where}"

@@ -45,6 +45,7 @@ from dbo_runtime.vllm_plugin.step.arguments import StepArguments
 from dbo_runtime.vllm_plugin.step.comparison import PIECES, describe_difference
 from dbo_runtime.vllm_plugin.step.decision import StepDecider, StepDecision
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
+from dbo_runtime.vllm_plugin.step.padding import drop_padding, pad_inputs
 from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.step.repetition import Repetition
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
@@ -272,7 +273,8 @@ class SplitForward:
     def _run(
         self, plan: ExecutionPlan, contexts: list[ForwardContext], inputs: dict[str, torch.Tensor], planning: float
     ) -> Results:
-        program = self.runtime.program
+        program, tokens = self.runtime.program, inputs[POSITIONS].shape[-1]
+        inputs = pad_inputs(program, inputs, plan.slices[-1].last_token)
         cut = [program.cut_inputs(inputs, piece.tokens, piece.requests) for piece in plan.slices]
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
@@ -287,7 +289,7 @@ class SplitForward:
             outputs = self.runtime.run(plan, cut, enter, recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule, planning)
-        results, kept = take_kept(program, outputs)
+        results, kept = take_kept(program, drop_padding(outputs, plan.slices, tokens))
         if self._keep_output is not None and kept:
             self._keep_output(self._model, kept)
         return self._stage.join(program, results)

@@ -58,14 +58,14 @@ class Repetition:
         *make_context* makes the forward context of a slice, by its number, right before it runs; so no slice can have
         what was meant for another one. Collective, as every forward.
         """
-        results = []
+        results, arguments = [], self.arguments.pad(slices[-1].last_token)
         with self._again(), select_lora or nullcontext() as select:
             for number, piece in enumerate(slices):
                 if select is not None:
                     select(number)
                 self._give_back(piece.tokens)
                 with forward_context.override_forward_context(make_context(number)):
-                    results.append(self.arguments.cut(piece).copy().run(self.forward))
+                    results.append(arguments.cut(piece).copy().run(self.forward))
         return join_results(results)
 
     @contextmanager

@@ -415,7 +415,18 @@ def test_the_largest_rank_decides(kind: type[Planner], largest: int) -> None:
 
 
 @BOTH
-def test_ranks_with_too_little_to_share_stay_unsplit(kind: type[Planner]) -> None:
-    declined = open_planner(kind=kind).choose_data_parallel((4096, 1), ALWAYS)
+def test_ranks_with_a_token_each_stay_unsplit(kind: type[Planner]) -> None:
+    declined = open_planner(kind=kind).choose_data_parallel((1, 1), ALWAYS)
     assert isinstance(declined, Decline)
     assert declined.reason == "nowhere to cut"
+
+
+@BOTH
+def test_a_rank_with_few_tokens_is_padded_and_few_tokens_are_split_in_fewer_parts(kind: type[Planner]) -> None:
+    for tokens, sizes in (((4096, 1), ((2048, 1),) * 2), ((2, 1), ((1, 1),) * 2)):
+        shared = open_planner(kind=kind).choose_data_parallel(tokens, replace(ALWAYS, micro_batches=min(tokens[0], 2)))
+        assert isinstance(shared, SplitChoice)
+        assert shared.sizes == sizes
+    three = open_planner(kind=kind).choose_data_parallel((2, 1), replace(ALWAYS, micro_batches=3))
+    assert isinstance(three, SplitChoice)
+    assert three.sizes == ((1, 1), (1, 1))

@@ -342,8 +342,28 @@ def test_ranks_that_share_a_step_decide_as_if_each_was_the_largest(name: str) ->
     assert shared.prediction.split == pytest.approx(compute_end(timeline), rel=5e-3)
 
 
-def test_a_rank_with_too_little_leaves_all_unsplit() -> None:
-    declined = MACHINES["alike"].open_planner().choose_data_parallel((4096, 1), ALWAYS)
+@pytest.mark.parametrize("few", [1, 2])
+def test_a_rank_with_few_tokens_is_padded(few: int) -> None:
+    """What it computes in addition counts where it is the largest part, and it is not here."""
+    planner = MACHINES["alike"].open_planner()
+    shared = planner.choose_data_parallel((4096, few), replace(ALWAYS, micro_batches=3))
+    alike = planner.choose_data_parallel((4096, 4096), replace(ALWAYS, micro_batches=3))
+    assert isinstance(shared, SplitChoice)
+    assert isinstance(alike, SplitChoice)
+    assert shared.prediction == alike.prediction
+    assert [of_rank for _, of_rank in shared.sizes] == [few, 1, 1]
+
+
+@pytest.mark.parametrize("tokens", [(2, 2), (1, 2)])
+def test_ranks_with_fewer_tokens_than_micro_batches_are_asked_for_split_in_fewer(tokens: tuple[int, int]) -> None:
+    shared = MACHINES["alike"].open_planner().choose_data_parallel(tokens, replace(ALWAYS, micro_batches=3))
+    assert isinstance(shared, SplitChoice)
+    assert shared.sizes == ((1, 1), (1, 1))
+    assert shared.prediction.micro_batches == 2
+
+
+def test_ranks_with_a_token_each_stay_unsplit() -> None:
+    declined = MACHINES["alike"].open_planner().choose_data_parallel((1, 1), ALWAYS)
     assert isinstance(declined, Decline)
     assert declined.reason == "nowhere to cut"
 

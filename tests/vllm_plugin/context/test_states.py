@@ -49,6 +49,7 @@ def test_the_start_of_a_prompt_that_would_be_taken_for_a_decode_declines(
         ([20, 30], [0, 0], [21]),
         ([20], [0], [19]),  # the last token of a prompt goes on from the state of the others
         ([20, 1], [0, 30], [20]),
+        ([1], [0], []),  # a step that is not cut: other micro-batches are of padding
     ],
 )
 def test_all_other_pieces_are_fine(query_lens: list[int], computed: list[int], cuts: list[int]) -> None:

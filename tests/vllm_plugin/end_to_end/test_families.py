@@ -10,7 +10,16 @@ import pytest
 
 from dbo_runtime.adapter_registry import GROUP
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_unsplit
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
+from tests.vllm_plugin.end_to_end.test_expert_parallel import (
+    ARRIVALS,
+    EDGES,
+    FEW,
+    LONG,
+    assert_answers_are_close,
+    assert_few_tokens_are_padded,
+    assert_split_is_close,
+    generate,
+)
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import (
@@ -78,6 +87,31 @@ def test_tokens_of_each_moe_are_dispatched_to_experts_on_other_ranks(
         assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
         assert_split_is_close(ranks, [[100, 300], [60, 200]])
         assert_split_is_close(ranks, [[2], [3]], 6, ARRIVALS)
+        assert_few_tokens_are_padded(ranks)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_ranks_with_few_tokens_are_padded_with_prefix_caching(tmp_path: Path, engines: Engines) -> None:
+    """The second time all but the last tokens of the long prompt are cached."""
+    name = "Qwen3MoeForCausalLM"
+    options = {"attention_backend": find_backend(name), "enable_prefix_caching": True, "max_num_batched_tokens": 2048}
+    with engines.start_ranks(2, make_family(name, tmp_path), **options) as ranks:
+        for few in FEW.values():
+            answers = []
+            for mode in ("off", "always", "always"):
+                if len(answers) < 2:
+                    ranks.run(forget_prefixes_on_rank)
+                answers.append(ranks.run(generate, mode, None, 2, (), [LONG, few]))
+            unsplit, *others = answers
+            for split in others:
+                for (expected, _, _), (found, _, _) in zip(unsplit, split, strict=True):
+                    assert_answers_are_close(expected, found)
+            assert [count for _, count, _ in others[0]] == [1 + (len(few) > 1)] * 2
+
+
+def forget_prefixes_on_rank(engine: Engine, rank: int) -> None:
+    assert engine.llm.reset_prefix_cache()
 
 
 @pytest.mark.vllm

@@ -6,7 +6,7 @@ request that is cut inside, to one that vLLM prefills in two steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from unittest.mock import patch
@@ -26,6 +26,7 @@ from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS as PICTURES
 from tests.vllm_plugin.engine import Answer, Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.families import LINEAR_ATTENTION, make_family
+from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.vision_families import QWEN35, QWEN35_MOE, make_requests, make_vision_family
 
 pytestmark = pytest.mark.vllm
@@ -188,21 +189,57 @@ def test_ranks_and_stages_answer_split_as_unsplit(name: str, ranks: int, tmp_pat
         assert engine.count_split() >= before + 5
 
 
+@pytest.fixture(scope="module")
+def expert_ranks(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Iterator[Ranks]:
+    """Return two data parallel ranks that share out the experts, without prefix caching."""
+    model = make_family("Qwen3_5MoeForCausalLM", tmp_path_factory.mktemp("qwen3.5-moe"))
+    with engines.start_ranks(2, model, **OPTIONS, enable_prefix_caching=False, max_num_batched_tokens=2048) as ranks:
+        yield ranks
+
+
 @pytest.mark.slow
-def test_tokens_are_dispatched_to_experts_on_other_ranks(tmp_path: Path, engines: Engines) -> None:
-    model = make_family("Qwen3_5MoeForCausalLM", tmp_path)
-    options = {**OPTIONS, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
-    with engines.start_ranks(2, model, **options) as ranks:
-        for cuts, tokens, arrive in (
-            ([[EDGES[0][1]], [EDGES[1][2]]], 1, ()),
-            ([[100, 300], [60, 200]], 1, ()),
-            ([[2], [3]], 6, ARRIVALS),
-        ):
-            unsplit = ranks.run_once(generate, "off", None, tokens, arrive, BATCHES)
-            split = ranks.run(generate, "always", cuts, tokens, arrive, BATCHES)
-            for (expected, _, _), (answers, count, _) in zip(unsplit, split, strict=True):
-                assert count > 0, "nothing was split, so nothing was compared"
-                assert_close_up_to_ties(expected, answers)
+def test_a_reason_of_one_rank_is_put_to_the_vote(expert_ranks: Ranks) -> None:
+    """A prompt of five tokens comes to three decodes, and its first token alone would be cut off with them.
+
+    Only its rank sees that. Steps that are cut as this one would be were agreed on before.
+    """
+    batches = [[make_prompt(length, length) for length in (20, 30, 40, 5)], [make_prompt(25, 1), make_prompt(35, 2)]]
+    arrive = ((0, 0, 0, 2), (0, 0))
+    for order in (1, -1):  # the rank that sees it is the first one, and the second
+        asked = 6, arrive[::order], batches[::order]
+        unsplit = expert_ranks.run(generate, "off", None, *asked)
+        split = expert_ranks.run(generate, "always", None, *asked)
+        for (expected, _, _), (answers, count, reasons) in zip(unsplit, split, strict=True):
+            assert count > 2
+            assert "a prompt starts with as few tokens as a decode, in a model with linear attention" in reasons
+            assert_close_up_to_ties(expected, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decodes", range(3))
+def test_a_rank_that_decodes_few_tokens_or_none_takes_part_with_padding(expert_ranks: Ranks, decodes: int) -> None:
+    """Two prompts of the other rank are cut between them, so nothing is rounded otherwise."""
+    batches = [[make_prompt(300, 7), make_prompt(300, 8)], [make_prompt(30 + i, i) for i in range(decodes)]]
+    asked = 4, ((1, 1), (0,) * decodes), batches
+    unsplit = expert_ranks.run(generate, "off", None, *asked)
+    split = expert_ranks.run(generate, "always", None, *asked)
+    for (expected, _, _), (answers, count, _) in zip(unsplit, split, strict=True):
+        assert count >= 4
+        assert_close_up_to_ties(expected, answers)
+
+
+@pytest.mark.slow
+def test_tokens_are_dispatched_to_experts_on_other_ranks(expert_ranks: Ranks) -> None:
+    for cuts, tokens, arrive in (
+        ([[EDGES[0][1]], [EDGES[1][2]]], 1, ()),
+        ([[100, 300], [60, 200]], 1, ()),
+        ([[2], [3]], 6, ARRIVALS),
+    ):
+        unsplit = expert_ranks.run_once(generate, "off", None, tokens, arrive, BATCHES)
+        split = expert_ranks.run(generate, "always", cuts, tokens, arrive, BATCHES)
+        for (expected, _, _), (answers, count, _) in zip(unsplit, split, strict=True):
+            assert count > 0, "nothing was split, so nothing was compared"
+            assert_close_up_to_ties(expected, answers)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from dbo_runtime.observe.timeline import Timeline
 from tests.vllm_plugin.costs import calibrate_few, forget_costs
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_unsplit
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, assert_split_is_close
+from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, FEW, LONG, assert_split_is_close
 from tests.vllm_plugin.end_to_end.test_families import MIXED_CUTS, OURS, PROMPTS, assert_split_answers_as_unsplit
 from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS, ask
 from tests.vllm_plugin.engine import Engine
@@ -142,6 +142,7 @@ def test_pipelines_whose_tokens_are_dispatched_between_data_parallel_ranks_are_c
         assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
         assert_split_is_close(ranks, [[100, 300], [60, 200]])
         assert_split_is_close(ranks, None, 6, ARRIVALS)
+        assert_split_is_close(ranks, None, 2, (), [LONG, FEW["one token"]])
 
 
 @pytest.fixture(scope="module", params=[QWEN25, QWEN3])

@@ -22,7 +22,11 @@ from tests.vllm_plugin.drafters import (
     draft_by_model,
     draft_by_mtp,
 )
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, assert_split_is_close
+from tests.vllm_plugin.end_to_end.test_expert_parallel import (
+    ARRIVALS,
+    assert_few_tokens_are_padded,
+    assert_split_is_close,
+)
 from tests.vllm_plugin.engine import Engine
 from tests.vllm_plugin.engines import NO_SETTINGS, TINY, Engines, share_cores
 from tests.vllm_plugin.families import make_family
@@ -208,6 +212,7 @@ def test_data_parallel_ranks_verify_drafts_alike_with_experts_on_both(engines: E
             assert_split_is_close(ranks, cuts)
         for cuts in (None, [[2], [2]], [[1], [3]], [[40], [20]]):
             assert_split_is_close(ranks, cuts, 6, ARRIVALS)
+        assert_few_tokens_are_padded(ranks)  # an idle rank has as many tokens as a decode with drafts
 
 
 @pytest.mark.slow

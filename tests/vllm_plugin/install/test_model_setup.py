@@ -51,38 +51,35 @@ def let_other_gather(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
 
 _P = ProgramBuilder()
 PROGRAM = _P.build(_P.compute("op", lambda: None))
-SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, dispatch: all_gather, votes: False, versions"
+SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, dispatch: all_gather, versions"
 
 
-def make_rank(config: RuntimeConfig, votes: bool) -> RankContext:
-    groups: Any = Groups(Pair, Pair if votes else None, Pair)  # type: ignore[arg-type]
-    vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=votes))
+def make_rank(config: RuntimeConfig) -> RankContext:
+    groups: Any = Groups(Pair, None, Pair)  # type: ignore[arg-type]
     log: Any = None
-    return RankContext(vllm_config, config, get_platform("cpu"), groups, WHOLE_MODEL, 1, "network", "all_gather", log)
+    return RankContext(log, config, get_platform("cpu"), groups, WHOLE_MODEL, 1, "network", "all_gather", log)
 
 
 @pytest.mark.parametrize(
-    ("config", "program", "encoder", "votes"),
+    ("config", "program", "encoder"),
     [
-        (RuntimeConfig(mode="off"), PROGRAM, None, False),
-        (RuntimeConfig(), Decline("no adapter is registered", "X"), None, False),
-        (RuntimeConfig(), PROGRAM, Decline("no adapter is registered for the encoder"), False),
-        (RuntimeConfig(), PROGRAM, None, True),
+        (RuntimeConfig(mode="off"), PROGRAM, None),
+        (RuntimeConfig(), Decline("no adapter is registered", "X"), None),
+        (RuntimeConfig(), PROGRAM, Decline("no adapter is registered for the encoder")),
     ],
-    ids=["settings", "packages", "packages of encoders", "prefix caching"],
+    ids=["settings", "packages", "packages of encoders"],
 )
 def test_ranks_with_other_settings_or_packages_stop_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
     config: RuntimeConfig,
     program: Program | Decline,
     encoder: Decline | None,
-    votes: bool,
 ) -> None:
     monkeypatch.setattr(model_setup, "describe_versions", lambda: "versions")
     let_other_gather(monkeypatch, SAME)
-    _compare_settings(make_rank(RuntimeConfig(), False), PROGRAM, None)
+    _compare_settings(make_rank(RuntimeConfig()), PROGRAM, None)
     with pytest.raises(ConfigError, match=r"give all ranks on all hosts the same settings.*rank 0: .*rank 1: "):
-        _compare_settings(make_rank(config, votes), program, encoder)
+        _compare_settings(make_rank(config), program, encoder)
 
 
 def make_context_of_pair(monkeypatch: pytest.MonkeyPatch, host: str, config: RuntimeConfig, **methods: Any) -> Any:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.decline import Decline
+from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.vllm_plugin.parallel import agreement as agreement_module
 from dbo_runtime.vllm_plugin.parallel.agreement import (
+    MAX_AGREED_PLANS,
     MAX_GATHERED_BYTES,
     Agreement,
     _fingerprint,
@@ -51,6 +51,8 @@ def test_one_rank_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 KEY = 2, ("alternate", 0)
 DECLINE = Decline("a reason", "in block 7")
+LOCAL = LocalDecline(DECLINE)
+PLAN = object()
 
 
 class SimulatedPair:
@@ -73,56 +75,48 @@ class SimulatedPair:
         return [own, json.dumps(said).encode()]
 
 
-PLAN = cast(ExecutionPlan, "a plan")
-
-
-def test_ranks_that_agreed_on_a_plan_do_not_compare_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_the_same_batch_compare_a_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, agreement = SimulatedPair(monkeypatch, "split"), Agreement(Pair)
     for _ in range(3):
-        assert agreement.agree(PLAN, KEY, "split") is PLAN
+        agreement.compare_once(KEY, "split")
     assert pair.compared == 1
-    agreement.agree(PLAN, (3, ("alternate", 0)), "split")
+    agreement.compare_once((3, ("alternate", 0)), "split")
     assert pair.compared == 2
+    assert agreement.fill == (2, MAX_AGREED_PLANS)
 
 
-def test_ranks_that_vote_compare_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, agreement = SimulatedPair(monkeypatch, "split"), Agreement(Pair, votes=True)
+def test_ranks_vote_on_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, agreement = SimulatedPair(monkeypatch, "split"), Agreement(Pair)
     for _ in range(3):
-        assert agreement.agree(PLAN, KEY, "split") is PLAN
+        assert agreement.agree(PLAN, "split") is PLAN
     assert pair.compared == 3
 
 
-@pytest.mark.parametrize(("own", "other"), [(PLAN, DECLINE), (DECLINE, None), (DECLINE, DECLINE)])
+@pytest.mark.parametrize(("own", "other"), [(PLAN, DECLINE), (LOCAL, None), (LOCAL, DECLINE)])
 def test_the_reason_of_one_rank_is_that_of_all(monkeypatch: pytest.MonkeyPatch, own: Any, other: Any) -> None:
-    pair, agreement = SimulatedPair(monkeypatch, other), Agreement(Pair)
+    pair, agreement = SimulatedPair(monkeypatch, "split"), Agreement(Pair)
+    assert agreement.agree(PLAN, "split") is PLAN
+    pair.other = other
     rank = 1 if own is PLAN else 0
-    assert agreement.agree(own, KEY, "split") == Decline("a reason", f"rank {rank}: in block 7")
+    assert agreement.agree(own, "split") == Decline("a reason", f"rank {rank}: in block 7"), "agreed on before or not"
     pair.other = "split"
-    assert agreement.agree(PLAN, KEY, "split") is PLAN, "a decline is no agreement on the plan"
-    assert pair.compared == 2
-
-
-def test_a_rank_never_declines_alone_what_was_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others do not compare again: they would wait for it forever."""
-    SimulatedPair(monkeypatch, "split")
-    agreement = Agreement(Pair)
-    agreement.agree(PLAN, KEY, "split")
-    with pytest.raises(ScheduleError, match=r"this one cannot: a reason \(in block 7\)"):
-        agreement.agree(DECLINE, KEY, "split")
+    assert agreement.agree(PLAN, "split") is PLAN
+    assert pair.compared == 3
 
 
 def test_plans_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     SimulatedPair(monkeypatch, "schedule 2")
-    with pytest.raises(ScheduleError, match=r"rank 0: schedule 1; rank 1: schedule 2"):
-        Agreement(Pair).agree(PLAN, KEY, "schedule 1")
+    for ask in (Agreement(Pair).agree, Agreement(Pair).compare_once):
+        with pytest.raises(ScheduleError, match=r"rank 0: schedule 1; rank 1: schedule 2"):
+            ask(PLAN, "schedule 1")
 
 
 @pytest.mark.parametrize(
     ("own", "other", "counted"),
     [
         (PLAN, DECLINE, ["unsplit"]),
-        (DECLINE, None, ["unsplit"]),
-        (DECLINE, DECLINE, []),
+        (LOCAL, None, ["unsplit"]),
+        (LOCAL, DECLINE, []),
         (PLAN, "split", []),
         (PLAN, "schedule 2", ["error"]),
     ],
@@ -133,23 +127,16 @@ def test_disagreements_are_counted_by_what_becomes_of_the_step(
     SimulatedPair(monkeypatch, other)
     told: list[str] = []
     with suppress(ScheduleError):
-        Agreement(Pair, count=told.append).agree(own, KEY, "split")
+        Agreement(Pair, count=told.append).agree(own, "split")
     assert told == counted
-
-
-def test_a_rank_that_cannot_follow_what_was_agreed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    SimulatedPair(monkeypatch, "split")
-    told: list[str] = []
-    agreement = Agreement(Pair, count=told.append)
-    agreement.agree(PLAN, KEY, "split")
-    with pytest.raises(ScheduleError):
-        agreement.agree(DECLINE, KEY, "split")
-    assert told == ["error"]
 
 
 def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = SimulatedPair(monkeypatch, DECLINE)
-    assert Agreement(type("One", (), {"world_size": 1})).agree(PLAN, KEY, "split") is PLAN
+    alone = Agreement(type("One", (), {"world_size": 1}))
+    assert alone.agree(PLAN, "split") is PLAN
+    assert alone.agree(LOCAL, "") is DECLINE
+    alone.compare_once(KEY, "split")
     assert pair.compared == 0
 
 

@@ -10,6 +10,7 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.errors import SplitError
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step import forward as forward_module
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments, join_results
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
@@ -37,9 +38,15 @@ class ReroutingModel(Model):
         return [positions.shape[-1] for _, positions, *_ in self.unsplit]
 
 
+class CpuSplitter(Splitter):
+    """Whose contexts have nothing of vllm-ascend's."""
+
+    platform = get_platform("cpu")
+
+
 def make_compared(model: Model, is_first: bool, splitter: Splitter | None = None, **options: Any) -> SplitForward:
     """Return a forward whose steps are compared: as first steps, or under DBO_CHECK."""
-    forward = make_forward(model, splitter, check=not is_first, **options)
+    forward = make_forward(model, splitter or CpuSplitter(), check=not is_first, **options)
     if is_first:
         forward.decider.first_steps = FirstSteps(Lines())  # type: ignore[arg-type] - which keeps the lines
     return forward
@@ -47,7 +54,7 @@ def make_compared(model: Model, is_first: bool, splitter: Splitter | None = None
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["checked", "first steps"])
 def test_a_step_that_equals_its_pieces_is_right_where_rounding_may_choose(is_first: bool) -> None:
-    model, splitter = ReroutingModel(), Splitter()
+    model, splitter = ReroutingModel(), CpuSplitter()
     forward = make_compared(model, is_first, splitter, may_diverge=True)
     results = run(forward)
     assert torch.equal(results, EXPECTED * 3.0 if is_first else EXPECTED)
@@ -159,6 +166,24 @@ def test_arguments_are_cut_by_token() -> None:
     assert (given["residual"].tolist(), embeds.tolist()) == ([2.0, 3.0, 4.0], [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]])
     assert further == {"further": 1}
     assert StepArguments(None, positions, None, None, {}).cut(BatchSlice(0, 1, 0, 2))[0] is None
+
+
+def test_arguments_are_padded_with_the_last_token() -> None:
+    whole = StepArguments(
+        torch.tensor([4, 7]),
+        torch.tensor([[0, 1], [2, 3], [4, 5]]),
+        IntermediateTensors({"residual": torch.tensor([1.0, 2.0])}),
+        torch.tensor([[1.0], [2.0]]),
+        {},
+    )
+    assert whole.pad(2) is whole
+    ids, positions, given, embeds, _ = whole.pad(4)
+    assert ids is not None
+    assert given is not None
+    assert embeds is not None
+    assert ids.tolist() == [4, 7, 7, 7]
+    assert positions.tolist() == [[0, 1, 1, 1], [2, 3, 3, 3], [4, 5, 5, 5]]
+    assert (given["residual"].tolist(), embeds.tolist()) == ([1.0, 2.0, 2.0, 2.0], [[1.0], [2.0], [2.0], [2.0]])
 
 
 def test_what_a_forward_may_overwrite_is_copied() -> None:

@@ -1,0 +1,115 @@
+"""What a rank plans by itself: its own batch. All that speaks against it there, errors included, is a `LocalDecline`.
+
+An error that ended the step on one rank would leave the others waiting for it: so it is a reason against splitting.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from vllm.forward_context import ForwardContext
+
+from dbo_runtime.batch import Batch, share_data_parallel
+from dbo_runtime.bounded import BoundedDict
+from dbo_runtime.decline import Decline, LocalDecline
+from dbo_runtime.errors import DboError
+from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+
+FAILED = "planning this step failed"
+MAX_TOLD = 64  # lines of code at which planning has failed, and that are not logged again
+MAX_TEXT = 300  # characters of an error in a decline; the log has all of it
+
+
+class ServedStep(NamedTuple):
+    """A step to decide; see `StepDecider.decide`."""
+
+    context: ForwardContext
+    tokens: int
+    unsupported: Decline | None
+
+
+class LocalPlan(NamedTuple):
+    """A plan with a forward context for each micro-batch, before ranks have agreed."""
+
+    plan: ExecutionPlan
+    contexts: list[ForwardContext]
+
+
+class LocalPlanner:
+    """Plans steps of one model on this rank.
+
+    Args:
+        runtime: makes plans.
+        splitter: makes the micro-batches' forward contexts.
+        ranks: that run the same steps.
+        votes: whether ranks vote on each step. Where they do not, they all plan the same batch.
+    """
+
+    def __init__(self, runtime: MicroBatchRuntime, splitter: ContextSplitter, ranks: int, votes: bool) -> None:
+        self._runtime = runtime
+        self._splitter = splitter
+        self._ranks = ranks
+        self._votes = votes
+        self._told: BoundedDict[str, None] = BoundedDict(MAX_TOLD)
+
+    def attempt(self, step: ServedStep, plan: Callable[[], LocalPlan | Decline]) -> LocalPlan | LocalDecline:
+        """Return what *plan* does, if the step's arguments can be split; what speaks against it only this rank may see.
+
+        Ranks that do not vote fail alike on the same batch, so each of them may decline: but where what failed may have
+        been this rank's own memory or files, the error is raised, because it must not run unsplit what others split.
+        Without votes this package's own errors are raised, too: then no other rank is left waiting without a word.
+        """
+        try:
+            planned = step.unsupported or plan()
+        except Exception as error:
+            if not self._votes and (isinstance(error, DboError) or (self._ranks > 1 and _may_be_of_one_rank(error))):
+                raise
+            return LocalDecline(self._describe(error))
+        return LocalDecline(planned) if isinstance(planned, Decline) else planned
+
+    def add_contexts(
+        self, context: ForwardContext, plan: ExecutionPlan | Decline, sizes: Sequence[Sequence[int]] = ()
+    ) -> LocalPlan | Decline:
+        """Return a plan with a forward context for each micro-batch; *sizes* are those of all data parallel ranks."""
+        if isinstance(plan, Decline):
+            return plan
+        contexts = self._splitter.split(context, plan.slices, sizes)
+        return contexts if isinstance(contexts, Decline) else LocalPlan(plan, contexts)
+
+    def plan_whole(self, context: ForwardContext, tokens: int) -> LocalPlan | Decline:
+        """Plan all tokens of a step as one batch, with ops on the lanes that the settings force."""
+        return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), ()))
+
+    def plan_dummy(self, context: ForwardContext, tokens: int) -> LocalPlan | Decline:
+        """Plan a dummy batch, which has no attention metadata, in equal parts."""
+        of_ranks = [] if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+        shares = share_data_parallel([tokens, *of_ranks], self._runtime.config.parts)
+        if isinstance(shares, Decline):
+            return shares
+        own = tuple(share[0] for share in shares)
+        plan = self._runtime.plan(Batch(own, 0), list(accumulate(own))[:-1])
+        return self.add_contexts(context, plan, [share[1:] for share in shares] if of_ranks else ())
+
+    def _describe(self, error: Exception) -> Decline:
+        """Return the decline for an error; log the first one at a line of code, on any rank."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        if place not in self._told:
+            self._told[place] = None
+            lines = "".join(traceback.format_exception(error))
+            open_log().error("a step could not be planned, and runs unsplit; please report it", traceback=lines)
+        return Decline(FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:MAX_TEXT])
+
+
+def _may_be_of_one_rank(error: Exception) -> bool:
+    """Return whether ranks that do the same with the same batch may fail differently; torch_npu says it in the text."""
+    if isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "out of memory" in str(error)
