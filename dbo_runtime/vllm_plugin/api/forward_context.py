@@ -53,7 +53,8 @@ def slice_context(
     if context.dp_metadata is not None:  # with sequence-parallel MoE, vllm-ascend has it for a single rank as well
         counts = torch.tensor(sizes or (piece.size,), dtype=torch.int32)
         part.dp_metadata = replace(context.dp_metadata, num_tokens_across_dp_cpu=counts, local_sizes=None)
-    part.slot_mapping = {layer: slots[piece.tokens] for layer, slots in context.slot_mapping.items()}
+    slots_of = context.slot_mapping or {}
+    part.slot_mapping = {layer: None if slots is None else slots[piece.tokens] for layer, slots in slots_of.items()}
     padding = get_padding(context)
     if padding is not None:
         part.is_padding = padding[piece.tokens]
