@@ -12,7 +12,7 @@ import torch
 from tests.vllm_plugin.engine import Engine
 from tests.vllm_plugin.families import make_family
 
-OPTIONS: dict[str, Any] = {"attention_backend": "CPU_ATTN", "runner": "pooling"}
+OPTIONS: dict[str, Any] = {"attention_backend": "CPU_ATTN", "runner": "pooling", "enable_prefix_caching": False}
 
 
 def make_pooling(architecture: str, directory: Path, served_as: str, **config: Any) -> Path:
@@ -42,9 +42,16 @@ def make_pooling(architecture: str, directory: Path, served_as: str, **config: A
 
 
 def pool(engine: Engine, prompts: Sequence[Sequence[int]], task: str) -> list[torch.Tensor]:
-    """Return what the pooler gives for each prompt of tokens."""
-    given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return [output.outputs.data.clone() for output in engine.llm.encode(given, pooling_task=task, use_tqdm=False)]
+    """Return what the pooler gives for each prompt of tokens, whichever task the engine was started for."""
+    from vllm import PoolingParams
+
+    inner, found = engine.llm.llm_engine, {}
+    for number, prompt in enumerate(prompts):
+        inner.add_request(str(number), {"prompt_token_ids": list(prompt)}, PoolingParams(task=task))
+    while inner.has_unfinished_requests():
+        for output in inner.step():
+            found[int(output.request_id)] = output.outputs.data.clone()
+    return [found[number] for number in range(len(prompts))]
 
 
 def pool_cut(engine: Engine, cuts: Iterable[int], prompts: Sequence[Sequence[int]], task: str) -> list[torch.Tensor]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.api.profiler import profile_all_threads
 from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
+from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter
 from dbo_runtime.vllm_plugin.install.cpu_patches import apply_patches
 from dbo_runtime.vllm_plugin.install.model_setup import set_up_model
 from dbo_runtime.vllm_plugin.install.served_model import get_served_model
@@ -64,9 +64,8 @@ def _wrap_load_model(runner: GPUModelRunner, config: RuntimeConfig) -> None:
 
     @functools.wraps(load_model)
     def load_and_set_up(*args: Any, **kwargs: Any) -> Any:
-        adapter = get_adapter(runner.vllm_config.model_config.architecture)  # a wrong one fails before weights load
         result = load_model(*args, **kwargs)
-        set_up_model(runner, config, adapter)
+        set_up_model(runner, config, choose_adapter(runner.vllm_config))
         return result
 
     runner.load_model = load_and_set_up

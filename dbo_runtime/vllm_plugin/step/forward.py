@@ -43,6 +43,7 @@ from dbo_runtime.vllm_plugin.parallel.stage import (
 )
 from dbo_runtime.vllm_plugin.step.comparison import compare_split
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
+from dbo_runtime.vllm_plugin.step.head import Head
 from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
@@ -77,6 +78,7 @@ class SplitForward:
         recording: records split steps.
         metrics: counts steps; None on ranks that do not count.
         lora: the adapters of each token; None without LoRA.
+        head: what the model's forward does with the hidden states of its backbone; None if it returns them.
 
     Attributes:
         last_step: predicted and measured seconds of the last step.
@@ -95,6 +97,7 @@ class SplitForward:
         recording: Recording | None = None,
         metrics: Metrics | None = None,
         lora: LoraMapping | None = None,
+        head: Head | None = None,
     ) -> None:
         self.runtime = runtime
         self.decider = decider
@@ -109,6 +112,7 @@ class SplitForward:
         self._stage = stage
         self._metrics = metrics
         self._lora = lora
+        self._head = head
         self._is_final = False
         self._takes_input_ids = any(value.name == INPUT_IDS for value in runtime.program.inputs)
 
@@ -250,7 +254,11 @@ class SplitForward:
         results, kept = take_kept(program, outputs)
         if self._keep_output is not None and kept:
             self._keep_output(self._model, kept)
-        return self._stage.join(program, results)
+        joined = self._stage.join(program, results)
+        if self._head is None:
+            return joined
+        assert isinstance(joined, torch.Tensor), "models that score neither draft nor are in a pipeline"
+        return self._head(joined, inputs[POSITIONS])
 
     def _start_timer(self) -> Timer | None:
         """Start a timer, but not before serving: vLLM may be capturing a graph, which must not hold the timer."""
