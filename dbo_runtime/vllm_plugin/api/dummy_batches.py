@@ -73,6 +73,11 @@ def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) 
             table.block_table.np[:requests], table.num_blocks_per_row[:requests] = rows, counts
 
 
+def run_without_attention(runner: GPUModelRunner, tokens: int) -> None:
+    """Run the model on a dummy batch of *tokens* tokens, as vLLM does to profile memory: attention gives nothing."""
+    runner._dummy_run(tokens, skip_eplb=True)
+
+
 def _get_block_size(table: BlockTable) -> int:
     """Return the tokens of a block of the KV cache, which up to vLLM 0.30 is one or more blocks of the kernel."""
     return int(table.block_size * getattr(table, "blocks_per_kv_block", 1))

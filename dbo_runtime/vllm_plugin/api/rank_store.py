@@ -40,9 +40,15 @@ def find_silent_ranks(patience: float) -> list[int]:
     return []
 
 
-def report_outcome(name: str, outcome: str) -> None:
-    """Let the other ranks know what came of this rank's part in something with a *name*."""
-    _get_store().set(_OUTCOME.format(name, dist.get_rank()), outcome)
+def report_outcome(name: str, outcome: str) -> str:
+    """Let the other ranks know what came of this rank's part in something with a *name*; return that of this time.
+
+    Ranks that do the same things have the same names, which are told apart by how often they were used.
+    """
+    store, rank = _get_store(), dist.get_rank()
+    times = store.add(_OUTCOME.format(f"{name}/times", rank), 1)
+    store.set(_OUTCOME.format(f"{name}/{times}", rank), outcome)
+    return f"{name}/{times}"
 
 
 def read_outcomes(name: str, ranks: Sequence[int], patience: float) -> list[str | None]:
@@ -54,7 +60,7 @@ def read_outcomes(name: str, ranks: Sequence[int], patience: float) -> list[str 
     store, keys = _get_store(), [_OUTCOME.format(name, rank) for rank in ranks]
     try:
         store.wait(keys, timedelta(seconds=patience))
-    except dist.DistError:
+    except RuntimeError:  # of torch: a DistError, but not from every kind of store
         return [store.get(key).decode() if store.check([key]) else None for key in keys]
     return [store.get(key).decode() for key in keys]
 

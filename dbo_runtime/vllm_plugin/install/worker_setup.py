@@ -13,10 +13,11 @@ from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
 from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter
 from dbo_runtime.vllm_plugin.install.cpu_patches import apply_patches
 from dbo_runtime.vllm_plugin.install.model_setup import set_up_model
-from dbo_runtime.vllm_plugin.install.served_model import get_served_model
+from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.memory_profile import profile_split
+from dbo_runtime.vllm_plugin.step.rehearsal import rehearse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,6 +90,12 @@ def _wrap_profile_run(runner: GPUModelRunner) -> None:
     runner.profile_run = profile_unsplit_and_split
 
 
+def _rehearse(runner: GPUModelRunner, served: ServedModel) -> None:
+    """Split dummy steps, where no memory profile has: on devices that share their memory with the host."""
+    if served.forward is not None and served.rank.platform.host_computes:
+        rehearse(runner, served.forward, served.rank.groups.all_ranks)
+
+
 def _wrap_warm_up(worker: WorkerBase) -> None:
     """Split nothing before vLLM has profiled and compiled: it measures and compiles unsplit steps."""
     warm_up = worker.compile_or_warm_up_model
@@ -96,8 +103,10 @@ def _wrap_warm_up(worker: WorkerBase) -> None:
     @functools.wraps(warm_up)
     def warm_up_and_serve(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
-        served = get_served_model(worker.model_runner.get_model())
+        runner = worker.model_runner
+        served = get_served_model(runner.get_model())
         if served is not None:
+            _rehearse(runner, served)
             served.start_serving(is_final=not hasattr(worker, "dbo_configure"))  # without `WorkerExtension`
         return result
 

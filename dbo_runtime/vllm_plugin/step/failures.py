@@ -63,8 +63,8 @@ def attempt(
 ) -> Result | Decline:
     """Run a job that communicates for the first time; return its result, or a decline if a rank has failed.
 
-    To be called on all ranks of *group* alike, with a *name* that none of them uses again. All have come to their end
-    before any of them declines, so no rank is left in a collective. *job* must wait for the device.
+    To be called on all ranks of *group* alike. All have come to their end before any of them declines, so no rank is
+    left in a collective. *job* must wait for the device.
 
     Raises:
         Exception: of the job, if another rank does not come to its end within *patience* seconds: it may wait in a
@@ -79,8 +79,8 @@ def attempt(
     if group.world_size == 1:
         outcomes: list[str | None] = [own]
     else:
-        report_outcome(name, own)
-        outcomes = read_outcomes(name, group.ranks, PATIENCE_SECONDS if failure is None else patience)
+        this = report_outcome(name, own)
+        outcomes = read_outcomes(this, group.ranks, PATIENCE_SECONDS if failure is None else patience)
     if failure is not None and None in outcomes:
         raise failure
     if None in outcomes:
@@ -97,5 +97,6 @@ def _locate(adapter: Any, error: BaseException) -> str:
         return locate_source(type(adapter))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename).parent == package:
-            return f"{frame.filename}:{frame.lineno}"
+            name = type(adapter).__module__.rpartition(".")[0].replace(".", "/")
+            return f"{name}/{Path(frame.filename).name}:{frame.lineno}"  # alike on all hosts
     return locate_source(type(adapter))

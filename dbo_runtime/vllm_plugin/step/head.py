@@ -64,7 +64,8 @@ class _Given(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what was computed before."""
         self.calls.append((*args, *kwargs.values()))
-        return self.hidden
+        hidden: torch.Tensor = self.hidden
+        return hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["backbone"], name)
