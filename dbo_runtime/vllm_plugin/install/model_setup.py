@@ -141,7 +141,7 @@ def _make_encoder(encoder: EncoderProgram, rank: RankContext, device: Device, me
         transport=transport,
     )
     agreement = Agreement(group, count=None if metrics is None else metrics.count_disagreement)
-    split = SplitEncoder(encoder.module, encoder.adapter, runtime, transport, agreement, metrics)
+    split = SplitEncoder(encoder.module, encoder.adapter, runtime, transport, agreement, metrics, group)
     split.first_steps = _make_first_steps(agreement, rank)
     return split
 
