@@ -26,13 +26,14 @@ from typing import Any
 from dbo_runtime.adapter_registry import GROUP
 
 RESULTS = Path(__file__).with_name("recorded.json")
-RAN, RECORDED, DECLINED, ABSENT, FAILED = "ran", "recorded", "declined", "no class", "fails"
+RAN, RECORDED, DECLINED, ABSENT, NOT_MADE, FAILED = "ran", "recorded", "declined", "no class", "not made", "fails"
 OUTCOMES: Mapping[str, str] = MappingProxyType(
     {
         RAN: "recorded, and its ops ran, in pieces and without attention",
         RECORDED: "recorded; vLLM's own forward does not run there, so its ops were not run",
         DECLINED: "declined by name",
         ABSENT: "this version has no such class, or transformers no such config",
+        NOT_MADE: "vLLM does not make the model without compiled code, or not on a CPU",
         FAILED: "the adapter fails",
     }
 )
@@ -46,6 +47,7 @@ ENVIRONMENT = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "OMP_NUM_THREADS": "1",
 }
+ACTIVATIONS = ("gelu", "silu", "swigluoai", "fatrelu")  # operators that layers take hold of when they are made
 LIMIT = 240.0  # seconds of one architecture
 
 
@@ -83,9 +85,50 @@ def import_vllm() -> str:
     from vllm.platforms.cpu import CpuPlatform
 
     platforms._current_platform = CpuPlatform()
+    _allow_latent_attention(CpuPlatform)
+    _stand_in_for_compiled_code()
     import vllm
 
     return str(vllm.__version__).partition("+")[0]
+
+
+def _allow_latent_attention(platform: Any) -> None:
+    """Let latent attention be made where this version's CPU build has none; it is not run."""
+    original = platform.get_attn_backend_cls.__func__
+
+    def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
+        try:
+            return str(original(cls, *args, **kwargs))
+        except NotImplementedError as error:
+            name = "flashmla_sparse.FlashMLASparseBackend" if "parse" in str(error) else "triton_mla.TritonMLABackend"
+            return f"vllm.v1.attention.backends.mla.{name}"
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    with suppress(ImportError):  # its prefill takes hold of a kernel
+        from vllm.v1.attention.backends.mla.prefill import flash_attn
+
+        flash_attn.flash_attn_varlen_func = partial(_miss, "flash_attn_varlen_func")
+
+
+def _stand_in_for_compiled_code() -> None:
+    """Let layers take hold of operators that are not compiled here: they fail when they are called."""
+    from torch._ops import _OpNamespace
+
+    original = _OpNamespace.__getattr__
+
+    def get_operator(self: Any, name: str) -> Any:
+        try:
+            return original(self, name)
+        except AttributeError:
+            if self.name != "_C" or not name.startswith(ACTIVATIONS):  # others are asked whether they are there
+                raise
+            return partial(_miss, f"{self.name}.{name}")
+
+    _OpNamespace.__getattr__ = get_operator
+
+
+def _miss(name: str, *_: object, **__: object) -> None:
+    raise NotImplementedError(f"{name} is not compiled here")
 
 
 def write_results(vllm: str, found: dict[str, Any]) -> None:
@@ -108,9 +151,12 @@ def record(architecture: str) -> dict[str, str]:
     with TemporaryDirectory() as folder:
         try:
             path = make_folder(architecture, Path(folder, "model"))
-            vllm_config = make_config(path, architecture)
         except (KeyError, ValueError, ImportError, AttributeError) as error:
-            return {"what": ABSENT, "detail": f"config: {type(error).__name__}: {error}"[:300]}
+            return {"what": ABSENT, "detail": f"transformers: {type(error).__name__}: {error}"}
+        try:
+            vllm_config = make_config(path, architecture)
+        except Exception as error:  # noqa: BLE001 - whatever this version lacks here
+            return {"what": NOT_MADE, "detail": f"{type(error).__name__}: {error}"}
         torch.set_grad_enabled(False)
         with joined(vllm_config):
             return record_in(architecture, vllm_config)
@@ -119,24 +165,26 @@ def record(architecture: str) -> dict[str, str]:
 def record_in(architecture: str, vllm_config: Any) -> dict[str, str]:
     """Return what comes of one architecture in a world of one rank."""
     import torch
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.model_executor.model_loader.utils import initialize_model
 
     from dbo_runtime.decline import Decline
     from dbo_runtime.vllm_plugin.api.model_classes import find_adapter
     from dbo_runtime.vllm_plugin.verify.verification import fill_weights
 
     torch.set_default_dtype(vllm_config.model_config.dtype)
-    model: Any = initialize_model(vllm_config)
+    try:
+        model: Any = initialize_model(vllm_config)
+    except Exception as error:  # noqa: BLE001 - whatever this version lacks here
+        return {"what": NOT_MADE, "detail": f"{type(error).__name__}: {error}"}
     fill_weights(model)
-    with suppress(Exception):  # of compiled code that is not there: vLLM's own forward will not run, either
-        process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
+    for module in model.modules():
+        with suppress(Exception):  # of compiled code that is not there: vLLM's own forward will not run, either
+            module.quant_method.process_weights_after_loading(module)
     adapter = find_adapter(architecture)
     assert adapter is not None, "it is registered"
     collectives = make_collectives(vllm_config)
     declined = adapter.decline(model)
-    if declined is not None:
-        return {"what": DECLINED, "detail": str(declined)}
-    found = run_program(adapter, model, collectives, vllm_config)
+    found = declined or run_program(adapter, model, collectives, vllm_config)
     encoder = record_encoder_of(model, vllm_config, collectives)
     if isinstance(found, Decline):
         return {"what": DECLINED, "detail": str(found), "encoder": encoder}
@@ -234,6 +282,8 @@ def make_folder(architecture: str, folder: Path) -> Path:
     own = {"MiniMaxM3SparseForConditionalGeneration": minimax.CONFIG, "DeepseekV4ForCausalLM": deepseek_v4.CONFIG}
     folder.mkdir()
     content = own[architecture] if architecture in own else make_text(architecture)
+    if architecture.startswith("Cohere"):
+        content = {**content, "tie_word_embeddings": True}  # which vLLM 0.23 insists on
     (folder / "config.json").write_text(json.dumps({**content, "architectures": [architecture]}), encoding="utf-8")
     return folder
 
