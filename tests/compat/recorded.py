@@ -325,12 +325,17 @@ def make_config(folder: Path, architecture: str) -> Any:
 @contextmanager
 def joined(vllm_config: Any) -> Iterator[None]:
     """Be the only rank of vLLM's world."""
+    import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
     with TemporaryDirectory() as folder, set_current_vllm_config(vllm_config):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         parallel_state.initialize_model_parallel(1)
+        with suppress(ImportError):  # which 0.23 does not have
+            from vllm.v1.worker.workspace import init_workspace_manager
+
+            init_workspace_manager(torch.device("cpu"))
         yield
 
 

@@ -43,7 +43,8 @@ def record_model(
     if decline is not None:
         return decline
     assert not isinstance(adapter, Decline | None), "without one, models are declined"
-    decline = _check_stage(rank.stage) or call_adapter(adapter, partial(adapter.decline, model))
+    decline = _check_stage(rank.stage) or _check_backbone(adapter, model, rank)
+    decline = decline or call_adapter(adapter, partial(adapter.decline, model))
     if decline is not None:
         return decline
     rank.platform.prepare_model(model)
@@ -75,6 +76,14 @@ def _prefer_generic(
         if known or call_adapter(adapter, partial(adapter.decline, model)) is None:
             return adapter
     return GenericAdapter(rank.groups.tensor_parallel, rank.vllm_config, rank.stage)
+
+
+def _check_backbone(adapter: ModelAdapter, model: VllmModel, rank: RankContext) -> Decline | None:
+    """Decline a model of a backbone's adapter that is a decoder itself, such as EmbeddingGemma: it holds none."""
+    if isinstance(adapter, GenericAdapter) or get_adapter(rank.vllm_config.model_config.architecture) is not None:
+        return None
+    holds = hasattr(model, "model") or hasattr(model, "language_model")
+    return None if holds else Decline("its parts are not known", type(model).__name__)
 
 
 def _check_stage(stage: Stage) -> Decline | None:
