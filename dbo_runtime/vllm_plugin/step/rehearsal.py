@@ -32,14 +32,15 @@ REQUESTS, REQUEST_TOKENS = 2, 16  # of a rehearsal: pieces are prefills, and fit
 def rehearse(runner: GPUModelRunner, served: SplitForward, group: GroupCoordinator) -> None:
     """Split dummy steps, without attention and with it; after an error in one, nothing is split. Collective.
 
-    Attention is left out of models that keep states: vLLM's dummy batches would change them.
+    Attention is left out of models that keep states, which vLLM's dummy batches would change, and where a KV connector
+    has layer hooks, which these do not call.
     """
     tokens = REQUESTS * REQUEST_TOKENS
     if min(runner.max_num_tokens, runner.max_model_len) < tokens or runner.scheduler_config.max_num_seqs < REQUESTS:
         return
     own = copy_for_profile(served, group)
     steps: list[Callable[[], object]] = [partial(run_without_attention, runner, tokens)]
-    if not runner.model_config.is_hybrid:
+    if not runner.model_config.is_hybrid and not served.decider.has_layer_hooks:
         steps.append(partial(run_dummy, runner, REQUESTS, REQUEST_TOKENS, 0))
     for step in steps:
         try_split(runner, served, own, step, group)
