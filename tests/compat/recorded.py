@@ -309,7 +309,7 @@ def make_config(folder: Path, architecture: str) -> Any:
         options["trust_remote_code"] = True
     arguments = EngineArgs(
         str(folder),
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not any(folder.glob("tokenizer*")),
         enforce_eager=True,
         dtype="float32",
         max_model_len=128,
