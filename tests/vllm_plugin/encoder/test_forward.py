@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dbo_models import qwen_vl
+from dbo_models.qwen_vl_text import Qwen3VLAdapter, _count_levels
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter_registry import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
@@ -423,3 +424,21 @@ def test_the_plan_lies_once_on_top_of_what_is_registered(monkeypatch: pytest.Mon
     planned = custom_op.op_registry_oot[NAME]
     assert planned.__mro__[1] is OwnAttention
     assert planned.__name__ == NAME
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_features_of_images_are_left_out_where_the_language_model_is_served_alone(device: str) -> None:
+    """There vLLM 0.23 has Qwen3-Omni's buffers on the meta device, and its own forward does not read them."""
+    buffers = [torch.ones(8, 4, device=device) for _ in range(2)]
+    features = SimpleNamespace(tensors={str(level): buffer[:3] for level, buffer in enumerate(buffers)})
+    model: Any = SimpleNamespace(
+        deepstack_input_embeds=buffers,
+        deepstack_num_level=2,
+        _get_deepstack_input_embeds=lambda tokens: features,
+        _clear_deepstack_input_embeds=lambda tokens: None,
+    )
+    x = torch.zeros(3, 4)
+    wide = Qwen3VLAdapter().take_inputs(model, x, False)
+    assert wide.shape == ((3, 12) if device == "cpu" else (3, 4))
+    assert wide.device.type == "cpu"
+    assert _count_levels(model) == (2 if device == "cpu" else 0)

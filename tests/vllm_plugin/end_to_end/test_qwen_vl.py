@@ -88,7 +88,7 @@ def test_features_of_images_are_cut_with_the_tokens_of_qwen_omni(tmp_path: Path,
 
 
 def test_qwen_omni_without_its_encoders_is_split(tmp_path: Path, engines: Engines) -> None:
-    """With `language_model_only` there are no features of images, and vLLM's buffers for them are on no device."""
+    """With `language_model_only` there are no features of images; vLLM 0.23 has its buffers for them on no device."""
     model = make_omni(tmp_path / "omni")
     options = {**OPTIONS, "limit_mm_per_prompt": {}, "language_model_only": True}
     with engines.start(1, "nobind", model, **options) as engine:
