@@ -12,7 +12,7 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
-KNOWN_QWEN3 = KNOWN | QWEN3 | {"Qwen3LLMModel", "Qwen3MoeLLMModel", "Qwen3VLMoeDecoderLayer"}
+KNOWN_QWEN3 = KNOWN | QWEN3 | {"Qwen3LLMModel", "Qwen3VLDecoderLayer", "Qwen3MoeLLMModel", "Qwen3VLMoeDecoderLayer"}
 
 
 class Qwen25VLAdapter:
