@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -67,11 +68,16 @@ def main() -> None:
         if "error" in outcome:
             print(outcome["log"][-3000:], file=sys.stderr)
             outcome = {"what": FAILED, "detail": outcome["error"]}
-        outcome = {name: " ".join(str(text).split())[:300] for name, text in outcome.items() if name != "log"}
+        outcome = {name: shorten(str(text)) for name, text in outcome.items() if name != "log"}
         found[architecture] = {name: outcome[name] for name in ("what", "detail", "encoder") if outcome.get(name)}
         print(f"vLLM {vllm}, {architecture}: {found[architecture]}", flush=True)
     if arguments.write:
         write_results(vllm, found)
+
+
+def shorten(text: str) -> str:
+    """Return a text in one line, without folders of this machine."""
+    return re.sub(r"/\S*/(\S+\.py)", r"\1", " ".join(text.split()))[:300]
 
 
 def list_architectures() -> list[str]:
