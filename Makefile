@@ -22,7 +22,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat test-slow test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
+	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat record-adapters test-slow test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -85,6 +85,9 @@ test-upstream: setup-ascend ## run vllm-ascend's own unit tests with overlap swi
 test-compat: ## run the suites that touch vLLM on another version, VLLM=0.32.0; `make docs` writes the outcome
 	@$(PYTHON) tools/set_up.py --vllm $(VLLM) $(COMPAT)
 	$(COMPAT)/bin/python tools/compat_suites.py $(COMPAT_OPTIONS)
+
+record-adapters: setup ## record each adapter on the classes of another version, VLLM=0.33.0; `make docs` writes the outcome
+	PYTHONPATH=$$($(BIN)/python tools/vllm_classes.py $(VLLM)) $(BIN)/python -m tests.compat.recorded --write
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
 	$(BIN)/python -m pytest -m "slow and not root" $(PARALLEL_FILES) $(SLOW_OPTIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
@@ -12,6 +12,24 @@ from dbo_runtime.errors import ProgramError
 
 GROUP = "dbo_runtime.adapters"
 ENCODERS = "dbo_runtime.encoders"
+
+GENERATING_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
+"""Ends of the names of architectures that generate; the names are vLLM's."""
+
+POOLING_SUFFIXES = (
+    "ForTextEncoding",
+    "EmbeddingModel",
+    "ForEmbedding",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ClassificationModel",
+    "ForRewardModeling",
+    "ForRewardModel",
+    "ForProcessRewardModel",
+    "RewardModel",
+    "Model",
+)
+"""Ends of the names of architectures that pool what a generating model's backbone gives."""
 
 
 def get_adapter(architecture: str) -> ModelAdapter | None:
@@ -24,6 +42,39 @@ def get_adapter(architecture: str) -> ModelAdapter | None:
     """
     entry = _get_entry(GROUP, architecture)
     return None if entry is None else cast(ModelAdapter, _load(entry, ModelAdapter))
+
+
+def get_backbone_adapter(architecture: str, classes: Sequence[str] = ()) -> ModelAdapter | None:
+    """Return the adapter of the backbone that an architecture holds, or None if there is none.
+
+    It is the one registered for the first of `name_backbones` that has one: vLLM makes embedding models, classifiers
+    and reward models of generating ones, and serves several architectures by one class. Whether the model's parts are
+    those that the adapter knows is the adapter's to check, when the model is loaded.
+
+    Args:
+        architecture: of the model.
+        classes: names of the class that vLLM serves it by, and of those that this derives from; none if not known.
+
+    Raises:
+        ProgramError: if the one registered cannot be loaded or is no adapter.
+    """
+    names = name_backbones(architecture, *classes)
+    return next((adapter for adapter in map(get_adapter, names) if adapter is not None), None)
+
+
+def name_backbones(*architectures: str) -> list[str]:
+    """Return the architectures that adapters of these may be registered for: themselves, and their backbones.
+
+    `Qwen3Model` and `Qwen3ForSequenceClassification` have that of `Qwen3ForCausalLM`.
+    """
+    bases = [
+        name.removesuffix(suffix)
+        for name in architectures
+        for suffix in POOLING_SUFFIXES
+        if name.endswith(suffix) and name != suffix
+    ]
+    backbones = [f"{base}{suffix}" for base in bases for suffix in GENERATING_SUFFIXES]
+    return list(dict.fromkeys((*architectures, *backbones)))
 
 
 def get_encoder_adapter(name: str) -> EncoderAdapter | None:

@@ -6,9 +6,10 @@ all-reduce, as attention does, and overlaps alike.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from dbo_models.layers import check_parts, get_layers, get_mlp, record_decoder
+from dbo_models.layers import check_parts, get_attention, get_layers, get_mlp, record_decoder
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
@@ -39,6 +40,10 @@ class QwenHybridAdapter:
         if unknown is not None:
             return unknown
         layers = get_layers(decoder).values()
+        if any(_needs_output(get_attention(layer)) for layer in layers):
+            return Decline(
+                "attention that writes its results to a tensor that it is given (vLLM 0.23) is not supported"
+            )
         if any(layer.layer_scale for layer in layers):
             return Decline("layers that scale their results are not supported")
         if any(getattr(get_mlp(layer), "replicate_shared_expert", False) for layer in layers):
@@ -53,6 +58,12 @@ class QwenHybridAdapter:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
         hidden: Value = record_decoder(p, self.get_decoder(model), collectives, x, positions, attend)
         return hidden
+
+
+def _needs_output(attention: Any) -> bool:
+    """Return whether attention takes a tensor for its results: what it reduces is another, whose reduce stays in it."""
+    output = inspect.signature(attention.forward).parameters.get("output")
+    return output is not None and output.default is inspect.Parameter.empty
 
 
 def attend(attention: Any, positions: Any, x: Any) -> Any:

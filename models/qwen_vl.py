@@ -121,9 +121,14 @@ def estimate_attention_flops(encoder: Any, grid: Sequence[int], length: int) -> 
 
 
 def _embed_in_windows(encoder: Any, pixels: Any, meta: Any) -> Any:
-    x = encoder.patch_embed(encoder.input_norm(pixels.to(device=encoder.device), encoder.dtype))
+    norm = getattr(encoder, "input_norm", _cast)  # vLLM 0.23 norms in the processor
+    x = encoder.patch_embed(norm(pixels.to(device=encoder.device), encoder.dtype))
     patches, unit = x.shape[0], encoder.spatial_merge_unit
     return x.reshape(patches // unit, unit, -1)[meta["window_index"]].reshape(patches, 1, -1)
+
+
+def _cast(pixels: Any, dtype: Any) -> Any:
+    return pixels.to(dtype)
 
 
 def _embed_in_places(encoder: Any, pixels: Any, meta: Any) -> Any:

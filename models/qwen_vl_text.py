@@ -12,7 +12,7 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
-KNOWN_QWEN3 = KNOWN | QWEN3 | {"Qwen3LLMModel", "Qwen3MoeLLMModel", "Qwen3VLMoeDecoderLayer"}
+KNOWN_QWEN3 = KNOWN | QWEN3 | {"Qwen3LLMModel", "Qwen3VLDecoderLayer", "Qwen3MoeLLMModel", "Qwen3VLMoeDecoderLayer"}
 
 
 class Qwen25VLAdapter:
@@ -46,7 +46,7 @@ class Qwen3VLAdapter:
         from torch import cat
 
         tokens = x.shape[0]
-        features = model._get_deepstack_input_embeds(tokens)
+        features = model._get_deepstack_input_embeds(tokens) if _count_levels(model) else None
         if features is None:
             return x
         wide = cat([x, *features.tensors.values()], dim=1)
@@ -64,12 +64,22 @@ class Qwen3VLAdapter:
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens and their features in, normed hidden states out."""
         decoder = model.language_model.model
-        levels = model.deepstack_num_level if 0 in get_layers(decoder) else 0  # vLLM adds all on the first stage
+        levels = _count_levels(model) if 0 in get_layers(decoder) else 0  # vLLM adds all on the first stage
         features: list[Value] = []
         if levels:
             x, *features = p.compute("take_features", partial(_split_features, levels + 1), x, outputs=levels + 1)
         hidden: Value = record_decoder(p, decoder, collectives, x, positions, added=features)
         return hidden
+
+
+def _count_levels(model: Any) -> int:
+    """Return to how many layers features of images are added: to none where the language model is served alone.
+
+    There Qwen3-Omni's buffers are on the meta device, and nothing reads them.
+    """
+    buffers = getattr(model, "deepstack_input_embeds", None)
+    levels: int = 0 if not buffers or buffers[0].is_meta else model.deepstack_num_level
+    return levels
 
 
 def _split_features(parts: int, x: Any) -> tuple[Any, ...]:

@@ -120,6 +120,23 @@ def make_versions_table() -> str:
     return _make_table(("vLLM", "date", "torch", *suites), rows)
 
 
+def make_recorded_table() -> str:
+    """Return what came of each architecture on the classes of each version, as `make record-adapters` has kept it."""
+    results = json.loads((ROOT / "tests" / "compat" / "recorded.json").read_text())
+    names = sorted({name for found in results.values() for name in found["architectures"]})
+    rows = [
+        (name, *(_describe_recorded(found["architectures"].get(name)) for found in results.values())) for name in names
+    ]
+    return _make_table(("architecture", *(f"{vllm} ({found['date']})" for vllm, found in results.items())), rows)
+
+
+def _describe_recorded(found: Mapping[str, str] | None) -> str:
+    if found is None:
+        return "-"
+    encoder = found.get("encoder", "")
+    return f"{found['what']}; encoder {encoder.partition(':')[0]}" if encoder[:3] in ("ran", "rec") else found["what"]
+
+
 def _describe_counts(counts: Mapping[str, int] | None) -> str:
     if counts is None:
         return "not run"
@@ -150,6 +167,7 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "commands": make_commands_table,
         "connectors": make_connectors_table,
         "versions": make_versions_table,
+        "recorded": make_recorded_table,
     }
 )
 

@@ -41,7 +41,7 @@ def examine(environ: Mapping[str, str], model: str | None = None, command: Serve
         check_plugin(environ),
         check_clashes(environ),
         check_switch(config),
-        *(check_serve_command(command, environ) if command else _check_model(config, model)),
+        *(check_serve_command(command, environ) if command else _check_model(config, model, environ)),
         *check_settings(environ, problems),
         check_costs(config),
         *check_trace(config),
@@ -59,10 +59,10 @@ def _probe_if_installed(
     return None if get_version(*packages) is None else run_probe(subject, environ, **variables)
 
 
-def _check_model(config: RuntimeConfig, folder: str | None) -> list[Finding]:
+def _check_model(config: RuntimeConfig, folder: str | None, environ: Mapping[str, str]) -> list[Finding]:
     if folder is None:
         return [Finding("model", "info", "not checked: name its folder")]
-    return check_model(folder, config.generic)
+    return check_model(folder, config.generic, environ)
 
 
 def _check_ascend(environ: Mapping[str, str], torch_npu: Mapping[str, Any] | None) -> list[Finding]:

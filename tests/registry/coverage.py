@@ -9,6 +9,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from typing import Any
 from tests.benchmarks.kept import keep
 from tests.benchmarks.page import ROOT, tell_section
 from tests.registry.outcome import Outcome, judge, make_lines
-from tests.registry.tiny_configs import list_architectures
+from tests.registry.tiny_configs import list_trials
 from tests.registry.trial import SETTINGS, serve
 from tests.vllm_plugin.forking import PRELOADED
 
@@ -41,13 +42,13 @@ def main() -> None:
     for module in PRELOADED:  # trials are forked, and import nothing
         importlib.import_module(module)
     found: dict[str, Any] = {}
-    for architecture in arguments.only or list_architectures():
+    for architecture in arguments.only or list_trials():
         outcome = try_architecture(architecture)
         print(f"{architecture}: {outcome.what}: {outcome.why}", flush=True)
         found[architecture] = outcome._asdict()
         if arguments.write_page:  # what was tried is kept if the rest is not
             found = keep("registry", found)
-    outcomes = {name: Outcome(**found[name]) for name in list_architectures() if name in found}
+    outcomes = {name: Outcome(**found[name]) for name in list_trials() if name in found}
     tell_section(arguments.write_page, "registry", "make try-registry", make_lines(outcomes), PAGE)
 
 
@@ -59,8 +60,15 @@ def try_architecture(architecture: str) -> Outcome:
             continue  # it is used in any case
         if side == "vLLM alone" and not any("error" in trial for trial in tried.values()):
             continue  # vLLM by itself is asked only about what failed
-        tried[side] = run_forked(partial(serve, architecture, side))
+        trial = run_forked(partial(serve, architecture, side))
+        tried[side] = {**trial, "adapter": find_adapter(trial["log"])}
     return judge(tried)
+
+
+def find_adapter(log: str) -> str | None:
+    """Return the registered adapter by which steps were split, as the log says; None without one."""
+    found = re.search(r"dual-batch overlap is active .*? adapter=(\S+)", log)
+    return None if found is None or found[1].endswith(".GenericAdapter") else found[1]
 
 
 def run_forked(job: Callable[[], dict[str, Any]], limit: float = LIMIT) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tests.registry.trial import are_equal
 
 ADAPTER, GENERIC, DECLINED, BREAKS, NOT_RUN = "adapter", "without adapter", "declined", "breaks", "not run by vLLM"
 MEANINGS: Mapping[str, str] = {
-    ADAPTER: "overlap, by a registered adapter",
+    ADAPTER: "overlap, by the registered adapter of the architecture or of its backbone",
     GENERIC: "overlap with `DBO_GENERIC=1`; without, unsplit, because no adapter is registered",
     DECLINED: "unsplit with `DBO_GENERIC=1`, too, for the reason given",
     BREAKS: "fails, or answers otherwise, where vLLM by itself does not",
@@ -85,12 +85,13 @@ def shorten(error: str) -> str:
 
 
 def make_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Return counts, and a row for each architecture."""
-    counts = Counter(outcome.what for outcome in outcomes.values())
-    run = len(outcomes) - counts[NOT_RUN]
+    """Return counts of architectures, and a row for each, and for each variant of the model of one."""
+    architectures = {name: outcome for name, outcome in outcomes.items() if " " not in name}
+    counts = Counter(outcome.what for outcome in architectures.values())
+    run = len(architectures) - counts[NOT_RUN]
     overlap = counts[ADAPTER] + counts[GENERIC]
     summary = (
-        f"Of {len(outcomes)} text architectures, vLLM's CPU build runs {run} as tiny models. **{overlap} of these "
+        f"Of {len(architectures)} text architectures, vLLM's CPU build runs {run} as tiny models. **{overlap} of these "
         f"{run} overlap ({overlap / max(1, run):.0%})**; {counts[DECLINED]} are declined with a reason, "
         f"{counts[BREAKS]} break."
     )

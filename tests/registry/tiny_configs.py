@@ -209,6 +209,17 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# Further tiny models of an architecture, of which one alone would tell half: by a name, what their configs differ in.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "Gemma4ForCausalLM without per-layer inputs": {"hidden_size_per_layer_input": 0},
+}
+
+
+def list_trials() -> list[str]:
+    """Return the text architectures that vLLM registers, and the names of further models of some of them."""
+    return sorted([*list_architectures(), *VARIANTS])
+
+
 def list_architectures() -> list[str]:
     """Return the text architectures that vLLM registers."""
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
@@ -216,16 +227,21 @@ def list_architectures() -> list[str]:
     return sorted(_TEXT_GENERATION_MODELS)
 
 
-def make_config(architecture: str) -> dict[str, Any]:
-    """Return a config with few, narrow layers, of which all kinds that the family has are there."""
+def make_config(name: str) -> dict[str, Any]:
+    """Return a config with few, narrow layers, of which all kinds that the family has are there.
+
+    *name* is that of an architecture, or of a variant of its model.
+    """
     from transformers import AutoConfig
 
+    architecture = name.partition(" ")[0]
     if architecture in FAMILIES:
         family = FAMILIES[architecture]
         content = AutoConfig.for_model(family.model_type, **{**SIZES, **family.config}).to_dict()
     else:
         content = shrink(get_defaults(architecture), SIZES_BY_NAME, factors=())
     content |= {**EXTRA.get(architecture, {}), "architectures": [architecture], "torch_dtype": "float32"}
+    content |= VARIANTS.get(name, {})
     if content.get("kv_lora_rank"):  # vLLM's rotary kernel for CPU is wrong for MLA without DeepSeek's yarn
         yarn = {**LATENT["rope_scaling"], "rope_type": "deepseek_yarn" if architecture in AS_IT_IS else "yarn"}
         content |= {"rope_scaling": None, "rope_parameters": yarn}

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from dbo_runtime.adapter import name_adapter
-from dbo_runtime.adapter_registry import get_adapter
 from tests.registry.tiny_configs import make_config
 
 BASE = {
@@ -78,7 +76,7 @@ def serve(architecture: str, side: str) -> dict[str, Any]:
                 use_tqdm_on_load=False,
             )
         try:
-            found = {"answers": answer(llm), "steps": [0], "adapter": find_adapter(llm)}
+            found = {"answers": answer(llm), "steps": [0]}
             if side == "vLLM alone":
                 return found
             found["steps"] = [rank["split"] if rank else 0 for rank in llm.collective_rpc("dbo_statistics")]
@@ -88,12 +86,6 @@ def serve(architecture: str, side: str) -> dict[str, Any]:
         finally:
             llm.llm_engine.engine_core.shutdown()
     return found
-
-
-def find_adapter(llm: Any) -> str | None:
-    """Return the registered adapter of the model that is served, if there is one."""
-    adapter = get_adapter(llm.llm_engine.vllm_config.model_config.architecture)
-    return None if adapter is None else name_adapter(adapter)
 
 
 def answer(llm: Any) -> list[list[tuple[int, float]]]:

@@ -122,15 +122,16 @@ class GenericAdapter:
         received = (
             None if self._stage.is_first else IntermediateTensors({name: x.clone() for name in self._stage.handed})
         )
-        try:
-            with _replace_collectives(self._group) as reduces, torch.inference_mode(), context:
-                embedded = _embed(model, COUNTING_TOKENS, weight.device) if received is None else None
-                reduces.clear()  # of the embedding, which is outside of the program
+        with _replace_collectives(self._group) as reduces, torch.inference_mode(), context:
+            embedded = _embed(model, COUNTING_TOKENS, weight.device) if received is None else None
+            reduces.clear()  # of the embedding, which is outside of the program
+            try:
                 model.forward(None, positions, received, embedded)
-        except DeclineError:
-            raise
-        except Exception as error:  # this forward is not known; whatever it raises, it is left unsplit
-            raise DeclineError("its forward fails with a few tokens", f"{COUNTING_TOKENS} tokens: {error!r}") from error
+            except DeclineError:
+                raise
+            except Exception as error:  # this forward is not known; whatever it raises, it is left unsplit
+                detail = f"{COUNTING_TOKENS} tokens: {error!r}"
+                raise DeclineError(_name_failure(model, positions, received), detail) from error
         if not reduces:
             raise DeclineError("its forward sums nothing over ranks, so there is nothing to stop it at")
         return len(reduces)
@@ -225,6 +226,15 @@ def _embed(model: VllmModel, tokens: int, device: torch.device) -> torch.Tensor:
     except Exception as error:  # the method is vLLM's, and whatever it raises, the model is left unsplit
         raise DeclineError("it does not embed tokens outside its forward", repr(error)) from error
     return embedded
+
+
+def _name_failure(model: VllmModel, positions: torch.Tensor, received: IntermediateTensors | None) -> str:
+    """Return why a forward fails without token ids: it may be one that reads them besides, as BERT's does."""
+    try:
+        model.forward(torch.zeros_like(positions), positions, received, None)
+    except Exception:  # noqa: BLE001 - as above
+        return "its forward fails with a few tokens"
+    return "its forward reads token ids, not embedded tokens alone"
 
 
 def _count_per_layer(count: int, layers: int) -> int:

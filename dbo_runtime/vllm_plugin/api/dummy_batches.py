@@ -102,6 +102,11 @@ def _choose_saved(caches: Sequence[torch.Tensor], blocks: int) -> int:
     return max(1, min(blocks, MAX_SAVED_BYTES // max(1, block_bytes)))
 
 
+def run_without_attention(runner: GPUModelRunner, tokens: int) -> None:
+    """Run the model on a dummy batch of *tokens* tokens, as vLLM does to profile memory: attention gives nothing."""
+    runner._dummy_run(tokens, skip_eplb=True)
+
+
 def _get_block_size(table: BlockTable) -> int:
     """Return the tokens of a block of the KV cache, which up to vLLM 0.30 is one or more blocks of the kernel."""
     return int(table.block_size * getattr(table, "blocks_per_kv_block", 1))

@@ -56,7 +56,10 @@ def slice_context(
     if context.dp_metadata is not None:  # with sequence-parallel MoE, vllm-ascend has it for a single rank as well
         counts = torch.tensor(sizes or (piece.size,), dtype=torch.int32)
         part.dp_metadata = replace(context.dp_metadata, num_tokens_across_dp_cpu=counts, local_sizes=None)
-    part.slot_mapping = {layer: take_tokens(slots, piece, NO_SLOT) for layer, slots in context.slot_mapping.items()}
+    part.slot_mapping = {
+        layer: None if slots is None else take_tokens(slots, piece, NO_SLOT)
+        for layer, slots in (context.slot_mapping or {}).items()
+    }
     padding = get_padding(context)
     if padding is not None:
         part.is_padding = take_tokens(padding, piece, True)

@@ -35,22 +35,37 @@ def read_block_table(runner: GPUModelRunner | None, layer_names: Sequence[str]) 
     """Return the host's copy of the KV blocks of each request [requests, blocks] and the tokens of such a block.
 
     Up to vLLM 0.30 these are the kernel's blocks, as in the attention metadata, later those of the KV cache, which may
-    be larger. None for unknown runners.
+    be larger. None for unknown runners, and for layers that are in none of the runner's groups, or in one without a
+    block table.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if not isinstance(runner, GPUModelRunner):
         return None
     groups = runner.kv_cache_config.kv_cache_groups
-    index = next(i for i, group in enumerate(groups) if layer_names[0] in group.layer_names)
+    index = next((i for i, group in enumerate(groups) if layer_names[0] in group.layer_names), None)
+    if index is None or not has_cache(groups[index].kv_cache_spec):
+        return None
     table = runner.input_batch.block_table[index]
     return table.get_numpy_array(), int(table.block_size)
 
 
+def has_cache(spec: KVCacheSpec) -> bool:
+    """Return whether layers keep keys and values of earlier steps: those of an encoder do not.
+
+    Each token of such layers attends to all tokens of its request, in the step that has them.
+    """
+    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+    return not isinstance(spec, EncoderOnlyAttentionSpec)
+
+
 def get_window(spec: KVCacheSpec) -> int | None:
     """Return how many tokens back the layers of a KV cache read, or None if that is not limited for all of them."""
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
     return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else None
 
 

@@ -5,6 +5,7 @@ Unlike a collective, waiting for a key ends by itself where a rank never sets it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _KEY = "dbo_runtime/rank-{}"
+_OUTCOME = "dbo_runtime/{}/rank-{}"
 
 
 def announce_rank() -> None:
@@ -36,6 +38,31 @@ def find_silent_ranks(patience: float) -> list[int]:
     except dist.DistError:
         return [rank for rank, key in enumerate(keys) if not store.check([key])]
     return []
+
+
+def report_outcome(name: str, outcome: str) -> str:
+    """Let the other ranks know what came of this rank's part in something with a *name*; return that of this time.
+
+    Ranks that do the same things have the same names, which are told apart by how often they were used.
+    """
+    store, rank = _get_store(), dist.get_rank()
+    times = store.add(_OUTCOME.format(f"{name}/times", rank), 1)
+    store.set(_OUTCOME.format(f"{name}/{times}", rank), outcome)
+    return f"{name}/{times}"
+
+
+def read_outcomes(name: str, ranks: Sequence[int], patience: float) -> list[str | None]:
+    """Return what *ranks* of vLLM's world have reported within *patience* seconds; None for those that have not.
+
+    Raises:
+        DistError: of torch, if the rank that keeps the store has ended meanwhile.
+    """
+    store, keys = _get_store(), [_OUTCOME.format(name, rank) for rank in ranks]
+    try:
+        store.wait(keys, timedelta(seconds=patience))
+    except RuntimeError:  # of torch: a DistError, but not from every kind of store
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+    return [store.get(key).decode() for key in keys]
 
 
 def _get_store() -> Store:

@@ -17,7 +17,10 @@ from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
+
+NEEDED = ("block_table_tensor", "slot_mapping")
+"""Fields of the common metadata that vLLM slices without asking whether they are there."""
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
@@ -58,6 +61,14 @@ def check_agreed_context(context: ForwardContext, platform: Platform, dispatch: 
     if context.cudagraph_runtime_mode.name != "NONE":
         return Decline("padded to the size of a graph on all data parallel ranks")
     return platform.check_step(context, dispatch)
+
+
+def check_needed(common: CommonAttentionMetadata) -> Decline | None:
+    """Return what the common metadata of a step lacks that every slice of it needs, or None."""
+    if common.seq_lens_cpu_upper_bound is None:
+        return Decline("attention metadata without sequence lengths on the host")
+    lacking = [name for name in NEEDED if getattr(common, name, None) is None]
+    return Decline("attention metadata without a block table or slots", ", ".join(lacking)) if lacking else None
 
 
 def check_prefix_cache(

@@ -19,6 +19,7 @@ from dbo_runtime.vllm_plugin.api.forward_context import copy_unsplit, get_data, 
 from dbo_runtime.vllm_plugin.api.metadata import (
     IntArray,
     get_window,
+    has_cache,
     list_distinct,
     read_block_table,
     slice_common_metadata,
@@ -29,6 +30,7 @@ from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.context.checks import (
     ARRAYS,
     check_context,
+    check_needed,
     check_prefix_cache,
     get_extents,
     is_causal,
@@ -144,10 +146,10 @@ class ContextSplitter:
         starts = common.query_start_loc_cpu.tolist()
         query_lens = tuple(map(sub, starts[1:], starts))
         drafts = count_drafts(self._vllm_config)
-        decode_len = max(1 + drafts, *(source.builder.reorder_batch_threshold or 1 for source in sources))
+        decode_len = max(1 + drafts, *(getattr(s.builder, "reorder_batch_threshold", None) or 1 for s in sources))
         is_decode = max(query_lens) <= decode_len
         prefill = 0 if is_decode else sum(length for length in query_lens if length > decode_len)
-        cuttable = causal and all(self.platform.can_cut_requests(s.common, self._vllm_config) for s in sources)
+        cuttable = causal and all(self._can_cut_requests(source) for source in sources)
         seq_lens = common.seq_lens_cpu_upper_bound.tolist()[: len(query_lens)]
         context_lens = tuple(map(sub, seq_lens, query_lens))
         if min(context_lens) < 0:  # of padding
@@ -155,6 +157,11 @@ class ContextSplitter:
         keeps_states = any(has_states(source.builder) for source in sources)
         cuts_decodes = drafts == 0 or (self.platform.cuts_decodes and not keeps_states)
         return Batch(query_lens, prefill, cuttable, decode_len, context_lens, cuts_decodes).pad(tokens)
+
+    def _can_cut_requests(self, source: MetadataSource) -> bool:
+        """Return whether a request may be cut: its tail reads what its head has cached, in layers that have a cache."""
+        cached = has_cache(source.builder.kv_cache_spec)
+        return cached and self.platform.can_cut_requests(source.common, self._vllm_config)
 
     def _rebuild(
         self,
@@ -172,18 +179,11 @@ class ContextSplitter:
             return source
         common = source.common
         sizes, slices = [piece.size for piece in slices], _without_padding(slices, common)
-        blocks, block_size = self._read_blocks(source)
-        decline = check_prefix_cache(
-            slices,
-            common.query_start_loc_cpu.numpy(),
-            common.seq_lens_cpu_upper_bound.numpy(),
-            blocks,
-            block_size,
-            count_assumed_drafts(self._vllm_config),
-            get_window(source.builder.kv_cache_spec),
-        )
+        decline = self._check_prefix_cache(source, slices)
         if decline is not None:
             return decline
+        if not has_cache(source.builder.kv_cache_spec):  # vLLM's CPU builder writes slots, which slices share with it
+            common = replace(common, slot_mapping=common.slot_mapping.clone())
         builders = self._get_builders(source, len(slices))
         if isinstance(builders, Decline):
             return builders
@@ -206,6 +206,22 @@ class ContextSplitter:
                 built[number] = builder.build(0, part, **arguments)
                 note_source(built[number], source.layer_names, builder, part, arguments)
         return built
+
+    def _check_prefix_cache(self, source: MetadataSource, slices: Sequence[BatchSlice]) -> Decline | None:
+        """Decline if layers read cached blocks that a later slice writes; those without a cache read none."""
+        common, spec = source.common, source.builder.kv_cache_spec
+        if not has_cache(spec):
+            return None
+        blocks, block_size = self._read_blocks(source)
+        return check_prefix_cache(
+            slices,
+            common.query_start_loc_cpu.numpy(),
+            common.seq_lens_cpu_upper_bound.numpy(),
+            blocks,
+            block_size,
+            count_assumed_drafts(self._vllm_config),
+            get_window(spec),
+        )
 
     def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:
         """Return the KV blocks of each request [requests, blocks] and their size, from the host if it has them.
@@ -236,8 +252,9 @@ class ContextSplitter:
         for name in sliced.unsupported:
             if is_in_use(getattr(common, name, None)):
                 return Decline("attention metadata field not supported yet", name)
-        if common.seq_lens_cpu_upper_bound is None:
-            return Decline("attention metadata without sequence lengths on the host")
+        lacking = check_needed(common)
+        if lacking is not None:
+            return lacking
         counts = {common.num_reqs, common.num_reqs + 1, tokens}
         for name in self._list_unknown(common):
             if not counts.isdisjoint(get_extents(getattr(common, name))):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -15,11 +15,17 @@ from dbo_runtime.batch import Batch, share_by_work
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.observe.declines import warn_declined
+from dbo_runtime.observe.logs import open_log
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.comparison import describe_difference
+from dbo_runtime.vllm_plugin.step.failures import attempt, call_adapter
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 Grid: TypeAlias = Sequence[int]
 """An image or a video: (time, height, width) in patches."""
@@ -40,10 +46,13 @@ class SplitEncoder:
         transport: how ranks communicate; see `Platform.get_transport`.
         agreement: of the ranks that share the encoder, where forwards are compared.
         metrics: counts forwards; None on ranks that do not count.
+        group: the ranks that share the encoder, which tell each other whether the first split forward fails; None if
+            its error is to be raised.
 
     Attributes:
         choose_cuts: if set, cut before these images, whatever the settings say.
         first_steps: compares first forwards; None where that is not needed.
+        refusal: why no forward is split: the first one failed; None if forwards are.
     """
 
     def __init__(
@@ -54,10 +63,13 @@ class SplitEncoder:
         transport: str,
         agreement: Agreement,
         metrics: Metrics | None = None,
+        group: GroupCoordinator | None = None,
     ) -> None:
         self.runtime = runtime
         self.choose_cuts: Callable[[Sequence[Grid]], Sequence[int]] | None = None
         self.first_steps: FirstSteps | None = None
+        self.refusal: Decline | None = None
+        self._group = group
         self._is_serving = False  # vLLM profiles and warms up before, which is not counted
         self._agreement = agreement
         self._metrics = metrics
@@ -88,9 +100,10 @@ class SplitEncoder:
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
             return run_unsplit()
-        program, images = self.runtime.program, {"pixels": x, "grids": grids}
-        inputs = [program.cut_inputs(images, piece.tokens, piece.requests) for piece in plan.slices]
-        embeddings = torch.cat([embedded for (embedded,) in self.runtime.run(plan, inputs)])
+        embeddings = self._run_first(plan, x, grids)
+        if isinstance(embeddings, Decline):
+            self.runtime.decline(embeddings)
+            return run_unsplit()
         is_checked = bool(self.runtime.config.check)
         kind = (plan.digest, x.shape[0].bit_length(), len(grids).bit_length())
         if not is_checked and (self.first_steps is None or not self.first_steps.takes(kind)):
@@ -104,6 +117,29 @@ class SplitEncoder:
         if difference:
             raise SplitError(difference)
         return embeddings
+
+    def _run_first(self, plan: ExecutionPlan, x: torch.Tensor, grids: list[Grid]) -> torch.Tensor | Decline:
+        """Run a plan; if that is the first one and fails, on all ranks or on one, none is split from now on."""
+        if self._group is None:
+            return self._run(plan, x, grids)
+
+        def run() -> torch.Tensor:
+            embeddings = self._run(plan, x, grids)
+            self.runtime.device.synchronize()
+            return embeddings
+
+        embeddings = attempt(self._group, "images", run)
+        if isinstance(embeddings, Decline):
+            self.refusal = embeddings
+            log = open_log(quiet=self._group.rank_in_group > 0)
+            warn_declined(log, "every forward of the vision encoder", embeddings)
+        self._group = None
+        return embeddings
+
+    def _run(self, plan: ExecutionPlan, x: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        program, images = self.runtime.program, {"pixels": x, "grids": grids}
+        inputs = [program.cut_inputs(images, piece.tokens, piece.requests) for piece in plan.slices]
+        return torch.cat([embedded for (embedded,) in self.runtime.run(plan, inputs)])
 
     def _plan(
         self, x: torch.Tensor, grid_thw: torch.Tensor | Sequence[Grid] | None, kwargs: dict[str, object]
@@ -126,6 +162,8 @@ class SplitEncoder:
 
     def _check_early(self, patches: Sequence[int]) -> Decline | None:
         """Decline images by their number, their size and the transport alone; chosen cuts come first."""
+        if self.refusal is not None:
+            return self.refusal
         if self.first_steps is not None and self.first_steps.failure is not None:
             return self.first_steps.failure
         if len(patches) < 2:
@@ -138,7 +176,11 @@ class SplitEncoder:
         """Return before which images to cut."""
         if self.choose_cuts is not None:
             return tuple(self.choose_cuts(grids))
-        work = [self._adapter.estimate_flops(self._encoder, grid) for grid in grids]
+        work = call_adapter(
+            self._adapter, lambda: [self._adapter.estimate_flops(self._encoder, grid) for grid in grids]
+        )
+        if isinstance(work, Decline):
+            return work
         cuts = share_by_work(work, self.runtime.config.parts)
         smallest = min(sum(work[left:right]) for left, right in pairwise([0, *cuts, len(work)]))
         share = smallest * (len(cuts) + 1) / (sum(work) or 1.0)

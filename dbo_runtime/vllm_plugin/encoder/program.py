@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.step.failures import call_adapter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,16 +38,18 @@ def record_encoder(
     for module in model.modules():
         adapter = adapters.get(type(module).__name__)
         if adapter is not None:
-            decline = (
-                next(platform.list_unsupported(vllm_config), None)
-                or _check_config(vllm_config)
-                or adapter.decline(module)
-            )
-            program = decline or record_program(adapter, module, collectives)
+            decline = next(platform.list_unsupported(vllm_config), None) or _check_config(vllm_config)
+            if decline is not None:
+                return decline
+            program = call_adapter(adapter, partial(_record, adapter, module, collectives))
             return program if isinstance(program, Decline) else EncoderProgram(module, adapter, program)
     if ABSENT in names:
         return Decline("the encoder is not loaded")
     return Decline("no adapter is registered for the encoder")
+
+
+def _record(adapter: EncoderAdapter, encoder: torch.nn.Module, collectives: ModelCollectives) -> Program | Decline:
+    return adapter.decline(encoder) or record_program(adapter, encoder, collectives)
 
 
 def _check_config(vllm_config: VllmConfig) -> Decline | None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from dbo_runtime.adapter import ModelAdapter, StageAdapter, name_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import check_connectors
+from dbo_runtime.vllm_plugin.api.model_classes import find_adapter
 from dbo_runtime.vllm_plugin.platforms.platform import tell_to_compare
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.unsupported import list_unsupported
@@ -21,13 +23,23 @@ if TYPE_CHECKING:
 INSTRUCTIONS = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
 
 
-def list_declines(vllm_config: VllmConfig, config: RuntimeConfig, adapter: ModelAdapter | None) -> Iterator[Decline]:
+def choose_adapter(vllm_config: VllmConfig) -> ModelAdapter | Decline | None:
+    """Return the adapter of a model's backbone; None if none is registered, and a decline if that one is broken."""
+    try:
+        return find_adapter(vllm_config.model_config.architecture)
+    except ProgramError as error:
+        return Decline("its adapter cannot be used", str(error))
+
+
+def list_declines(
+    vllm_config: VllmConfig, config: RuntimeConfig, adapter: ModelAdapter | Decline | None
+) -> Iterator[Decline]:
     """Yield all that speaks against splitting, the first of which is logged when the model is loaded.
 
     Args:
         vllm_config: what vLLM makes of its command line.
         config: the settings.
-        adapter: of the model; None if none is registered, which DBO_GENERIC=1 does without.
+        adapter: of the model, by `choose_adapter`; None if none is registered, which DBO_GENERIC=1 does without.
     """
     platform = get_platform()
     unsupported = platform.check_support(config)
@@ -36,6 +48,8 @@ def list_declines(vllm_config: VllmConfig, config: RuntimeConfig, adapter: Model
         return  # what this platform, or its version, makes of the configuration is not known
     if not config.check:
         yield from (tell_to_compare(unproven) for unproven in platform.list_unproven(vllm_config))
+    if isinstance(adapter, Decline):
+        yield adapter
     if adapter is None and not config.generic:
         yield Decline("no adapter is registered", f"{vllm_config.model_config.architecture}; {INSTRUCTIONS}")
     yield from list_unsupported(vllm_config)
@@ -48,5 +62,6 @@ def list_declines(vllm_config: VllmConfig, config: RuntimeConfig, adapter: Model
     if unknown is not None:
         yield unknown
     takes_stages = isinstance(adapter, StageAdapter) and adapter.takes_stages
-    if adapter is not None and vllm_config.parallel_config.pipeline_parallel_size > 1 and not takes_stages:
+    is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if adapter is not None and not isinstance(adapter, Decline) and is_staged and not takes_stages:
         yield Decline("the adapter takes no stages of a pipeline", name_adapter(adapter))

@@ -5,25 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dbo_runtime.adapter import (
-    InputAdapter,
-    ModelAdapter,
-    OutputAdapter,
-    RepeatableAdapter,
-    name_adapter,
-    record_program,
-)
+from dbo_runtime.adapter import InputAdapter, ModelAdapter, OutputAdapter, RepeatableAdapter, name_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.declines import warn_declined
-from dbo_runtime.program import Program
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
-from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 from dbo_runtime.vllm_plugin.api.features import may_diverge
 from dbo_runtime.vllm_plugin.api.groups import dispatches_chunks
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
@@ -37,13 +28,13 @@ from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
-from dbo_runtime.vllm_plugin.install.config_checks import list_declines
 from dbo_runtime.vllm_plugin.install.rank_presence import require_all_ranks
+from dbo_runtime.vllm_plugin.install.recorded_model import RecordedModel, record_model
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, format_ranks, gather
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
-from dbo_runtime.vllm_plugin.parallel.stage import Stage, any_stage
+from dbo_runtime.vllm_plugin.parallel.stage import any_stage
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -57,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAdapter | None) -> None:
+def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAdapter | Decline | None) -> None:
     """Replace the forwards of a loaded model, and of its vision encoder, by ones that split. Collective.
 
     If one of them cannot be split, log why and leave it as it is.
@@ -70,18 +61,16 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
         return  # loaded again into the same instance
     require_all_ranks()
     rank = make_rank_context(model, runner.vllm_config, config)
-    if adapter is None and config.generic:
-        adapter = GenericAdapter(rank.groups.tensor_parallel, rank.vllm_config, rank.stage)
     groups = rank.groups
     experts = groups.all_ranks if dispatches_chunks(rank.vllm_config, rank.dispatch) else None
     ranks = groups.tensor_parallel, groups.data_parallel
     collectives = ModelCollectives(rank.platform, *ranks, rank.dispatch, experts)
-    program = _record_model(adapter, model, rank, collectives)
+    recorded = record_model(adapter, model, rank, collectives)
     encoder = _record_encoder(model, rank, collectives)
-    _compare_settings(rank, program, encoder)
+    _compare_settings(rank, recorded, encoder)
     metrics = _open_metrics(rank)
-    _report_declines(rank, program, encoder, metrics)
-    is_split = isinstance(program, Program) or isinstance(encoder, EncoderProgram)
+    _report_declines(rank, recorded, encoder, metrics)
+    is_split = isinstance(recorded, RecordedModel) or isinstance(encoder, EncoderProgram)
     if not any_stage(is_split):
         return
     if not is_tested():
@@ -97,51 +86,26 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
         device = rank.platform.open_device(collectives.process_groups, config, rank.log)
         if isinstance(encoder, EncoderProgram):
             served.encoder = _make_encoder(encoder, rank, device, metrics)
-        if isinstance(program, Program):
-            assert adapter is not None, "it has recorded the program"
-            _set_up_steps(served, runner, program, adapter, rank, collectives, device, metrics)
-            _announce(adapter, rank, collectives)
+        if isinstance(recorded, RecordedModel):
+            _set_up_steps(served, runner, recorded, rank, collectives, device, metrics)
+            _announce(recorded.adapter, rank, collectives)
     served.install(model)
 
 
 def _report_declines(
-    rank: RankContext, program: Program | Decline, encoder: EncoderProgram | Decline | None, metrics: Metrics | None
+    rank: RankContext,
+    model: RecordedModel | Decline,
+    encoder: EncoderProgram | Decline | None,
+    metrics: Metrics | None,
 ) -> None:
     """Log what is not split, and count why no step is."""
     architecture = rank.vllm_config.model_config.architecture
-    if isinstance(program, Decline):
-        warn_declined(rank.log, "every step", program, model=architecture)
+    if isinstance(model, Decline):
+        warn_declined(rank.log, "every step", model, model=architecture)
         if metrics is not None:
-            metrics.count_standing(program)
+            metrics.count_standing(model)
     if isinstance(encoder, Decline):
         warn_declined(rank.log, "every forward of the vision encoder", encoder, model=architecture)
-
-
-def _record_model(
-    adapter: ModelAdapter | None, model: VllmModel, rank: RankContext, collectives: ModelCollectives
-) -> Program | Decline:
-    """Return the program of a model on this rank, or why its steps are not split."""
-    decline = next(list_declines(rank.vllm_config, rank.config, adapter), None)
-    if decline is not None:
-        return decline
-    assert adapter is not None, "without one, models are declined"
-    decline = _check_stage(rank.stage) or adapter.decline(model)
-    if decline is not None:
-        return decline
-    rank.platform.prepare_model(model)
-    lora = make_lora_mapping(model)
-    if isinstance(lora, Decline):
-        return lora
-    program = record_program(adapter, model, collectives, rank.platform.opens_side_lane(rank.config))
-    if isinstance(program, Decline):
-        return program
-    return rank.stage.check_program(program) or program
-
-
-def _check_stage(stage: Stage) -> Decline | None:
-    if stage.count > 1 and not stage.layers:
-        return Decline("a stage of the pipeline has no layers", f"stage {stage.number} of {stage.count}")
-    return None
 
 
 def _record_encoder(
@@ -154,9 +118,11 @@ def _record_encoder(
     return record_encoder(model, rank.vllm_config, rank.platform, collectives)
 
 
-def _compare_settings(rank: RankContext, program: Program | Decline, encoder: EncoderProgram | Decline | None) -> None:
+def _compare_settings(
+    rank: RankContext, recorded: RecordedModel | Decline, encoder: EncoderProgram | Decline | None
+) -> None:
     """Raise ConfigError if ranks have different settings: they would decide differently later, and hang. Collective."""
-    outcomes = (str(one) if isinstance(one, Decline | None) else "can be split" for one in (program, encoder))
+    outcomes = (str(one) if isinstance(one, Decline | None) else "can be split" for one in (recorded, encoder))
     model, images = outcomes
     own = f"{rank.config}, model: {model}, encoder: {images}, dispatch: {rank.dispatch}, {describe_versions()}"
     settings = gather(rank.groups.all_ranks, own)
@@ -176,7 +142,7 @@ def _make_encoder(encoder: EncoderProgram, rank: RankContext, device: Device, me
         transport=transport,
     )
     agreement = Agreement(group, count=None if metrics is None else metrics.count_disagreement)
-    split = SplitEncoder(encoder.module, encoder.adapter, runtime, transport, agreement, metrics)
+    split = SplitEncoder(encoder.module, encoder.adapter, runtime, transport, agreement, metrics, group)
     split.first_steps = _make_first_steps(rank)
     return split
 
@@ -184,21 +150,21 @@ def _make_encoder(encoder: EncoderProgram, rank: RankContext, device: Device, me
 def _set_up_steps(
     served: ServedModel,
     runner: GPUModelRunner,
-    program: Program,
-    adapter: ModelAdapter,
+    recorded: RecordedModel,
     rank: RankContext,
     collectives: ModelCollectives,
     device: Device,
     metrics: Metrics | None,
 ) -> None:
     """Make what splits the steps of a model, up to serving."""
+    program = recorded.program
     if rank.config.compile:
-        served.compiler = _make_compiler(runner, adapter, rank, collectives)
+        served.compiler = _make_compiler(runner, recorded.adapter, rank, collectives)
         program = served.compiler.wrap(program)
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
     ranks = rank.groups.all_ranks.world_size
     runtime = MicroBatchRuntime(program, device, rank.config, rank.log, ranks, keeps_layers=hooked)
-    served.forward = _make_forward(runner, runtime, adapter, rank, metrics)
+    served.forward = _make_forward(runner, runtime, recorded, rank, metrics)
     served.costs = CostSource(runner, served.forward, make_identity(rank), rank, metrics)
 
 
@@ -215,7 +181,7 @@ def _make_compiler(
 def _make_forward(
     runner: GPUModelRunner,
     runtime: MicroBatchRuntime,
-    adapter: ModelAdapter,
+    recorded: RecordedModel,
     rank: RankContext,
     metrics: Metrics | None,
 ) -> SplitForward:
@@ -228,6 +194,7 @@ def _make_forward(
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number, runtime.keeps_layers)
     decider.phase = Phase.STARTING
     decider.first_steps = _make_first_steps(rank)
+    adapter = recorded.adapter
     add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
     give_inputs = adapter.give_inputs if isinstance(adapter, RepeatableAdapter) else None
     keep_output = adapter.keep_output if isinstance(adapter, OutputAdapter) else None
@@ -248,6 +215,7 @@ def _make_forward(
         metrics,
         lora,
         may_diverge(rank.vllm_config),
+        recorded.head,
     )
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.api.profiler import profile_all_threads
 from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
+from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter
 from dbo_runtime.vllm_plugin.install.cpu_patches import apply_patches
 from dbo_runtime.vllm_plugin.install.model_setup import set_up_model
-from dbo_runtime.vllm_plugin.install.served_model import get_served_model
+from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.memory_profile import profile_split
+from dbo_runtime.vllm_plugin.step.rehearsal import rehearse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,9 +69,8 @@ def _wrap_load_model(runner: GPUModelRunner, config: RuntimeConfig) -> None:
 
     @functools.wraps(load_model)
     def load_and_set_up(*args: Any, **kwargs: Any) -> Any:
-        adapter = get_adapter(runner.vllm_config.model_config.architecture)  # a wrong one fails before weights load
         result = load_model(*args, **kwargs)
-        set_up_model(runner, config, adapter)
+        set_up_model(runner, config, choose_adapter(runner.vllm_config))
         return result
 
     runner.load_model = load_and_set_up
@@ -94,6 +94,12 @@ def _wrap_profile_run(runner: GPUModelRunner) -> None:
     runner.profile_run = profile_unsplit_and_split
 
 
+def _rehearse(runner: GPUModelRunner, served: ServedModel) -> None:
+    """Split dummy steps, where no memory profile has: on devices that share their memory with the host."""
+    if served.forward is not None and served.rank.platform.host_computes:
+        rehearse(runner, served.forward, served.rank.groups.all_ranks)
+
+
 def _wrap_warm_up(worker: WorkerBase) -> None:
     """Split nothing before vLLM has profiled and compiled: it measures and compiles unsplit steps."""
     warm_up = worker.compile_or_warm_up_model
@@ -101,8 +107,10 @@ def _wrap_warm_up(worker: WorkerBase) -> None:
     @functools.wraps(warm_up)
     def warm_up_and_serve(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
-        served = get_served_model(worker.model_runner.get_model())
+        runner = worker.model_runner
+        served = get_served_model(runner.get_model())
         if served is not None:
+            _rehearse(runner, served)
             served.start_serving(is_final=not hasattr(worker, "dbo_configure"))  # without `WorkerExtension`
         return result
 

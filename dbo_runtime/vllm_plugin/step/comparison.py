@@ -69,7 +69,7 @@ def describe_difference(
     """Return how the results of a plan differ from those of its step, run again in a *mode*; empty if they do not."""
     how, remedy = f"cuts at {plan.cuts}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
     if split.keys() != again.keys():
-        return f"a split step gave {sorted(split)}, one {mode} {sorted(again)}; until this is fixed, {remedy}."
+        return f"a split step gave {sorted(split)}, one that ran {mode} {sorted(again)}; until this is fixed, {remedy}."
     described = (
         describe_results(f"split and {mode} {what}", split[what], expected, how, remedy, accepts_rerouted)
         for what, expected in again.items()

@@ -61,6 +61,7 @@ class StepDecider:
     Attributes:
         phase: nothing is split before serving, except to profile the memory that it takes.
         first_steps: compares first steps; None where that is not needed.
+        refusal: why no step is split, found before serving; None if steps are.
         declines: of earlier steps, which further ones repeat.
         choose_cuts, choose_sizes: if set, cut there whatever the settings say, without and with data parallel ranks.
         decode_len: if set, the longest query that is a decode, in batches whose decodes have no drafts.
@@ -77,6 +78,7 @@ class StepDecider:
     ) -> None:
         self.phase = Phase.SERVING
         self.first_steps: FirstSteps | None = None
+        self.refusal: Decline | None = None
         self.declines = DeclineCache()
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
@@ -121,8 +123,9 @@ class StepDecider:
             return _make_decision(unsupported or self._local.plan_dummy(context, tokens), "profiling")
         if self.phase is Phase.STARTING:
             return self._decide_capture(context, tokens, unsupported)
-        if self.first_steps is not None and self.first_steps.failure is not None:
-            return _make_decision(self.first_steps.failure)
+        refusal = self._find_refusal()
+        if refusal is not None:
+            return _make_decision(refusal)
         step = ServedStep(context, tokens, unsupported)
         decision = self._decide_split(step)
         if isinstance(decision.plan, Decline) and self._runtime.forces_side:
@@ -163,13 +166,17 @@ class StepDecider:
 
         While ranks compare their decisions (DBO_CHECK), and where unsplit steps run ops concurrently, there is none.
         """
-        runtime = self._runtime
-        if self.first_steps is not None and self.first_steps.failure is not None:
-            return self.first_steps.failure
+        runtime, refusal = self._runtime, self._find_refusal()
+        if refusal is not None:
+            return refusal
         is_chosen = self.choose_cuts is not None or self.choose_sizes is not None
         if runtime.config.check or runtime.forces_side or is_chosen:
             return None
         return OFF if runtime.config.mode == "off" else runtime.check_transport(self._transport)
+
+    def _find_refusal(self) -> Decline | None:
+        """Return why no step is split whatever the settings: ops fail, or give other results; alike on all ranks."""
+        return self.refusal or (None if self.first_steps is None else self.first_steps.failure)
 
     def _decide_split(self, step: ServedStep) -> StepDecision:
         """Decide whether to split a served step, and where.

@@ -45,6 +45,7 @@ from dbo_runtime.vllm_plugin.step.arguments import StepArguments
 from dbo_runtime.vllm_plugin.step.comparison import PIECES, describe_difference
 from dbo_runtime.vllm_plugin.step.decision import StepDecider, StepDecision
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
+from dbo_runtime.vllm_plugin.step.head import Head
 from dbo_runtime.vllm_plugin.step.padding import drop_padding, pad_inputs
 from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.step.repetition import Repetition
@@ -83,6 +84,7 @@ class SplitForward:
         metrics: counts steps; None on ranks that do not count.
         lora: the adapters of each token; None without LoRA.
         may_diverge: whether rounding alone may lead a step elsewhere; see `api.features`.
+        head: what the model's forward does with the hidden states of its backbone; None if it returns them.
 
     Attributes:
         last_step: predicted and measured seconds of the last step.
@@ -103,6 +105,7 @@ class SplitForward:
         metrics: Metrics | None = None,
         lora: LoraMapping | None = None,
         may_diverge: bool = False,
+        head: Head | None = None,
     ) -> None:
         self.runtime = runtime
         self.decider = decider
@@ -119,6 +122,7 @@ class SplitForward:
         self._metrics = metrics
         self._lora = lora
         self._may_diverge = may_diverge and (add_inputs is None or give_inputs is not None)
+        self._head = head
         self._is_final = False
         self._takes_input_ids = any(value.name == INPUT_IDS for value in runtime.program.inputs)
 
@@ -273,9 +277,9 @@ class SplitForward:
     def _run(
         self, plan: ExecutionPlan, contexts: list[ForwardContext], inputs: dict[str, torch.Tensor], planning: float
     ) -> Results:
-        program, tokens = self.runtime.program, inputs[POSITIONS].shape[-1]
-        inputs = pad_inputs(program, inputs, plan.slices[-1].last_token)
-        cut = [program.cut_inputs(inputs, piece.tokens, piece.requests) for piece in plan.slices]
+        program, positions = self.runtime.program, inputs[POSITIONS]
+        padded = pad_inputs(program, inputs, plan.slices[-1].last_token)
+        cut = [program.cut_inputs(padded, piece.tokens, piece.requests) for piece in plan.slices]
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
         step = get_forward_context()
@@ -289,10 +293,14 @@ class SplitForward:
             outputs = self.runtime.run(plan, cut, enter, recorder)
         if recorder is not None:
             self.recording.end(recorder, plan.executor.schedule, planning)
-        results, kept = take_kept(program, drop_padding(outputs, plan.slices, tokens))
+        results, kept = take_kept(program, drop_padding(outputs, plan.slices, positions.shape[-1]))
         if self._keep_output is not None and kept:
             self._keep_output(self._model, kept)
-        return self._stage.join(program, results)
+        joined = self._stage.join(program, results)
+        if self._head is None:
+            return joined
+        assert isinstance(joined, torch.Tensor), "models that score neither draft nor are in a pipeline"
+        return self._head(joined, positions)
 
     def _start_timer(self) -> Timer | None:
         """Start a timer, but not before serving: vLLM may be capturing a graph, which must not hold the timer."""

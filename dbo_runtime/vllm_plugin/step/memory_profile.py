@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.setting_values import Check
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.rehearsal import copy_for_profile, try_split
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -30,7 +28,7 @@ def profile_split(
         profile_run()
         return None
     own = copy_for_profile(served, group)
-    reserved = device.reserve(lambda: run_both(runner, own, profile_run))
+    reserved = device.reserve(lambda: run_both(runner, served, own, profile_run, group))
     log, statistics = open_log(quiet=group.rank_in_group > 0), own.runtime.statistics
     if statistics.split:
         log.info("vLLM's memory profile includes a split step", reserved=f"{reserved / 2**20:.0f} MiB")
@@ -40,21 +38,13 @@ def profile_split(
     return reserved
 
 
-def run_both(runner: GPUModelRunner, own: SplitForward, profile_run: Callable[[], None]) -> None:
-    """Run the profile as it is, and once more with another forward."""
-    model = runner.get_model()
-    served = model.forward
+def run_both(
+    runner: GPUModelRunner,
+    served: SplitForward,
+    own: SplitForward,
+    profile_run: Callable[[], None],
+    group: GroupCoordinator,
+) -> None:
+    """Run the profile as it is, and once more with another forward; after an error in that, nothing is split."""
     profile_run()
-    model.forward = own
-    try:
-        profile_run()
-    finally:
-        model.forward = served
-
-
-def copy_for_profile(served: SplitForward, group: GroupCoordinator) -> SplitForward:
-    """Return a forward of the same model that splits every step, and compares none."""
-    config = replace(served.runtime.config, check=Check.OFF)  # without attention metadata results mean nothing
-    own = served.copy_for(served.runtime.device, config, group)
-    own.decider.phase = Phase.PROFILING
-    return own
+    try_split(runner, served, own, profile_run, group)

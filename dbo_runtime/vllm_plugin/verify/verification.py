@@ -18,13 +18,13 @@ from unittest.mock import patch
 import torch
 
 from dbo_runtime.adapter import InputAdapter, ModelAdapter, record_program
-from dbo_runtime.adapter_registry import get_adapter
 from dbo_runtime.config import ENABLE
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.api.load_format import register_load_format
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
+from dbo_runtime.vllm_plugin.api.model_classes import find_adapter
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
@@ -85,7 +85,7 @@ def verify_adapter(
     """
     with run_model(directory, **options) as (llm, runner):
         model = runner.get_model()
-        adapter = adapter or get_adapter(runner.vllm_config.model_config.architecture)
+        adapter = adapter or find_adapter(runner.vllm_config.model_config.architecture)
         program, stages = record(model, runner.vllm_config, adapter, has_side)
         take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
         splitter = ContextSplitter(get_platform(), runner.vllm_config, runner)

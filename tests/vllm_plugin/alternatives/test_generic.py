@@ -249,3 +249,12 @@ def test_a_model_without_an_adapter_answers_split_as_unsplit(granite: Engine) ->
     for found in granite.llm.collective_rpc("dbo_timeline"):  # recorded like any other
         spans = Timeline.from_dict(found).spans
         assert {("compute", "L0.part1", 1), ("comm", "L2.reduce0", 0)} <= {span[:3] for span in spans}
+
+
+def test_a_forward_that_reads_token_ids_besides_embedded_tokens_says_so(adapter: GenericAdapter, group: Group) -> None:
+    """BERT's does: it finds the types of tokens in them."""
+    model = Model(group)
+    model.forward = lambda ids, positions, received, x: ids & 1  # type: ignore[method-assign]
+    found = str(record(adapter, model))
+    assert "its forward reads token ids, not embedded tokens alone (2 tokens: TypeError" in found
+    assert "all_reduce" not in vars(group)

@@ -16,6 +16,7 @@ import torch
 from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.forward_context import BatchDescriptor, DPMetadata, ForwardContext
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 from vllm.v1.worker.utils import AttentionGroup
 
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
@@ -667,3 +668,66 @@ def test_ranks_that_share_out_keys_have_a_block_each_under_one_number(ranks: int
     parallel = SimpleNamespace(decode_context_parallel_size=ranks)
     splitter = ContextSplitter(get_platform("cpu"), SimpleNamespace(**vars(CONFIG) | {"parallel_config": parallel}))
     assert isinstance(splitter.split(context, cut(8)), Decline if ranks > 1 else list)
+
+
+class EncoderBuilder(FakeBuilder):
+    """As vLLM's builder for layers without a cache on CPU: it numbers slots by itself, in the tensor that it is given.
+
+    What it makes does not say that tokens attend to later ones.
+    """
+
+    def __init__(self, kv_cache_spec: Any, *others: Any) -> None:
+        spec = EncoderOnlyAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        super().__init__(spec, *others)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        slots = common_attn_metadata.slot_mapping
+        slots.copy_(torch.arange(len(slots)))
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+@pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize("others", [(), (FakeBuilder,)], ids=["alone", "with others that have a cache"])
+def test_requests_are_not_cut_inside_where_layers_keep_no_keys(others: tuple[type[FakeBuilder], ...]) -> None:
+    groups = [make_group(cls, f"layers.{number}") for number, cls in enumerate((*others, EncoderBuilder))]
+    context = make_context({name: metadata for group in groups for name, metadata in build(group).items()})
+    found = make_splitter().read_batch(context, TOKENS)
+    assert isinstance(found, Batch)
+    assert not found.cuttable
+
+
+@pytest.mark.usefixtures("_traced")
+def test_layers_without_a_cache_have_no_blocks_that_could_be_read_too_early() -> None:
+    """All rows of their table are zeros, as vLLM's runner makes them."""
+    common = make_common(block_table_tensor=torch.zeros(4, 1, dtype=torch.int32))
+    parts = split(make_context(build(make_group(EncoderBuilder), common)), 5)
+    assert [part.attn_metadata["layers.0"].common.num_reqs for part in parts] == [1, 3]
+
+
+@pytest.mark.usefixtures("_traced")
+def test_slots_that_a_builder_writes_stay_those_of_the_step_in_its_own_metadata() -> None:
+    """The step may still run unsplit: to be compared, or because another group of layers declines."""
+    context = make_context(build(make_group(EncoderBuilder)))
+    parts = split(context, 5)
+    assert context.attn_metadata["layers.0"].common.slot_mapping.tolist() == list(range(TOKENS))
+    assert [part.attn_metadata["layers.0"].common.slot_mapping.tolist() for part in parts] == [
+        list(range(5)),
+        list(range(TOKENS - 5)),
+    ]
+
+
+@pytest.mark.usefixtures("_traced")
+def test_layers_may_have_no_slots_and_builders_no_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FakeBuilder, "reorder_batch_threshold")
+    context = make_context(build(make_group()))
+    context.slot_mapping["layers.1"] = None
+    assert isinstance(make_splitter().read_batch(context, TOKENS), Batch)
+    assert [part.slot_mapping["layers.1"] for part in split(context, 5)] == [None, None]
+    context.slot_mapping = None
+    assert [part.slot_mapping for part in split(context, 5)] == [{}, {}]
+
+
+@pytest.mark.parametrize("name", ["block_table_tensor", "slot_mapping"])
+def test_what_each_slice_needs_and_a_step_lacks_declines_by_name(name: str) -> None:
+    found = check_common(make_source(make_common(**{name: None})), TOKENS)
+    assert found == Decline("attention metadata without a block table or slots", name)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from dbo_models import qwen_vl
+from dbo_models.qwen_vl_text import Qwen3VLAdapter, _count_levels
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter_registry import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
@@ -27,6 +29,7 @@ from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encod
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from dbo_runtime.vllm_plugin.step.failures import FAILED, FAILED_STEP
 from tests.vllm_plugin.engines import Engines
 
 ROOT = Path(__file__).parents[3]
@@ -116,14 +119,16 @@ class DoublingAdapter:
         return doubled
 
 
-def make_split(adapter: DoublingAdapter, config: RuntimeConfig = ALWAYS, transport: str = "network") -> Any:
+def make_split(
+    adapter: DoublingAdapter, config: RuntimeConfig = ALWAYS, transport: str = "network", group: Any = None
+) -> Any:
     encoder = Doubling()
     p = ProgramBuilder()
     pixels, grids = p.input("pixels"), p.input("grids", token_dim=None, request_dim=0)
     program = p.build(adapter.record(p, encoder, ToyCollectives(), pixels, grids))
     runtime = MicroBatchRuntime(program, CpuDevice(), config, open_log(quiet=True), 1 if transport == "none" else 2)
     agreement: Any = SimpleNamespace(compare=encoder.statements.append, find_first=str)  # one rank
-    SplitEncoder(encoder, adapter, runtime, transport, agreement).install()
+    SplitEncoder(encoder, adapter, runtime, transport, agreement, group=group).install()
     return encoder
 
 
@@ -205,6 +210,57 @@ def test_a_thumbnail_and_a_page_are_not_worth_splitting() -> None:
     encoder = make_split(DoublingAdapter(), RuntimeConfig(enabled=True, mode="auto"))
     encoder(make_patches(grids), grids)
     assert list(encoder.forward.runtime.statistics.declined) == ["no balanced cut"]
+
+
+class Failing(DoublingAdapter):
+    """One that fails with another version of vLLM: in its op, or in what it estimates."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
+        if self.where == "estimate":
+            raise AttributeError("no attribute 'window_size'")
+        return super().estimate_flops(encoder, grid)
+
+    def record(self, p: ProgramBuilder, encoder: Any, collectives: Any, pixels: Value, grids: Value) -> Value:
+        def fail(pixels: torch.Tensor, grids: Any) -> torch.Tensor:
+            raise AttributeError("no attribute 'input_norm'")
+
+        op = fail if self.where == "op" else torch.add
+        embedded: Value = p.compute("embed", op, pixels, grids)
+        return embedded
+
+
+@pytest.mark.parametrize(
+    ("where", "reason", "says"),
+    [
+        ("op", FAILED_STEP, "AttributeError: no attribute 'input_norm'; while running op 'embed'"),
+        ("estimate", FAILED, "Failing: AttributeError: no attribute 'window_size', at tests/vllm_plugin/encoder/test_"),
+    ],
+)
+def test_an_encoder_whose_adapter_fails_runs_unsplit_from_then_on(where: str, reason: str, says: str) -> None:
+    group: Any = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0])
+    encoder = make_split(Failing(where), group=group)
+    declined: list[Decline] = []
+    encoder.forward.runtime.decline = declined.append
+    for _ in range(3):
+        assert torch.equal(encoder(make_patches(), GRIDS), make_patches() * 2)
+    assert [decline.reason for decline in declined] == [reason] * 3
+    assert says in declined[-1].detail
+
+
+def test_qwens_pixels_are_normed_where_this_version_of_vllm_does_that_in_the_encoder() -> None:
+    """vLLM 0.23 does it in the processor, and its encoder has no `input_norm`."""
+    meta = {"window_index": torch.tensor([1, 0])}
+    shape: Any = {"patch_embed": lambda x: x, "device": "cpu", "dtype": torch.float64, "spatial_merge_unit": 4}
+    pixels = torch.arange(8.0)[:, None]
+    encoder: Any = SimpleNamespace(**shape)
+    plain = qwen_vl._embed_in_windows(encoder, pixels, meta)
+    assert (plain.dtype, plain.flatten().tolist()) == (torch.float64, [4, 5, 6, 7, 0, 1, 2, 3])
+    encoder = SimpleNamespace(**shape, input_norm=lambda x, dtype: (x / 2).to(dtype))
+    assert torch.equal(qwen_vl._embed_in_windows(encoder, pixels, meta), plain / 2)
 
 
 def make_config(**changes: Any) -> Any:
@@ -368,3 +424,21 @@ def test_the_plan_lies_once_on_top_of_what_is_registered(monkeypatch: pytest.Mon
     planned = custom_op.op_registry_oot[NAME]
     assert planned.__mro__[1] is OwnAttention
     assert planned.__name__ == NAME
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_features_of_images_are_left_out_where_the_language_model_is_served_alone(device: str) -> None:
+    """There vLLM 0.23 has Qwen3-Omni's buffers on the meta device, and its own forward does not read them."""
+    buffers = [torch.ones(8, 4, device=device) for _ in range(2)]
+    features = SimpleNamespace(tensors={str(level): buffer[:3] for level, buffer in enumerate(buffers)})
+    model: Any = SimpleNamespace(
+        deepstack_input_embeds=buffers,
+        deepstack_num_level=2,
+        _get_deepstack_input_embeds=lambda tokens: features,
+        _clear_deepstack_input_embeds=lambda tokens: None,
+    )
+    x = torch.zeros(3, 4)
+    wide = Qwen3VLAdapter().take_inputs(model, x, False)
+    assert wide.shape == ((3, 12) if device == "cpu" else (3, 4))
+    assert wide.device.type == "cpu"
+    assert _count_levels(model) == (2 if device == "cpu" else 0)

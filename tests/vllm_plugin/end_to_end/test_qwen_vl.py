@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_plugin.end_to_end.test_equivalence import assert_close
-from tests.vllm_plugin.engine import Answer, Engine
+from tests.vllm_plugin.end_to_end.test_equivalence import assert_close, run_cut, run_unsplit
+from tests.vllm_plugin.engine import Answer, Engine, make_prompt
 from tests.vllm_plugin.engines import Engines, share_cores
 from tests.vllm_plugin.multimodal_families import make_omni
 from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_requests, make_vision_family
@@ -85,3 +85,12 @@ def test_features_of_images_are_cut_with_the_tokens_of_qwen_omni(tmp_path: Path,
             engine.cut_at(cut)
             assert_close(unsplit, ask(engine, requests, DBO_MODE="always"))
         assert engine.count_split() > before
+
+
+def test_qwen_omni_without_its_encoders_is_split(tmp_path: Path, engines: Engines) -> None:
+    """With `language_model_only` there are no features of images; vLLM 0.23 has its buffers for them on no device."""
+    model = make_omni(tmp_path / "omni")
+    options = {**OPTIONS, "limit_mm_per_prompt": {}, "language_model_only": True}
+    with engines.start(1, "nobind", model, **options) as engine:
+        prompts = [make_prompt(40, 1), make_prompt(60, 2)]
+        assert_close(run_unsplit(engine, prompts, 3), run_cut(engine, (50,), prompts, 3))

@@ -19,7 +19,7 @@ from dbo_runtime.errors import SplitError
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.groups import Groups
-from dbo_runtime.vllm_plugin.install import model_setup
+from dbo_runtime.vllm_plugin.install import model_setup, recorded_model
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
@@ -126,7 +126,9 @@ def test_the_check_finds_a_difference_in_anything_that_a_stage_hands_on(stage: S
 def test_the_check_finds_what_a_stage_does_not_hand_on() -> None:
     model = Model(MIDDLE)
     model.forgets = "residual"
-    with pytest.raises(SplitError, match=r"gave \['hidden_states', 'residual'\], an unsplit one \['hidden_states'\]"):
+    with pytest.raises(
+        SplitError, match=r"gave \['hidden_states', 'residual'\], one that ran unsplit \['hidden_states'\]"
+    ):
         run(make_forward(model, check=True), intermediate_tensors=make_handed(MIDDLE))
 
 
@@ -210,7 +212,7 @@ def test_a_stage_without_layers_is_declined() -> None:
     vllm_config.parallel_config.pipeline_parallel_size = 3
     model: Any = None
     rank = make_rank(Stage(1, 3, range(2, 2), HANDED), vllm_config, get_platform("cpu"))
-    found = model_setup._record_model(DenseAdapter(), model, rank, model)
+    found = recorded_model.record_model(DenseAdapter(), model, rank, model)
     assert found == Decline("a stage of the pipeline has no layers", "stage 1 of 3")
 
 
@@ -227,7 +229,7 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
     vllm_config.model_config.architecture = "SomeForCausalLM"
     vllm_config.parallel_config.pipeline_parallel_size = 2
     rank = make_rank(LAST, vllm_config, get_platform("cpu"))
-    found = model_setup._record_model(Blind(), None, rank, None)  # type: ignore[arg-type]
+    found = recorded_model.record_model(Blind(), None, rank, None)  # type: ignore[arg-type]
     assert isinstance(found, Decline)
     assert found.reason == "the adapter takes no stages of a pipeline"
     assert found.detail.endswith("Blind")
@@ -238,7 +240,7 @@ def test_a_model_with_an_unknown_kv_connector_is_declined_by_its_name() -> None:
     vllm_config.model_config.architecture = "SomeForCausalLM"
     adapter: Any = object()
     model: Any = None
-    found = model_setup._record_model(adapter, model, make_rank(WHOLE_MODEL, vllm_config, get_platform("cpu")), model)
+    found = recorded_model.record_model(adapter, model, make_rank(WHOLE_MODEL, vllm_config, get_platform("cpu")), model)
     assert isinstance(found, Decline)
     assert found.reason == "the KV connector is not known to dbo_runtime"
     assert found.detail.startswith("Novel; ")

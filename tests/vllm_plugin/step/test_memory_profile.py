@@ -14,10 +14,11 @@ import pytest
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.torch_streams import StreamDevice
-from dbo_runtime.vllm_plugin.step.decision import StepDecider, _make_decision
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.memory_profile import copy_for_profile, profile_split, run_both
+from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner
+from dbo_runtime.vllm_plugin.step.memory_profile import profile_split, run_both
 from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.rehearsal import copy_for_profile
 from tests.vllm_plugin.engine import Engine
 
 GROUP = SimpleNamespace(world_size=1, rank_in_group=0)
@@ -52,7 +53,7 @@ def test_vllms_profile_runs_split_without_attention_metadata_and_is_not_counted(
 ) -> None:
     own = copy_for_profile(served, GROUP)
     before = served.runtime.statistics.as_dict()
-    run_both(one_rank.runner, own, one_rank.runner.profile_run)
+    run_both(one_rank.runner, served, own, one_rank.runner.profile_run, GROUP)
     assert own.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
     after = served.runtime.statistics.as_dict()
     assert after["split"] == before["split"]
@@ -89,7 +90,7 @@ def test_a_split_profile_is_reserved_for_and_its_results_are_not_checked(
 def test_a_profile_that_could_not_be_split_is_told_of(
     one_rank: Engine, reserving: SplitForward, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(StepDecider, "_decide_profile", lambda *_: _make_decision(Decline("no reason at all")))
+    monkeypatch.setattr(LocalPlanner, "plan_dummy", lambda *_: Decline("no reason at all"))
     profile_split(one_rank.runner, reserving, GROUP, one_rank.runner.profile_run)
     said = capfd.readouterr().err
     assert "WARNING" in said

@@ -1,0 +1,92 @@
+"""Record the program of a loaded model, or say why its steps are not split."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from dbo_runtime.adapter import ModelAdapter, record_program
+from dbo_runtime.adapter_registry import get_adapter
+from dbo_runtime.decline import Decline
+from dbo_runtime.program import Program
+from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
+from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
+from dbo_runtime.vllm_plugin.install.config_checks import list_declines
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
+from dbo_runtime.vllm_plugin.parallel.stage import Stage
+from dbo_runtime.vllm_plugin.step.failures import call_adapter
+from dbo_runtime.vllm_plugin.step.head import Head, find_head
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
+
+
+class RecordedModel(NamedTuple):
+    """A model that can be split, with its adapter and the program that this has recorded.
+
+    Attributes:
+        head: what its forward does besides that program; None if nothing.
+    """
+
+    adapter: ModelAdapter
+    program: Program
+    head: Head | None
+
+
+def record_model(
+    adapter: ModelAdapter | Decline | None, model: VllmModel, rank: RankContext, collectives: ModelCollectives
+) -> RecordedModel | Decline:
+    """Return the program of a model on this rank, or why its steps are not split. Collective."""
+    adapter = _prefer_generic(adapter, model, rank)
+    decline = next(list_declines(rank.vllm_config, rank.config, adapter), None)
+    if decline is not None:
+        return decline
+    assert not isinstance(adapter, Decline | None), "without one, models are declined"
+    decline = _check_stage(rank.stage) or _check_backbone(adapter, model, rank)
+    decline = decline or call_adapter(adapter, partial(adapter.decline, model))
+    if decline is not None:
+        return decline
+    rank.platform.prepare_model(model)
+    lora = make_lora_mapping(model)
+    if isinstance(lora, Decline):
+        return lora
+    has_side = rank.platform.opens_side_lane(rank.config)
+    program = call_adapter(adapter, partial(record_program, adapter, model, collectives, has_side))
+    if isinstance(program, Decline):
+        return program
+    decline = rank.stage.check_program(program)
+    if decline is not None:
+        return decline
+    head = None if isinstance(adapter, GenericAdapter) else find_head(model, rank.vllm_config)
+    return head if isinstance(head, Decline) else RecordedModel(adapter, program, head)
+
+
+def _prefer_generic(
+    adapter: ModelAdapter | Decline | None, model: VllmModel, rank: RankContext
+) -> ModelAdapter | Decline | None:
+    """Return what splits models without an adapter, where that was asked for and there is none of this architecture.
+
+    One of the backbone is preferred, unless that does not know the model's parts.
+    """
+    if not rank.config.generic or isinstance(adapter, Decline):
+        return adapter
+    if adapter is not None:
+        known = get_adapter(rank.vllm_config.model_config.architecture) is not None
+        if known or call_adapter(adapter, partial(adapter.decline, model)) is None:
+            return adapter
+    return GenericAdapter(rank.groups.tensor_parallel, rank.vllm_config, rank.stage)
+
+
+def _check_backbone(adapter: ModelAdapter, model: VllmModel, rank: RankContext) -> Decline | None:
+    """Decline a model of a backbone's adapter that is a decoder itself, such as EmbeddingGemma: it holds none."""
+    if isinstance(adapter, GenericAdapter) or get_adapter(rank.vllm_config.model_config.architecture) is not None:
+        return None
+    holds = hasattr(model, "model") or hasattr(model, "language_model")
+    return None if holds else Decline("its parts are not known", type(model).__name__)
+
+
+def _check_stage(stage: Stage) -> Decline | None:
+    if stage.count > 1 and not stage.layers:
+        return Decline("a stage of the pipeline has no layers", f"stage {stage.number} of {stage.count}")
+    return None

@@ -1,0 +1,96 @@
+"""Split dummy steps before serving: an op that fails there is a decline, and no request is lost to it.
+
+An adapter may fit a version of vLLM when it records, and read what that lacks only when its ops run. While vLLM starts,
+no request is in flight, so all ranks can tell each other what came of it; during a request, they could not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.decline import Decline
+from dbo_runtime.observe.declines import warn_declined
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.setting_values import Check
+from dbo_runtime.vllm_plugin.api.dummy_batches import run_dummy, run_without_attention
+from dbo_runtime.vllm_plugin.step.failures import attempt
+from dbo_runtime.vllm_plugin.step.phase import Phase
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from dbo_runtime.vllm_plugin.step.forward import SplitForward
+
+REQUESTS, REQUEST_TOKENS = 2, 16  # of a rehearsal: pieces are prefills, and fit what any runner takes
+
+
+def rehearse(runner: GPUModelRunner, served: SplitForward, group: GroupCoordinator) -> None:
+    """Split dummy steps, without attention and with it; after an error in one, nothing is split. Collective.
+
+    Attention is left out where a KV connector has layer hooks, which vLLM's dummy batches do not call.
+    """
+    tokens = REQUESTS * REQUEST_TOKENS
+    if min(runner.max_num_tokens, runner.max_model_len) < tokens or runner.scheduler_config.max_num_seqs < REQUESTS:
+        return
+    own = copy_for_profile(served, group)
+    steps: list[Callable[[], object]] = [partial(run_without_attention, runner, tokens)]
+    if not served.decider.has_layer_hooks:
+        steps.append(partial(run_dummy, runner, REQUESTS, REQUEST_TOKENS, 0))
+    for step in steps:
+        try_split(runner, served, own, step, group)
+        if served.decider.refusal is not None:
+            return
+        own = _copy_for_batch(served, group)
+
+
+def try_split(
+    runner: GPUModelRunner,
+    served: SplitForward,
+    own: SplitForward,
+    step: Callable[[], object],
+    group: GroupCoordinator,
+) -> None:
+    """Run a dummy step with a copy of the served forward; after an error in that, nothing is split. Collective.
+
+    An error that the step raises unsplit, too, is vLLM's, and says nothing.
+    """
+    model = runner.get_model()
+
+    def run() -> None:
+        step()
+        served.runtime.device.synchronize()
+
+    served_forward, model.forward = model.forward, own
+    try:
+        found = attempt(group, "rehearsal", run)
+    finally:
+        model.forward = served_forward
+    if isinstance(found, Decline) and not isinstance(attempt(group, "unsplit rehearsal", run), Decline):
+        served.decider.refusal = found
+        warn_declined(open_log(quiet=group.rank_in_group > 0), "every step", found)
+
+
+def copy_for_profile(served: SplitForward, group: GroupCoordinator) -> SplitForward:
+    """Return a forward of the same model that splits every step, and compares none."""
+    config = replace(served.runtime.config, check=Check.OFF)  # without attention metadata results mean nothing
+    own = served.copy_for(served.runtime.device, config, group)
+    own.decider.phase = Phase.PROFILING
+    return own
+
+
+def _copy_for_batch(served: SplitForward, group: GroupCoordinator) -> SplitForward:
+    """Return a forward of the same model that decides as in serving, and cuts between the two requests."""
+    own = copy_for_profile(served, group)
+    own.decider.phase = Phase.SERVING
+    own.decider.choose_cuts, own.decider.decode_len = _cut_between, 1
+    own.decider.choose_sizes = lambda ranks: ((REQUEST_TOKENS,) * len(ranks),) * REQUESTS
+    return own
+
+
+def _cut_between(batch: Batch) -> list[int]:
+    return [REQUEST_TOKENS]
