@@ -71,21 +71,20 @@ def cut_at_random(engine: Engine, rank: int, seed: int, steps: int) -> Counts:
 
 def count_comparisons(worker: Any) -> None:
     """Count in a worker how steps are compared, and keep alarms, which would end the engine, until `end_counting`."""
-    from dbo_runtime.vllm_plugin.step import forward
-    from dbo_runtime.vllm_plugin.step.comparison import PIECES
+    from dbo_runtime.vllm_plugin.step import comparison
 
     worker.counted, worker.counting = Counter(), ExitStack()
-    describe = forward.describe_difference
+    describe = comparison.describe_difference
 
     def count(split: Any, again: Any, plan: Any, mode: str = "unsplit", *others: Any) -> str:
         worker.counted[mode] += 1
         difference = describe(split, again, plan, mode, *others)
-        if not difference or mode != PIECES:
+        if not difference or mode != comparison.PIECES:
             return difference
         worker.counted[difference] += 1
         return ""
 
-    worker.counting.enter_context(patch.object(forward, "describe_difference", count))
+    worker.counting.enter_context(patch.object(comparison, "describe_difference", count))
 
 
 def end_counting(worker: Any) -> Counter[str]:

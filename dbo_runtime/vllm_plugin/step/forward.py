@@ -27,8 +27,6 @@ from dbo_runtime.planner.online.probation import Proposal
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
-from dbo_runtime.vllm_plugin.context.batch_size import count_tokens
-from dbo_runtime.vllm_plugin.context.consistency import find_problem
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
 from dbo_runtime.vllm_plugin.context.saved_states import SavedStates
@@ -37,14 +35,12 @@ from dbo_runtime.vllm_plugin.parallel.stage import (
     WHOLE_MODEL,
     Results,
     Stage,
-    name_results,
     take_inputs,
     take_kept,
 )
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments
-from dbo_runtime.vllm_plugin.step.comparison import PIECES, describe_difference
-from dbo_runtime.vllm_plugin.step.decision import StepDecider, StepDecision
-from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
+from dbo_runtime.vllm_plugin.step.comparison import StepComparison
+from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.head import Head
 from dbo_runtime.vllm_plugin.step.padding import drop_padding, pad_inputs
 from dbo_runtime.vllm_plugin.step.phase import Phase
@@ -121,7 +117,8 @@ class SplitForward:
         self._stage = stage
         self._metrics = metrics
         self._lora = lora
-        self._may_diverge = may_diverge and (add_inputs is None or give_inputs is not None)
+        may_repeat = add_inputs is None or give_inputs is not None
+        self._comparison = StepComparison(agreement, may_diverge and may_repeat, lora)
         self._head = head
         self._is_final = False
         self._takes_input_ids = any(value.name == INPUT_IDS for value in runtime.program.inputs)
@@ -191,7 +188,7 @@ class SplitForward:
             self._agreement.compare(decision.statement or str(decision.plan))
         plan, repetition = decision.plan, None
         if isinstance(plan, ExecutionPlan) and (is_checked or first_steps is not None):
-            plan = self._check_contexts(decision, plan, first_steps)
+            plan = self._comparison.check_contexts(decision, plan, first_steps)
             repetition = Repetition(self._forward, arguments, SavedStates(get_forward_context()), self.decider.platform)
         if isinstance(plan, Decline):
             self.runtime.decline(plan)
@@ -204,7 +201,8 @@ class SplitForward:
             self._metrics.count_step(plan)
             self._metrics.count_planning(planning)
         if repetition is not None and isinstance(plan, ExecutionPlan):
-            difference, unsplit = self._compare(results, repetition, plan, decision.contexts)
+            make_context = partial(self.decider.make_own_context, decision.contexts, plan.slices)
+            difference, unsplit = self._comparison.compare(results, repetition, plan, make_context)
             if first_steps is not None:
                 first_steps.note(decision.kind, difference)
                 results = unsplit
@@ -212,41 +210,6 @@ class SplitForward:
             elif difference:
                 raise SplitError(difference)
         return results
-
-    def _check_contexts(
-        self, decision: StepDecision, plan: ExecutionPlan, first_steps: FirstSteps | None
-    ) -> ExecutionPlan | Decline:
-        """Return the plan if the micro-batches' contexts fit the step on all ranks; if not, end splitting. Collective.
-
-        Raises:
-            SplitError: under DBO_CHECK, if they do not.
-        """
-        problem = self._agreement.find_first(find_problem(get_forward_context(), decision.contexts, plan.slices))
-        if not problem:
-            return plan
-        if first_steps is None:
-            raise SplitError(problem)
-        return first_steps.note(decision.kind, problem) or plan
-
-    def _compare(
-        self, results: Results, repetition: Repetition, plan: ExecutionPlan, contexts: list[ForwardContext]
-    ) -> tuple[str, Results]:
-        """Return how the results of a split step differ from right ones, on any rank, and the unsplit results.
-
-        Where rounding alone may lead a step elsewhere, what its pieces give one after the other, in steps of their own,
-        is as right as what they give at once. Collective.
-        """
-        tokens = repetition.arguments.positions.shape[-1]
-        known = count_tokens(get_forward_context(), tokens)
-        split, unsplit = name_results(results, known), repetition.run_unsplit()
-        difference = self._agreement.find_first(describe_difference(split, name_results(unsplit, known), plan))
-        if difference and self._may_diverge and len(contexts) > 1:
-            make_context = partial(self.decider.make_own_context, contexts, plan.slices)
-            select = None if self._lora is None else self._lora.split(plan.slices)
-            pieces = name_results(repetition.run_pieces(plan.slices, make_context, select), known)
-            difference = self._agreement.find_first(describe_difference(split, pieces, plan, PIECES, True))
-            unsplit = repetition.run_unsplit()
-        return difference, unsplit
 
     def _check_input_ids(self, input_ids: torch.Tensor | None, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens lacks the token ids that the program takes, or None."""

@@ -79,7 +79,7 @@ def test_a_split_profile_is_reserved_for_and_its_results_are_not_checked(
 ) -> None:
     monkeypatch.setattr(reserving.runtime, "config", replace(reserving.runtime.config, check=True))
     monkeypatch.setattr(
-        "dbo_runtime.vllm_plugin.step.forward.describe_difference",
+        "dbo_runtime.vllm_plugin.step.comparison.describe_difference",
         lambda *_: pytest.fail("what means nothing was compared"),
     )
     monkeypatch.setattr(reserving.decider, "phase", Phase.STARTING)

@@ -11,6 +11,7 @@ from vllm.sequence import IntermediateTensors
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.errors import SplitError
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from dbo_runtime.vllm_plugin.step import comparison
 from dbo_runtime.vllm_plugin.step import forward as forward_module
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments, join_results
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
@@ -129,7 +130,7 @@ def test_each_run_begins_with_the_states_that_the_step_began_with(monkeypatch: p
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["checked", "first steps"])
 def test_contexts_that_do_not_fit_are_found_before_any_op_runs(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_module, "find_problem", lambda *_: "slots are 1, where the step has 2")
+    monkeypatch.setattr(comparison, "find_problem", lambda *_: "slots are 1, where the step has 2")
     model = Model()
     forward = make_compared(model, is_first)
     if not is_first:
