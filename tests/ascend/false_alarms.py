@@ -30,7 +30,8 @@ PAGE = ROOT / "docs" / "reliability.md"
 COMMAND = "make false-alarms"
 CUTS = 2000
 AT_A_TIME = 20  # in one call of the engine's process
-PROMPTS, SHORTEST, LONGEST = 3, 4, 300  # of a step, and tokens of each
+PROMPTS, SHORTEST, LONGEST = 3, 4, 160  # of a step, and tokens of each
+TOKENS = 240  # of a step, at most
 SHARED_OUT = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 QUANTIZED = {"quantization": "ascend"}
 
@@ -57,7 +58,7 @@ def cut_at_random(engine: Engine, rank: int, seed: int, steps: int) -> Counts:
     before = engine.statistics()[0]["split"]
     for _ in range(steps):
         lengths = [chance.randint(SHORTEST, LONGEST) for _ in range(chance.randint(1, PROMPTS))]
-        while sum(lengths) > 500:  # of a step
+        while sum(lengths) > TOKENS:
             lengths.pop()
         total = sum(lengths)
         engine.cut_at(*sorted(chance.sample(range(2, total - 1), chance.randint(1, 2))))
