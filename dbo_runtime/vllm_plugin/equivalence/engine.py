@@ -19,7 +19,7 @@ from dbo_runtime.vllm_plugin.equivalence.images import draw_image, find_image_pr
 from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Request, Round
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
-EXTENSION = "dbo_runtime.vllm_plugin.equivalence.worker_extension.SoakExtension"
+EXTENSION = "dbo_runtime.vllm_plugin.soak_extension.SoakExtension"
 OPTIONS: Mapping[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
