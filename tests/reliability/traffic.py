@@ -142,8 +142,10 @@ CASES = (
 )
 
 
-def run_case(number: int, requests: int, seed: int, micro_batches: Sequence[int]) -> EquivalenceReport:
-    """Run one case with so many requests, and print its report."""
+def run_case(
+    number: int, requests: int, seed: int, micro_batches: Sequence[int], rounds: Sequence[int] | None = None
+) -> EquivalenceReport:
+    """Run one case with so many requests, or some rounds of them, and print its report."""
     case = CASES[number]
     with tempfile.TemporaryDirectory() as name:
         model = Path(name, "model")
@@ -158,13 +160,16 @@ def run_case(number: int, requests: int, seed: int, micro_batches: Sequence[int]
             requests,
             micro_batches,
             seed,
+            rounds,
             loras=[str(adapter) for adapter in loras],
             tolerance=case.tolerance,
             calibrates=case.calibrates,
             first_steps=case.first_steps,
             **case.options,
         )
-    sys.stderr.write(f"{case.title}: {report}\n")
+    again = f"python -m tests.reliability.traffic --case '{case.title}' --requests {requests} --seed {seed}"
+    repeats = [f"again: {again} --micro-batches {bug.micro_batches} --rounds {bug.round}\n" for bug in report.bugs[:1]]
+    sys.stderr.write(f"{case.title}: {report}\n{''.join(repeats)}")  # the folder of the model is gone
     return report
 
 
@@ -226,6 +231,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", choices=[case.title for case in CASES], help="all of the requests to this one only")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
+    parser.add_argument("--rounds", type=int, nargs="+", help="these of one case only")
     parser.add_argument("--jobs", type=int, default=JOBS, help="models and layouts at a time")
     parser.add_argument("--write-page", action="store_true")
     arguments = parser.parse_args()
@@ -236,7 +242,7 @@ def main() -> int:
         shares = {number: arguments.requests for number in shares if CASES[number].title == arguments.case}
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
         asked = {
-            pool.submit(run_case, number, share, arguments.seed, arguments.micro_batches): number
+            pool.submit(run_case, number, share, arguments.seed, arguments.micro_batches, arguments.rounds): number
             for number, share in shares.items()
         }
         for done in as_completed(asked):  # what is done is written: a run that is ended has not been in vain
