@@ -54,6 +54,8 @@ class Engine:
         if "num_gpu_blocks_override" not in options:
             options["num_gpu_blocks_override"] = _choose_blocks(model, options)
         self._llm = LLM(model, **options)
+        if self._llm.llm_engine.vllm_config.parallel_config.data_parallel_size > 1:
+            _keep_ranks_together(self._llm.llm_engine.engine_core.engine_core)
         self._loras = [LoRARequest(f"lora-{number}", number + 1, path) for number, path in enumerate(loras)]
         self.abilities = self._find_abilities()
         self._calibrates = self._compares_first_steps = False
@@ -217,6 +219,23 @@ def _make_params(request: Request) -> SamplingParams | PoolingParams:
     structure = None if request.structure is None else StructuredOutputsParams(**request.structure)
     kind = RequestOutputKind.FINAL_ONLY if request.leaves is None else RequestOutputKind.CUMULATIVE
     return SamplingParams(**request.sampling, structured_outputs=structure, output_kind=kind)
+
+
+def _keep_ranks_together(core: Any) -> None:
+    """Let each step of vLLM's engine run a forward: other data parallel ranks wait for it.
+
+    vLLM does so where it serves, but not in an `LLM`: there ranks wait for each other for ever after a step that
+    schedules nothing, because its requests wait for a grammar or for blocks.
+    """
+    step = core.step_fn
+
+    def step_or_idle() -> Any:
+        outputs, has_executed = step()
+        if not has_executed:
+            core.execute_dummy_batch()
+        return outputs, has_executed
+
+    core.step_fn = step_or_idle
 
 
 def _list_lacking(has_loras: bool) -> frozenset[str]:

@@ -75,6 +75,19 @@ def test_costs_are_measured_once_while_nothing_runs_and_prefixes_stay(pause: int
     assert [*answers] == [0, 1, 2, 3]
 
 
+@pytest.mark.vllm
+def test_a_step_that_schedules_nothing_runs_a_dummy_batch_for_the_other_ranks() -> None:
+    from dbo_runtime.vllm_plugin.equivalence.engine import _keep_ranks_together
+
+    ran: list[str] = []
+    core = SimpleNamespace(execute_dummy_batch=lambda: ran.append("dummy"))
+    for outputs, has_executed in (({}, False), ({0: "answer"}, True)):
+        core.step_fn = lambda found=(outputs, has_executed): found
+        _keep_ranks_together(core)
+        assert core.step_fn() == (outputs, has_executed)
+        assert ran == ["dummy"]
+
+
 def test_a_rank_that_fails_is_told_while_another_waits_for_it() -> None:
     engine = EngineProcess.__new__(EngineProcess)
     pipes = [Pipe() for _ in range(2)]
