@@ -45,7 +45,6 @@ LINEAR = {"attention_backend": "CPU_ATTN", "dtype": "bfloat16", "num_gpu_blocks_
 ROUNDING = 0.25  # of log-probabilities in bfloat16, all that vLLM's kernels for linear attention take on CPU
 SMALL_STATES = {"num_key_value_heads": 4, "head_dim": 128, "linear_num_value_heads": 2}
 """Keys as large as a state after few tokens: so the blocks that states are cached at the ends of are short."""
-SURE = 8.0  # times larger are the router's weights: where the second expert and the third are alike, both count little
 HOOKED = {
     "kv_transfer_config": {
         "kv_connector": "LayerRecorder",
@@ -92,15 +91,8 @@ def make_linear(folder: Path) -> Path:
 
 
 def make_linear_moe(folder: Path) -> Path:
-    """Write the same with experts, of which each token is sure: rounding in bfloat16 must not choose others."""
-    from safetensors.torch import load_file, save_file
-
-    weights = make_family("Qwen3_5MoeForCausalLM", folder, **SMALL_STATES) / "model.safetensors"
-    tensors = load_file(weights)
-    routers = [name for name in tensors if name.endswith("mlp.gate.weight")]
-    tensors |= {name: SURE * tensors[name] for name in routers}
-    save_file(tensors, weights, metadata={"format": "pt"})
-    return folder
+    """Write the same with experts, all of which each token goes to: rounding in bfloat16 would choose others."""
+    return make_family("Qwen3_5MoeForCausalLM", folder, **SMALL_STATES, num_experts_per_tok=4)
 
 
 def make_embedding(folder: Path) -> Path:

@@ -34,7 +34,7 @@ OPTIONS: Mapping[str, Any] = {
 LONGEST_REQUESTS = 3  # that the KV cache holds, so that others are preempted
 CPU_CACHE_BYTES = 1 << 28  # without it, vLLM's CPU build wants most of the memory to be free
 WORDS = 40  # that stop strings and bad words are drawn from
-CALIBRATION_SECONDS = 1.0  # approximately: costs need not be good
+CALIBRATION_SECONDS = 4.0  # approximately: costs need not be good, but of two sizes, also where cores are shared
 TASKS = ("embed", "token_embed", "classify", "token_classify")  # of poolers that need nothing but a prompt
 PREEMPTIONS, HITS = "vllm:num_preemptions", "vllm:prefix_cache_hits"
 
