@@ -37,12 +37,14 @@ class Answer:
         prompt_log_probs: at each of the prompt's tokens, None at the first; None if they were not asked for.
         was_aborted: whether it was still running when it was aborted.
         refusal: why vLLM did not take the request; None if it did.
+        pooled: what a pooler gave, [1 or tokens, numbers]; None if it was not asked for.
     """
 
     completions: list[Completion] = field(default_factory=list)
     prompt_log_probs: list[LogProbs | None] | None = None
     was_aborted: bool = False
     refusal: str | None = None
+    pooled: list[list[float]] | None = None
 
 
 @dataclass
@@ -55,6 +57,8 @@ class Counts:
         declined: steps by the reason not to split them.
         preempted: requests that lost their KV cache to others, and began again.
         cached: tokens of prompts that were found in the prefix cache.
+        calibrated: how often costs of ops were measured between requests.
+        alarms: what the comparison of first steps has said, and how often; a step that is right raises none.
     """
 
     split: int = 0
@@ -62,6 +66,8 @@ class Counts:
     declined: Counter[str] = field(default_factory=Counter)
     preempted: int = 0
     cached: int = 0
+    calibrated: int = 0
+    alarms: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Counts) -> None:
         """Add what happened elsewhere, or at another time."""
@@ -70,6 +76,8 @@ class Counts:
         self.declined += other.declined
         self.preempted += other.preempted
         self.cached += other.cached
+        self.calibrated += other.calibrated
+        self.alarms += other.alarms
 
     def since(self, before: Counts) -> Counts:
         """Return what happened since *before*."""
@@ -79,4 +87,6 @@ class Counts:
             self.declined - before.declined,
             self.preempted - before.preempted,
             self.cached - before.cached,
+            self.calibrated - before.calibrated,
+            self.alarms - before.alarms,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError, DeviceError
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer
-from dbo_runtime.vllm_plugin.equivalence.comparison import FAILURE, TOLERANCE, Difference, compare_answers
+from dbo_runtime.vllm_plugin.equivalence.comparison import ALARM, FAILURE, TOLERANCE, Difference, compare_answers
 from dbo_runtime.vllm_plugin.equivalence.engine_process import EngineProcess
 from dbo_runtime.vllm_plugin.equivalence.judge import find_own_differences, is_own
 from dbo_runtime.vllm_plugin.equivalence.report import Bug, EquivalenceReport, Tally
@@ -36,7 +37,9 @@ class Setup:
         seed: of the traffic.
         rounds: numbers of those to run; None for all.
         loras: directories of LoRA adapters.
-        tolerance: of log-probabilities.
+        tolerance: of log-probabilities, and of pooled numbers.
+        calibrates: whether costs are measured between requests.
+        first_steps: whether first steps are compared.
         options: of vLLM's `LLM`.
     """
 
@@ -47,6 +50,8 @@ class Setup:
     rounds: Collection[int] | None = None
     loras: Sequence[str] = ()
     tolerance: float = TOLERANCE
+    calibrates: bool = False
+    first_steps: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -91,7 +96,7 @@ class Setup:
                 raise ConfigError(f"there is no round {wrong[0]} in {self.requests} requests: {len(numbers)}, from 0.")
             numbers = sorted(self.rounds)
         return [
-            draw_round(engine.abilities, number, min(size, self.requests - number * size), self.seed)
+            draw_round(engine.abilities, number, min(size, self.requests - number * size), self.seed, self.calibrates)
             for number in numbers
         ]
 
@@ -99,9 +104,12 @@ class Setup:
         """Return the command that repeats a round, whose number `ROUND` stands for."""
         words = ["dbo", "soak", self.model, "--requests", str(self.requests), "--seed", str(self.seed)]
         words += [word for path in self.loras for word in ("--lora", path)]
+        words += [] if self.tolerance == TOLERANCE else ["--tolerance", str(self.tolerance)]
+        words += ["--calibrate-between"] * self.calibrates + ["--first-steps"] * self.first_steps
         for name, value in self.options.items():
             flag = f"--{name.replace('_', '-')}"
-            words += [flag] if value is True else [flag, str(value)]
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, text]
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.settings.items()]
         return " ".join([*variables, shlex.join(words), "--rounds ROUND"])
 
@@ -125,6 +133,8 @@ def check_equivalence(
     rounds: Collection[int] | None = None,
     loras: Sequence[str] = (),
     tolerance: float = TOLERANCE,
+    calibrates: bool = False,
+    first_steps: bool = False,
     **engine_options: Any,
 ) -> EquivalenceReport:
     """Answer random traffic by real engines, once unsplit, and once with every step split that can be; compare.
@@ -141,7 +151,9 @@ def check_equivalence(
         seed: of the traffic.
         rounds: numbers of the rounds to run, to repeat what failed; all if not given.
         loras: directories of LoRA adapters that requests use; pass `enable_lora=True`, too.
-        tolerance: of log-probabilities, and within which two tokens are equally likely.
+        tolerance: of log-probabilities, and within which two tokens are equally likely; of pooled numbers, too.
+        calibrates: measure costs of ops in the middle of each round, while prefixes are cached and no request runs.
+        first_steps: compare the first split steps of each kind in each round, as with an untested version of vLLM.
         engine_options: of vLLM's `LLM`, such as `tensor_parallel_size`; also `data_parallel_size`.
 
     Raises:
@@ -151,16 +163,17 @@ def check_equivalence(
     if find_spec("hypothesis") is None:
         raise ConfigError("needs hypothesis, which is not installed: pip install 'dbo-runtime[soak]'")
     start = time.monotonic()
-    setup = Setup(model, settings, requests, seed, rounds, loras, tolerance, engine_options)
+    setup = Setup(model, settings, requests, seed, rounds, loras, tolerance, calibrates, first_steps, engine_options)
     with setup.start_reference() as engine:
         traffic = setup.draw(engine)
         expected = {each.number: engine.run(each)[0] for each in traffic}
     report = EquivalenceReport(model, setup.reference, seed, setup.format_command(), [Tally(n) for n in micro_batches])
     suspects: list[Suspect] = []
     with setup.start("always") as engine:
+        engine.watch(calibrates, first_steps)
         for tally in report.tallies:
             suspects += _run_split(setup, engine, tally, traffic, expected)
-            if tally.bugs:  # of an engine that has failed
+            if any(bug.difference.kind == FAILURE for bug in tally.bugs):
                 break
     if suspects:
         _judge(setup, traffic, expected, suspects)
@@ -187,6 +200,8 @@ def _run_split(
             tally.note_answers(each, answers)
             tally.counts.add(counts)
             suspects += _compare_round(setup, tally, each, expected[number], answers)
+            alarms = [Difference(ALARM, None, None, text) for text in counts.alarms]
+            tally.bugs += [Bug(tally.micro_batches, number, None, None, alarm) for alarm in alarms]
     except DeviceError as error:
         tally.bugs.append(Bug(tally.micro_batches, number, None, None, Difference(FAILURE, None, None, str(error))))
     tally.seconds = time.monotonic() - start

@@ -1,4 +1,4 @@
-"""Compare two answers to one request: log-probabilities first, then what follows from them."""
+"""Compare two answers to one request: log-probabilities first, then what follows from them; or what was pooled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, LogPr
 from dbo_runtime.vllm_plugin.equivalence.request import Request
 
 TOLERANCE = 1e-4  # of log-probabilities in float32, where the shapes of matrix products differ
-TOKEN, FAILURE = "token", "failure"
+TOKEN, POOLED, FAILURE, ALARM = "token", "pooled", "failure", "alarm"
 
 
 class Difference(NamedTuple):
@@ -18,9 +18,9 @@ class Difference(NamedTuple):
 
     Attributes:
         kind: what differs: `log-probability`, `prompt log-probability`, `token`, `length`, `finish`, `text`, `answers`,
-            `refusal`; `failure` if the engine failed.
+            `refusal`, `pooled`; `failure` if the engine failed, `alarm` if the comparison of first steps found one.
         completion: which of the request's answers.
-        position: the token's; None if it is about the whole.
+        position: the token's, or the row's of what was pooled; None if it is about the whole.
         detail: both values, in words.
     """
 
@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
     Attributes:
         difference: the first one; None if there is none, or only a tie.
         tie: the position after which greedy answers went apart because two tokens were as likely; None if they did not.
-        largest: difference of any log-probability up to there.
+        largest: difference of any log-probability up to there, or of any pooled number.
     """
 
     difference: Difference | None = None
@@ -59,7 +59,10 @@ def compare_answers(request: Request, expected: Answer, actual: Answer, toleranc
     if len(expected.completions) != len(actual.completions) and not may_be_shorter:
         detail = f"{len(expected.completions)} / {len(actual.completions)}"
         return Comparison(Difference("answers", None, None, detail))
-    found = [_compare_prompts(request, expected, actual, tolerance)]
+    found = [
+        _compare_prompts(request, expected, actual, tolerance),
+        _compare_pooled(request, expected, actual, tolerance),
+    ]
     pairs = zip(expected.completions, actual.completions, strict=False)
     found += [_compare_completions(request, number, *pair, tolerance) for number, pair in enumerate(pairs)]
     return Comparison(
@@ -119,6 +122,27 @@ def _compare_prompts(request: Request, expected: Answer, actual: Answer, toleran
     return Comparison(largest=largest)
 
 
+def _compare_pooled(request: Request, expected: Answer, actual: Answer, tolerance: float) -> Comparison:
+    """Compare row by row, in units of the row's largest number where that is more than 1."""
+    one, other = expected.pooled, actual.pooled
+    if one is None or other is None:
+        if one is other or request.leaves is not None:
+            return Comparison()
+        return Comparison(Difference(POOLED, None, None, "only one answer is there"))
+    shapes = [(len(rows), sorted({len(row) for row in rows})) for rows in (one, other)]
+    if shapes[0] != shapes[1]:
+        return Comparison(Difference(POOLED, None, None, f"{shapes[0]} / {shapes[1]} rows and numbers in each"))
+    largest = 0.0
+    for position, (a, b) in enumerate(zip(one, other, strict=True)):
+        scale = max([1.0, *(abs(number) for number in a if math.isfinite(number))])
+        off = max((_subtract(*pair) for pair in zip(a, b, strict=True)), default=0.0) / scale
+        largest = max(largest, off)
+        if off > tolerance:
+            detail = f"differs by {off:.2e}: {_show_row(a)} / {_show_row(b)}"
+            return Comparison(Difference(POOLED, None, position, detail), None, largest)
+    return Comparison(largest=largest)
+
+
 def _compare_completions(
     request: Request, number: int, expected: Completion, actual: Completion, tolerance: float
 ) -> Comparison:
@@ -157,3 +181,7 @@ def _compare_ends(request: Request, number: int, expected: Completion, actual: C
 def _show(log_probs: LogProbs, shown: int = 4) -> str:
     best: Sequence[tuple[int, float]] = sorted(log_probs.items(), key=lambda item: -item[1])[:shown]
     return "{" + ", ".join(f"{token}: {log_prob:.6f}" for token, log_prob in best) + "}"
+
+
+def _show_row(row: Sequence[float], shown: int = 4) -> str:
+    return "[" + ", ".join(f"{number:.6f}" for number in row[:shown]) + (", ...]" if len(row) > shown else "]")

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, PoolingParams, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, Counts, LogProbs
@@ -18,7 +19,7 @@ from dbo_runtime.vllm_plugin.equivalence.images import draw_image, find_image_pr
 from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Request, Round
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
-EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
+EXTENSION = "dbo_runtime.vllm_plugin.soak_extension.SoakExtension"
 OPTIONS: Mapping[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -33,6 +34,8 @@ OPTIONS: Mapping[str, Any] = {
 LONGEST_REQUESTS = 3  # that the KV cache holds, so that others are preempted
 CPU_CACHE_BYTES = 1 << 28  # without it, vLLM's CPU build wants most of the memory to be free
 WORDS = 40  # that stop strings and bad words are drawn from
+CALIBRATION_SECONDS = 4.0  # approximately: costs need not be good, but of two sizes, also where cores are shared
+TASKS = ("embed", "token_embed", "classify", "token_classify")  # of poolers that need nothing but a prompt
 PREEMPTIONS, HITS = "vllm:num_preemptions", "vllm:prefix_cache_hits"
 
 
@@ -51,12 +54,20 @@ class Engine:
         if "num_gpu_blocks_override" not in options:
             options["num_gpu_blocks_override"] = _choose_blocks(model, options)
         self._llm = LLM(model, **options)
+        if self._llm.llm_engine.vllm_config.parallel_config.data_parallel_size > 1:
+            _keep_ranks_together(self._llm.llm_engine.engine_core.engine_core)
         self._loras = [LoRARequest(f"lora-{number}", number + 1, path) for number, path in enumerate(loras)]
         self.abilities = self._find_abilities()
+        self._calibrates = self._compares_first_steps = False
+        self._calibrated = 0
 
     def configure(self, settings: Mapping[str, str]) -> None:
         """Change settings of overlap."""
         self._llm.collective_rpc("dbo_configure", args=(dict(settings),))
+
+    def watch(self, calibrates: bool, first_steps: bool) -> None:
+        """Measure costs in the pauses of rounds, and compare the first steps of each kind in each round."""
+        self._calibrates, self._compares_first_steps = calibrates, first_steps
 
     def run(self, traffic: Round, turns: int) -> tuple[dict[int, Answer], Counts]:
         """Answer the requests of a round, with nothing cached before; return the answers by number, and what happened.
@@ -66,14 +77,30 @@ class Engine:
         """
         before = self._count()
         self._llm.reset_prefix_cache()
+        if self._compares_first_steps:
+            self._llm.collective_rpc("soak_compare_first_steps")
         running = _Running(self._llm.llm_engine, traffic, self.abilities, self._loras)
         for turn in count():
+            if turn == traffic.pause:
+                self._pause(running)
             running.change(turn)
             if self._llm.llm_engine.has_unfinished_requests():  # of any rank: all of them ask
                 running.step()
             elif turn >= turns:
                 break
-        return running.collect(), self._count().since(before)
+        counts = self._count().since(before)
+        if self._compares_first_steps:
+            alarms = self._llm.collective_rpc("soak_list_alarms")
+            counts.alarms = Counter(alarm for of_rank in alarms for alarm in of_rank)
+        return running.collect(), counts
+
+    def _pause(self, running: _Running) -> None:
+        """Answer all that runs; then measure costs, if that is asked for. Data parallel ranks do it together."""
+        while self._llm.llm_engine.has_unfinished_requests():
+            running.step()
+        if self._calibrates:
+            self._llm.collective_rpc("dbo_calibrate", kwargs={"budget": CALIBRATION_SECONDS})
+            self._calibrated += 1
 
     def close(self) -> None:
         """End the workers."""
@@ -84,7 +111,7 @@ class Engine:
         metrics: Counter[str] = Counter()
         for metric in self._llm.get_metrics():
             metrics[metric.name] += getattr(metric, "value", 0)
-        counts = Counts(preempted=metrics[PREEMPTIONS], cached=metrics[HITS])
+        counts = Counts(preempted=metrics[PREEMPTIONS], cached=metrics[HITS], calibrated=self._calibrated)
         for rank in found[:1]:
             counts.split, counts.micro_batches = rank["split"], rank["micro_batches"]
             counts.declined = Counter(rank["declined"])
@@ -110,7 +137,12 @@ class Engine:
             find_image_prompt(config, tokenizer),
             len(self._loras),
             _list_lacking(bool(self._loras)),
+            self._list_tasks(),
         )
+
+    def _list_tasks(self) -> tuple[str, ...]:
+        supported = self._llm.llm_engine.get_supported_tasks()
+        return () if "generate" in supported else tuple(task for task in TASKS if task in supported)
 
 
 class _Running:
@@ -122,6 +154,7 @@ class _Running:
         self._abilities = abilities
         self._loras = loras
         self._last: dict[int, dict[int, Any]] = {number: {} for number in traffic.requests}  # output by completion
+        self._pooled: dict[int, list[list[float]]] = {}
         self._refused: dict[int, str] = {}
         self._running: set[int] = set()
         self._aborted: set[int] = set()
@@ -140,8 +173,11 @@ class _Running:
         """Run one step of the engine."""
         for output in self._engine.step():
             number = int(output.request_id)
-            for completion in output.outputs:
-                self._last[number][completion.index] = (output, completion)
+            if isinstance(output, PoolingRequestOutput):
+                data = output.outputs.data.float()
+                self._pooled[number] = (data if data.dim() > 1 else data.reshape(1, -1)).tolist()
+            else:
+                self._last[number] |= {completion.index: (output, completion) for completion in output.outputs}
             if output.finished:
                 self._running.discard(number)
 
@@ -150,12 +186,9 @@ class _Running:
         return {number: self._read(number) for number in self._traffic.requests}
 
     def _add(self, number: int, request: Request) -> None:
-        structure = None if request.structure is None else StructuredOutputsParams(**request.structure)
-        kind = RequestOutputKind.FINAL_ONLY if request.leaves is None else RequestOutputKind.CUMULATIVE
         try:
-            sampling = SamplingParams(**request.sampling, structured_outputs=structure, output_kind=kind)
             lora = None if request.lora is None else self._loras[request.lora]
-            self._engine.add_request(str(number), self._make_prompt(request), sampling, lora_request=lora)
+            self._engine.add_request(str(number), self._make_prompt(request), _make_params(request), lora_request=lora)
         except (ValueError, TypeError) as error:  # what vLLM refuses requests with
             self._refused[number] = f"{type(error).__name__}: {error}"
         else:
@@ -176,7 +209,33 @@ class _Running:
             [_read_completion(completion) for _, completion in found],
             [None if each is None else _read_log_probs(each) for each in prompts[-1]] if prompts else None,
             number in self._aborted,
+            pooled=self._pooled.get(number),
         )
+
+
+def _make_params(request: Request) -> SamplingParams | PoolingParams:
+    if request.pooling is not None:
+        return PoolingParams(**request.pooling)
+    structure = None if request.structure is None else StructuredOutputsParams(**request.structure)
+    kind = RequestOutputKind.FINAL_ONLY if request.leaves is None else RequestOutputKind.CUMULATIVE
+    return SamplingParams(**request.sampling, structured_outputs=structure, output_kind=kind)
+
+
+def _keep_ranks_together(core: Any) -> None:
+    """Let each step of vLLM's engine run a forward: other data parallel ranks wait for it.
+
+    vLLM does so where it serves, but not in an `LLM`: there ranks wait for each other for ever after a step that
+    schedules nothing, because its requests wait for a grammar or for blocks.
+    """
+    step = core.step_fn
+
+    def step_or_idle() -> Any:
+        outputs, has_executed = step()
+        if not has_executed:
+            core.execute_dummy_batch()
+        return outputs, has_executed
+
+    core.step_fn = step_or_idle
 
 
 def _list_lacking(has_loras: bool) -> frozenset[str]:

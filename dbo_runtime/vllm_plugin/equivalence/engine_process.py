@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from dbo_runtime.errors import DeviceError
@@ -19,7 +19,7 @@ from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Counts
 from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Round
 
 MODULE = "dbo_runtime.vllm_plugin.equivalence.engine_main"
-START_SECONDS, ROUND_SECONDS, END_SECONDS = 900.0, 900.0, 30.0
+START_SECONDS, ROUND_SECONDS, END_SECONDS = 900.0, 600.0, 30.0
 QUOTED = 3000  # characters of a log
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -76,6 +76,10 @@ class EngineProcess:
         """Change settings of overlap, on every rank."""
         self._ask("configure", [(dict(settings),)] * len(self._pipes), ROUND_SECONDS)
 
+    def watch(self, calibrates: bool, first_steps: bool) -> None:
+        """Measure costs in the pauses of rounds, and compare the first steps of each kind in each round."""
+        self._ask("watch", [(calibrates, first_steps)] * len(self._pipes), ROUND_SECONDS)
+
     def run(self, traffic: Round) -> tuple[dict[int, Answer], Counts]:
         """Answer a round, whose requests ranks take in turn; return the answers by number, and what happened.
 
@@ -87,6 +91,7 @@ class EngineProcess:
                 traffic.number,
                 traffic.seed,
                 {number: request for number, request in traffic.requests.items() if number % ranks == rank},
+                traffic.pause,
             )
             for rank in range(ranks)
         ]
@@ -98,6 +103,7 @@ class EngineProcess:
             if number:
                 total.preempted += counts.preempted
                 total.cached += counts.cached
+                total.alarms += counts.alarms
         return answers, total
 
     def _ask(self, name: str, arguments: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
@@ -125,20 +131,29 @@ class EngineProcess:
         self._pipes.append(Connection(here.detach()))
 
     def _collect(self, seconds: float) -> list[Any]:
-        """Return what each rank answers; of those that fail, the first one's reason is raised."""
+        """Return what each rank answers; the reason of the first one that fails is raised: others may wait for it."""
         deadline = time.monotonic() + seconds
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                raise DeviceError(f"vLLM (rank {rank}) has not answered within {seconds:.0f} s.{self._quote()}")
-            try:
-                good, result = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                raise DeviceError(f"vLLM's process (rank {rank}) has died.{self._quote()}") from None
-            if not good:
-                raise DeviceError(f"vLLM fails (rank {rank}): {str(result).strip()}{self._quote()}")
-            results.append(result)
-        return results
+        results: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = ", ".join(map(str, waiting.values()))
+                raise DeviceError(f"vLLM (rank {silent}) has not answered within {seconds:.0f} s.{self._quote()}")
+            for pipe in self._pipes:
+                if pipe in ready:
+                    rank = waiting.pop(pipe)
+                    results[rank] = self._receive(rank)
+        return [results[rank] for rank in sorted(results)]
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            good, result = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            raise DeviceError(f"vLLM's process (rank {rank}) has died.{self._quote()}") from None
+        if not good:
+            raise DeviceError(f"vLLM fails (rank {rank}): {str(result).strip()}{self._quote()}")
+        return result
 
     def _quote(self) -> str:
         self._log.seek(0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Counts
-from dbo_runtime.vllm_plugin.equivalence.comparison import FAILURE, Difference
+from dbo_runtime.vllm_plugin.equivalence.comparison import ALARM, FAILURE, Difference
 from dbo_runtime.vllm_plugin.equivalence.request import Request, Round
 
 SHOWN = 5  # bugs that are described in full
@@ -47,7 +47,7 @@ class Tally:
     Attributes:
         micro_batches: that steps were split into.
         requests: that were compared.
-        tokens: of the answers from split steps.
+        tokens: of the answers from split steps; of what was pooled, rows.
         counts: what happened in the engine that splits.
         features: requests by what they had besides a prompt.
         aborted: requests that were running when they were aborted.
@@ -56,7 +56,7 @@ class Tally:
         ties: requests in which two tokens were equally likely, as far as rounding can tell, and either was taken once.
         own: requests that unsplit runs of vLLM answer differently among themselves, by when they arrive.
         bugs: all others.
-        largest: difference of any log-probability in requests that are equal or ties.
+        largest: difference of any log-probability, or pooled number, in requests that are equal or ties.
         seconds: that the split run took.
     """
 
@@ -79,7 +79,7 @@ class Tally:
         for number, answer in answers.items():
             self.requests += 1
             self.features.update(traffic.requests[number].features)
-            self.tokens += sum(len(completion.tokens) for completion in answer.completions)
+            self.tokens += sum(len(completion.tokens) for completion in answer.completions) + len(answer.pooled or ())
             self.aborted += answer.was_aborted
             self.refused += answer.refusal is not None
 
@@ -94,6 +94,7 @@ class Tally:
             f"  answers: {self.equal} equal, {self.ties} ties, {self.own} vLLM's own, {len(self.bugs)} bugs; "
             f"log-probabilities within {self.largest:.1e}",
         ]
+        lines += [f"  costs measured between requests: {counts.calibrated}"] if counts.calibrated else []
         lines += [f"  not split: {_list(counts.declined)}"] if counts.declined else []
         lines += [f"  among the requests: {_list(self.features)}"] if self.features else []
         return "\n".join(lines)
@@ -129,6 +130,8 @@ class EquivalenceReport:
         """Why this is no proof of equivalence, in words; None if it is one."""
         if any(bug.difference.kind == FAILURE for bug in self.bugs):
             return "vLLM failed where steps were split"
+        if any(bug.difference.kind == ALARM for bug in self.bugs):
+            return "the comparison of first steps has ended splitting"
         if self.bugs:
             return f"{len(self.bugs)} requests were answered otherwise where steps were split"
         unsplit = [tally.micro_batches for tally in self.tallies if not tally.counts.split]
@@ -179,6 +182,7 @@ def _describe(tally: Tally) -> dict[str, Any]:
         "declined": dict(counts.declined),
         "preempted": counts.preempted,
         "cached": counts.cached,
+        "calibrated": counts.calibrated,
         "features": dict(tally.features),
         "aborted": tally.aborted,
         "refused": tally.refused,

@@ -21,6 +21,7 @@ class Abilities:
         image_prompt: the text of a prompt with one image; none if the model takes no images.
         loras: how many LoRA adapters are served.
         lacking: features that this vLLM does not have here, which traffic leaves out.
+        tasks: of vLLM's poolers, such as `embed`, of a model that pools and so answers no prompt; none of others.
     """
 
     vocabulary: int
@@ -30,6 +31,7 @@ class Abilities:
     image_prompt: str | None = None
     loras: int = 0
     lacking: frozenset[str] = frozenset()
+    tasks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,12 @@ class Request:
 
     Attributes:
         prompt: what it asks.
-        sampling: arguments of vLLM's `SamplingParams`; log-probabilities are always among them.
+        sampling: arguments of vLLM's `SamplingParams`; log-probabilities are always among them. Empty if it pools.
         structure: arguments of vLLM's `StructuredOutputsParams`; none for a free answer.
         arrives: the turn in which it is added.
         leaves: how many turns after that it is aborted; None for never.
         lora: number of its LoRA adapter, from 0; None for none.
+        pooling: arguments of vLLM's `PoolingParams`, of which `task` is one; none for a request that is answered.
     """
 
     prompt: Prompt
@@ -75,6 +78,7 @@ class Request:
     arrives: int = 0
     leaves: int | None = None
     lora: int | None = None
+    pooling: dict[str, Any] | None = field(default=None, hash=False)
 
     @property
     def features(self) -> list[str]:
@@ -84,12 +88,13 @@ class Request:
         found += ["image"] if self.prompt.image is not None else []
         found += ["lora"] if self.lora is not None else []
         found += ["shared prefix"] if self.prompt.prefix is not None else []
+        found += [self.pooling["task"]] if self.pooling is not None else []
         return [name for name in found if not (name == "n" and self.sampling["n"] == 1)]
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken each time."""
-        return bool(self.sampling["temperature"] == GREEDY or self.sampling.get("top_k") == 1)
+        return bool(self.sampling.get("temperature") == GREEDY or self.sampling.get("top_k") == 1)
 
     def score(self, token: int, log_prob: float, before: list[int]) -> float:
         """Return what a greedy request compares tokens by: the log-probability, with biases and penalties on it.
@@ -113,16 +118,20 @@ class Round:
         number: from 0.
         seed: that its prompts are made by.
         requests: by number from 0.
+        pause: the turn before which all requests that run come to their ends, and costs of ops are measured where steps
+            are split, if that is asked for; None for never. Prefixes stay cached.
     """
 
     number: int
     seed: str
     requests: dict[int, Request] = field(hash=False)
+    pause: int | None = None
 
     @property
     def turns(self) -> int:
-        """Turns until all requests have arrived."""
-        return 1 + max((request.arrives for request in self.requests.values()), default=0)
+        """Turns until all requests have arrived, and the pause is over."""
+        arrivals = [request.arrives for request in self.requests.values()]
+        return 1 + max(arrivals + ([] if self.pause is None else [self.pause]), default=0)
 
 
 def _draw(abilities: Abilities, seed: str, count: int) -> list[int]:

@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", metavar="N,...", help="run these rounds only, to repeat what a report names")
     parser.add_argument("--lora", action="append", default=[], metavar="DIR", help="a LoRA adapter; may be repeated")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of log-probabilities")
+    parser.add_argument("--calibrate-between", action="store_true", help="measure costs of ops between requests")
+    parser.add_argument("--first-steps", action="store_true", help="compare first steps, as with an untested vLLM")
     parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
     parser.set_defaults(program=parser.prog)
     parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
@@ -56,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
             rounds,
             arguments.lora,
             arguments.tolerance,
+            arguments.calibrate_between,
+            arguments.first_steps,
             **options,
         )
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)

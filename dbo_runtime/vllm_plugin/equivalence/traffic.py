@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -11,9 +12,11 @@ from dbo_runtime.vllm_plugin.equivalence.request import GREEDY, Abilities, Promp
 
 PREFIXES = 3  # of a round
 IMAGE_SIDES = (56, 84, 112)  # pixels
-SHORT, ANSWER = 8, 24  # tokens, at most, of short prompts and of answers
+TINY, SHORT, ANSWER = 5, 8, 24  # tokens, at most, of tiny and short prompts, and of answers
 LOG_PROBS, COPIES = 5, 3  # most log-probabilities and answers that a request asks for
 TURNS = 12  # in which the requests of a round arrive
+DRAWN, REPEATED = 4, 8  # times as many as there are requests are drawn; one in so many may repeat a prompt
+PAUSES = range(4, 9)  # turns that a round may pause before
 PATIENCE = 20  # turns, at most, after which a request is aborted
 ALLOWED_EVERY = 8  # rounds, of which one has requests with `allowed_token_ids`
 SCHEMA = {"enum": ["even", "odd", {"sure": True}, {"sure": False}, [1, 2, 3]]}
@@ -36,12 +39,13 @@ FEATURES = (  # what a request may have besides a prompt, of several at most thr
     "stop",
     "stop_token_ids",
     "structured",
+    "tiny",
 )
 UNSTRUCTURED = {"bad_words", "logit_bias", "min_tokens", "stop", "stop_token_ids", "penalties"}
 """What could leave a structured answer without any token that it may go on with."""
 
 
-def draw_round(abilities: Abilities, number: int, size: int, run_seed: int) -> Round:
+def draw_round(abilities: Abilities, number: int, size: int, run_seed: int, pauses: bool = False) -> Round:
     """Return the round of that number, which does not depend on others.
 
     Args:
@@ -49,15 +53,16 @@ def draw_round(abilities: Abilities, number: int, size: int, run_seed: int) -> R
         number: from 0.
         size: how many requests.
         run_seed: of all rounds.
+        pauses: whether it has a pause.
     """
     name = f"{run_seed}/{number}"
     with_allowed = number % ALLOWED_EVERY == ALLOWED_EVERY - 1
-    strategy = _requests(abilities, with_allowed)
+    strategy = _pooling(abilities) if abilities.tasks else _requests(abilities, with_allowed)
     drawn: list[Request] = []
 
     @seed(name)
     @settings(
-        max_examples=size,
+        max_examples=DRAWN * size,
         database=None,
         deadline=None,
         derandomize=False,
@@ -69,7 +74,44 @@ def draw_round(abilities: Abilities, number: int, size: int, run_seed: int) -> R
         drawn.append(request)
 
     keep()
-    return Round(number, name, dict(enumerate(drawn[:size])))
+    pause = random.Random(f"{name}/pause").choice(PAUSES) if pauses else None
+    return Round(number, name, dict(enumerate(_choose(drawn, size))), pause)
+
+
+def _choose(drawn: list[Request], size: int) -> list[Request]:
+    """Return the first so many with prompts of their own, and few whose prompts others have, too.
+
+    More than half of what hypothesis draws are copies of what it drew before, with small changes.
+    """
+    kept: list[Request] = []
+    others: list[Request] = []
+    prompts: set[int] = set()
+    for request in drawn:
+        may_repeat = len(kept) - len(prompts) < size // REPEATED
+        if request.prompt.seed not in prompts or may_repeat:
+            kept.append(request)
+        else:
+            others.append(request)
+        prompts.add(request.prompt.seed)
+    return (kept + others)[:size]
+
+
+@st.composite
+def _pooling(draw: st.DrawFn, abilities: Abilities) -> Request:
+    pooling: dict[str, Any] = {"task": draw(st.sampled_from(abilities.tasks))}
+    if draw(st.booleans()):
+        pooling["use_activation"] = draw(st.booleans())
+    features = draw(
+        st.sets(st.sampled_from(["aborted", *(["lora"] if abilities.loras else []), "nothing"]), max_size=1)
+    )
+    return Request(
+        _draw_prompt(draw, abilities, 1, set()),
+        {},
+        arrives=draw(st.integers(0, TURNS)),
+        leaves=draw(st.integers(0, PATIENCE)) if "aborted" in features else None,
+        lora=draw(st.integers(0, abilities.loras - 1)) if "lora" in features else None,
+        pooling=pooling,
+    )
 
 
 @st.composite
@@ -81,14 +123,14 @@ def _requests(draw: st.DrawFn, abilities: Abilities, with_allowed: bool) -> Requ
     elif with_allowed and draw(st.integers(0, 2)) == 0:
         features = (features - UNSTRUCTURED) | {"allowed"}
     sampling = _draw_sampling(draw, abilities, features)
-    prompt = _draw_prompt(draw, abilities, sampling["max_tokens"], "image" in features)
+    prompt = _draw_prompt(draw, abilities, sampling["max_tokens"], features)
     if prompt.image is None and "prompt_logprobs" in features:
         sampling["prompt_logprobs"] = draw(st.integers(1, LOG_PROBS))
     return Request(
         prompt,
         sampling,
         structure,
-        draw(st.integers(0, TURNS)),
+        draw(st.integers(TURNS // 4 if "tiny" in features else 0, TURNS)),
         draw(st.integers(0, PATIENCE)) if "aborted" in features else None,
         draw(st.integers(0, abilities.loras - 1)) if "lora" in features else None,
     )
@@ -145,11 +187,13 @@ def _draw_copies(draw: st.DrawFn, abilities: Abilities) -> dict[str, Any]:
     return sampling
 
 
-def _draw_prompt(draw: st.DrawFn, abilities: Abilities, answer: int, has_image: bool) -> Prompt:
+def _draw_prompt(draw: st.DrawFn, abilities: Abilities, answer: int, features: set[str]) -> Prompt:
     number = draw(st.integers(0, 2**31))
-    if has_image:
+    if "image" in features:
         side = st.sampled_from(IMAGE_SIDES)
         return Prompt(0, number, image=(draw(side), draw(side)))
+    if "tiny" in features:  # while others decode: ranks may take it for a decode, or not
+        return Prompt(draw(st.integers(1, TINY)), number)
     room = abilities.longest - answer
     prefix = draw(st.sampled_from([None, None, *range(PREFIXES)]))
     shared = 0 if prefix is None else draw(st.integers(room // 4, room - 1))

@@ -179,3 +179,40 @@ def test_what_is_no_number_differs_from_what_is_one() -> None:
     assert compare_log_probs({1: -1.0}, {2: math.nan}, asked=1) == math.inf
     assert compare_log_probs({1: -math.inf}, {1: -1.0}, asked=1) == math.inf
     assert compare_log_probs({1: -math.inf, 2: math.nan}, {1: -math.inf, 2: math.nan}, asked=2) == 0
+
+
+POOL = Request(Prompt(4, 0), {}, pooling={"task": "token_embed"})
+
+
+@given(st.integers(), st.integers(0, 3), st.integers(0, 7), st.sampled_from([1.5, -30.0, math.nan, math.inf]))
+def test_a_pooled_number_that_is_off_is_found_in_its_row(seed: int, row: int, place: int, tolerances: float) -> None:
+    rng = random.Random(seed)
+    rows = [[rng.uniform(-1, 1) for _ in range(8)] for _ in range(4)]
+    close = [[number + rng.uniform(-0.9, 0.9) * TOLERANCE for number in each] for each in rows]
+    found = compare_answers(POOL, Answer(pooled=rows), Answer(pooled=close))
+    assert found.difference is None
+    assert 0 < found.largest <= TOLERANCE
+    changed = [list(each) for each in rows]
+    changed[row][place] += tolerances * TOLERANCE
+    for one, other in ((rows, changed), (changed, rows)):
+        difference = compare_answers(POOL, Answer(pooled=one), Answer(pooled=other)).difference
+        assert difference is not None
+        assert (difference.kind, difference.position) == ("pooled", row)
+
+
+def test_large_pooled_numbers_are_compared_in_units_of_the_largest() -> None:
+    rows, other = [[100.0, 1.0]], [[100.0, 1.0 + 50 * TOLERANCE]]
+    found = compare_answers(POOL, Answer(pooled=rows), Answer(pooled=other))
+    assert found.difference is None
+    assert found.largest == pytest.approx(0.5 * TOLERANCE)
+    assert compare_answers(POOL, Answer(pooled=[[1.0, 1.0]]), Answer(pooled=[[1.0, 1.0 + 50 * TOLERANCE]])).difference
+
+
+def test_pooled_rows_that_are_missing_are_a_difference_but_of_an_aborted_request() -> None:
+    rows = Answer(pooled=[[1.0, 2.0], [3.0, 4.0]])
+    for wrong in (Answer(), Answer(pooled=[[1.0, 2.0]]), Answer(pooled=[[1.0], [3.0]])):
+        found = compare_answers(POOL, rows, wrong).difference
+        assert found is not None
+        assert found.kind == "pooled"
+    assert compare_answers(replace(POOL, leaves=2), rows, Answer()).difference is None
+    assert compare_answers(replace(POOL, leaves=2), Answer(), Answer()).difference is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from dataclasses import replace
 
@@ -62,6 +63,33 @@ def test_a_bug_is_told_with_what_repeats_it() -> None:
     facts = json.loads(json.dumps(report.as_dict()))
     assert facts["micro_batches"][0]["bugs"][0]["difference"]["detail"] == "1 / 2"
     assert facts["micro_batches"][0]["declined"] == {"nowhere to cut": 2}
+
+
+def test_an_alarm_of_first_steps_is_a_bug() -> None:
+    bug = Bug(2, 1, None, None, Difference("alarm", None, None, "split steps differ"))
+    report = make_report(make_tally(bugs=[bug]))
+    assert not report
+    assert "round 1, 2 micro-batches: alarm: split steps differ" in str(report)
+    assert str(report).endswith("FAILED: the comparison of first steps has ended splitting")
+
+
+def test_the_command_that_repeats_a_round_has_all_that_was_asked_for() -> None:
+    options = {"enable_prefix_caching": False, "kv_transfer_config": {"kv_role": "kv_both"}, "dtype": "bfloat16"}
+    setup = check.Setup("model", {"DBO_CHECK": "1"}, 96, 3, (), ["a"], 0.25, True, True, options)
+    command = setup.format_command()
+    assert command.startswith("DBO_CHECK=1 dbo soak model --requests 96 --seed 3 --lora a --tolerance 0.25")
+    assert " --calibrate-between --first-steps --no-enable-prefix-caching --kv-transfer-config " in command
+    assert shlex.split(command)[-5:] == ['{"kv_role": "kv_both"}', "--dtype", "bfloat16", "--rounds", "ROUND"]
+    assert "--calibrate-between" not in check.Setup("model").format_command()
+
+
+def test_what_is_pooled_is_no_contradiction_and_its_rows_are_counted() -> None:
+    request = Request(Prompt(4, 0), {}, pooling={"task": "embed"})
+    pooled = Answer(pooled=[[1.0, 2.0]])
+    assert not contradicts_itself(request, pooled, 1e-4)
+    tally = Tally(2)
+    tally.note_answers(Round(0, "0/0", {0: request}), {0: pooled})
+    assert (tally.requests, tally.tokens, tally.features) == (1, 1, Counter({"embed": 1}))
 
 
 def test_a_difference_is_vllms_own_if_unsplit_answers_show_it() -> None:

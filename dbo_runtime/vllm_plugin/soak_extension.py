@@ -1,0 +1,32 @@
+"""What random traffic asks of vLLM's workers besides what anyone may."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dbo_runtime.observe.logs import open_log
+from dbo_runtime.vllm_plugin.extension import WorkerExtension
+from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
+
+if TYPE_CHECKING:
+    from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
+    from dbo_runtime.vllm_plugin.step.decision import StepDecider
+
+
+class SoakExtension(WorkerExtension):
+    """Compares first steps on any version of vLLM, tested or not."""
+
+    def soak_compare_first_steps(self) -> None:
+        """Compare the first split steps of each kind from now on, as with a version of vLLM that is untested."""
+        for each in self._soak_list_compared():
+            each.first_steps = FirstSteps(open_log(quiet=True))
+
+    def soak_list_alarms(self) -> list[str]:
+        """Return what this comparison has found different."""
+        found = [each.first_steps.failure for each in self._soak_list_compared() if each.first_steps is not None]
+        return [str(failure) for failure in found if failure is not None]
+
+    def _soak_list_compared(self) -> list[StepDecider | SplitEncoder]:
+        forward, encoder = self._dbo_forward(), self._dbo_encoder()
+        compared: list[StepDecider | SplitEncoder] = [] if forward is None else [forward.decider]
+        return compared if encoder is None else [*compared, encoder]
