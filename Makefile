@@ -128,10 +128,10 @@ growth: setup ## serve 30 minutes of mixed load, plan 100,000 batches, and write
 try-registry: setup ## serve a tiny model of each text architecture that vLLM has, split and unsplit; writes docs/models.md (an hour)
 	$(BIN)/python -m tests.registry.coverage --write-page
 
-planted-false-alarms: setup-ascend ## cut 2,000 random steps under DBO_CHECK=1 inside vllm-ascend, for docs/reliability.md (half an hour)
+false-alarms: setup-ascend ## cut 2,000 random steps under DBO_CHECK=1 inside vllm-ascend, for docs/reliability.md (half an hour)
 	$(ASCEND_BIN)/python -m tests.ascend.false_alarms --write-page
 
-faults: setup ## plant faults into schedules, ranks, adapters and metadata, and write docs/reliability.md (minutes)
+planted-faults: setup ## plant faults into schedules, ranks, adapters and metadata, and write docs/reliability.md (minutes)
 	$(BIN)/python -m tests.reliability.planted_faults --write-page
 
 faults: setup ## kill, stop, fill and cut off real servers under load, split and not; an hour (root); writes docs/reliability.md

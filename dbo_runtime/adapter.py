@@ -24,6 +24,7 @@ __all__ = [
     "LatentAttention",
     "ModelAdapter",
     "OutputAdapter",
+    "RepeatableAdapter",
     "StageAdapter",
     "X",
     "locate_source",

@@ -58,8 +58,9 @@ class Qwen3VLAdapter:
         """Leave the features appended to *x* [tokens, (1 + levels) * hidden] in vLLM's buffers, for its own forward."""
         from torch import stack
 
-        if getattr(model, "deepstack_input_embeds", None):
-            model._set_deepstack_input_embeds(stack(x.chunk(1 + model.deepstack_num_level, dim=1)[1:]))
+        levels = _count_levels(model)
+        if levels:
+            model._set_deepstack_input_embeds(stack(x.chunk(1 + levels, dim=1)[1:]))
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens and their features in, normed hidden states out."""

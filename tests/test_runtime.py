@@ -284,11 +284,13 @@ def test_thresholds_are_those_of_the_settings_and_bind_auto_only(runtime: MicroB
     assert runtime.plan(few) == Decline("fewer tokens than DBO_MIN_TOKENS", "80 < 81")
     assert runtime.plan(decode) == Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", "0 < 1")
     assert runtime.check_balance(0.09) is not None
-    assert runtime.plan_data_parallel([1024, 80]) == Decline("fewer tokens than DBO_MIN_TOKENS", "80 < 81 on rank 1")
+    largest = "80 < 81 on rank 1, which has the most"
+    assert runtime.plan_data_parallel([40, 80]) == Decline("fewer tokens than DBO_MIN_TOKENS", largest)
+    assert isinstance(runtime.plan_data_parallel([1024, 80]), DataParallelSplit)
     runtime.config = replace(runtime.config, mode="always")
     assert len(plan(runtime, few).slices) == len(plan(runtime, decode).slices) == 2
     assert runtime.check_balance(0.09) is None
-    assert isinstance(runtime.plan_data_parallel([1024, 80]), DataParallelSplit)
+    assert isinstance(runtime.plan_data_parallel([40, 80]), DataParallelSplit)
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0])

@@ -17,8 +17,6 @@ from dbo_runtime.execution_plan import ExecutionPlan
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-DIFFERENT = "split steps differ from unsplit ones with this untested version of vLLM"
-
 COMPARED_STEPS = 3
 """Steps of each kind that are compared."""
 
@@ -67,7 +65,9 @@ class FirstSteps:
         """Count a compared step; end splitting, and say so, if there is a *difference*, which is equal on all ranks."""
         self._compared[kind] = self._compared.get(kind, 0) + 1
         if difference:
-            self.failure = Decline(DIFFERENT, difference)
+            self.failure = Decline(
+                "split steps differ from unsplit ones with this untested version of vLLM", difference
+            )
             self._log.error("nothing is split any more", reason=self.failure.reason, detail=difference)
         elif self._compared[kind] == COMPARED_STEPS:
             self._log.info("first steps equal unsplit ones", steps=COMPARED_STEPS, kind=str(kind))

@@ -115,7 +115,8 @@ def make_model(form: Form, adapter: str) -> Part:
     decoder = Part(layers=layers, start_layer=start, end_layer=end, hc_mult=4, _needs_mtp_hidden_states=form.drafted)
     decoder.use_sequence_parallel_moe = form.chunks
     decoder.aux_hidden_state_layers = AUXILIARY if form.drafted and form.stage == "whole" else ()
-    return Part(model=decoder, language_model=Part(model=decoder), deepstack_num_level=3)
+    deepstack = {"deepstack_num_level": 3, "deepstack_input_embeds": [Part(is_meta=False)] * 3}
+    return Part(model=decoder, language_model=Part(model=decoder), **deepstack)
 
 
 def _make_layer(index: int, form: Form, adapter: str) -> Part:
