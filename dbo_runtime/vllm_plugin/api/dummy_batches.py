@@ -9,6 +9,7 @@ import torch
 
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.vllm_plugin.api.kv_caches import SavedRows, changes_in_place, list_caches
+from dbo_runtime.vllm_plugin.api.metadata import has_cache
 
 if TYPE_CHECKING:
     from vllm.v1.worker.block_table import BlockTable
@@ -56,11 +57,8 @@ def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) 
     a decode of that many tokens, because only of these does vLLM let its caller choose the length.
     """
     from vllm.config import CUDAGraphMode
-    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-    groups = [
-        g for g in runner.kv_cache_config.kv_cache_groups if type(g.kv_cache_spec) is not EncoderOnlyAttentionSpec
-    ]
+    groups = [group for group in runner.kv_cache_config.kv_cache_groups if has_cache(group.kv_cache_spec)]
     tables = runner.input_batch.block_table.block_tables
     kept = [(t.block_table.np[:requests].copy(), t.num_blocks_per_row[:requests].copy()) for t in tables]
     decode_len = runner.uniform_decode_query_len

@@ -22,13 +22,8 @@ def uses_second_runner(vllm_config: VllmConfig) -> bool:
 
 
 def may_diverge(vllm_config: VllmConfig) -> bool:
-    """Return whether rounding alone may lead a step elsewhere.
-
-    It may where layers choose experts, or the keys to attend to, by scores, and where types are coarse.
-    """
-    model = vllm_config.model_config
-    chooses = bool(model.is_moe) or hasattr(model.hf_text_config, "index_topk")
-    return chooses or model.dtype != torch.float32
+    """Return whether rounding alone may lead a step elsewhere: where types are coarse, to other experts or keys."""
+    return bool(vllm_config.model_config.dtype != torch.float32)
 
 
 def scatters_residuals(vllm_config: VllmConfig) -> bool:

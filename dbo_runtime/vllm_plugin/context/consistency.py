@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dbo_runtime.batch import BatchSlice
+from dbo_runtime.vllm_plugin.api.metadata import has_cache
 from dbo_runtime.vllm_plugin.api.metadata_source import get_source
 from dbo_runtime.vllm_plugin.context.states import has_states
 
@@ -41,13 +42,16 @@ def _list_problems(step: ForwardContext, context: ForwardContext, layer: str, pi
     """Yield what of a layer does not fit a slice: in itself, and next to the step."""
     part, whole = context.attn_metadata[layer], step.attn_metadata[layer]
     yield from _list_contradictions(part, piece)
-    yield from _list_differences(whole, part, piece)
     source, source_of_step = get_source(part), get_source(whole)
+    caches = source is None or has_cache(source.builder.kv_cache_spec)  # else slots are what a builder makes of them
+    yield from _list_differences(whole, part, piece, caches, caches)
     if source is not None and source_of_step is not None:
         keeps_places = has_states(source.builder)  # all pieces of a request keep its state in one block
-        yield from _list_differences(source_of_step.common, source.common, piece, has_table=not keeps_places)
-    if layer in context.slot_mapping:
-        yield from _compare_rows("slots", step.slot_mapping[layer][piece.tokens], context.slot_mapping[layer])
+        has_table = caches and not keeps_places
+        yield from _list_differences(source_of_step.common, source.common, piece, caches, has_table)
+    slots = context.slot_mapping.get(layer) if caches else None
+    if slots is not None:
+        yield from _compare_rows("slots", step.slot_mapping[layer][piece.tokens], slots)
 
 
 def _list_contradictions(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[str]:
@@ -70,7 +74,7 @@ def _list_contradictions(metadata: AttentionMetadata, piece: BatchSlice) -> Iter
         yield f"sequences of {lengths.tolist()} tokens are shorter than their queries, of {queries.tolist()}"
 
 
-def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_table: bool = True) -> Iterator[str]:
+def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_slots: bool, has_table: bool) -> Iterator[str]:
     """Yield which fields of a slice's metadata are not those that follow from the metadata of the step.
 
     Both are a backend's metadata, or both the common metadata that it was built from.
@@ -90,7 +94,7 @@ def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_table: bool 
             ends = lengths.cpu()[piece.requests][: len(later)] - later
             yield from _compare_rows("lengths of sequences", ends, own_lengths)
     slots, own_slots = getattr(whole, "slot_mapping", None), getattr(part, "slot_mapping", None)
-    if isinstance(slots, torch.Tensor) and isinstance(own_slots, torch.Tensor):
+    if has_slots and isinstance(slots, torch.Tensor) and isinstance(own_slots, torch.Tensor):
         yield from _compare_rows("slots", slots[piece.tokens], own_slots)
     for name in ("block_table", "block_table_tensor") if has_table else ():
         table, own_table = getattr(whole, name, None), getattr(part, name, None)

@@ -52,7 +52,7 @@ def engine(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Engine
 @pytest.fixture(scope="module")
 def uncached(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Return an engine of one rank without prefix caching: each request has one state, which each step moves on."""
-    model = make_family("Qwen3_5MoeForCausalLM", tmp_path_factory.mktemp("qwen3.5-moe"))
+    model = make_family("Qwen3_5ForCausalLM", tmp_path_factory.mktemp("qwen3.5-uncached"))
     return engines.get(1, "nobind", model, **OPTIONS, **LONG, enable_prefix_caching=False)
 
 
