@@ -133,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(ENVIRONMENT, LD_LIBRARY_PATH=str(build()))
     cann.load()
     header = ["model, TP=2 with experts shared out", "split steps", "rerouted by rounding", "false alarms"]
+    command = COMMAND if options.cuts == CUTS else f"python -m tests.ascend.false_alarms --cuts {options.cuts}"
     rows, alarms = [], 0
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder))
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append([title, counts.split, counts.rerouted, len(counts.alarms)])
             sys.stderr.write("\n".join([*counts.alarms[:3], ""]))
             # What is done is written: a run that is ended has not been in vain.
-            tell_section(options.write_page, "false-alarms", COMMAND, make_table(header, rows), PAGE)
+            tell_section(options.write_page, "false-alarms", command, make_table(header, rows), PAGE)
     return 1 if alarms else 0
 
 
