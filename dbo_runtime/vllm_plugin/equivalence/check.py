@@ -16,7 +16,7 @@ from dbo_runtime.errors import ConfigError, DeviceError
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer
 from dbo_runtime.vllm_plugin.equivalence.comparison import ALARM, FAILURE, TOLERANCE, Difference, compare_answers
 from dbo_runtime.vllm_plugin.equivalence.engine_process import EngineProcess
-from dbo_runtime.vllm_plugin.equivalence.judge import find_own_differences, is_own
+from dbo_runtime.vllm_plugin.equivalence.judge import find_own_differences, is_own, starts_from_others
 from dbo_runtime.vllm_plugin.equivalence.report import Bug, EquivalenceReport, Tally
 from dbo_runtime.vllm_plugin.equivalence.request import Request, Round
 
@@ -240,7 +240,7 @@ def _judge(
                 kinds_by_request.setdefault(suspect.number, set()).add(suspect.difference.kind)
             kinds = find_own_differences(engine, each, expected[each.number], kinds_by_request, setup.tolerance)
             for tally, _, number, request, difference in here:
-                if is_own(difference.kind, number, kinds):
+                if is_own(difference.kind, number, kinds) or starts_from_others(engine.abilities, request):
                     tally.own += 1
                 else:
                     tally.bugs.append(Bug(tally.micro_batches, each.number, number, request, difference))

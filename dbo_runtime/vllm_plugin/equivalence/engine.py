@@ -138,6 +138,7 @@ class Engine:
             len(self._loras),
             _list_lacking(bool(self._loras)),
             self._list_tasks(),
+            bool(config.is_hybrid),
         )
 
     def _list_tasks(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dbo_runtime.vllm_plugin.equivalence.comparison import TOKEN, compare_answers
-from dbo_runtime.vllm_plugin.equivalence.request import Request, Round
+from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Request, Round
 
 if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.equivalence.answer import Answer
@@ -65,6 +65,11 @@ def is_own(kind: str, number: int, kinds: Kinds) -> bool:
     if kind in kinds[number]:
         return True
     return kind == TOKEN and any({TOKEN, CONTRADICTION} & found for found in kinds.values())
+
+
+def starts_from_others(abilities: Abilities, request: Request) -> bool:
+    """Return whether vLLM itself answers a request from whatever state another one has left."""
+    return abilities.has_states and request.prompt.is_one_token
 
 
 def contradicts_itself(request: Request, answer: Answer, tolerance: float) -> bool:

@@ -21,6 +21,8 @@ class Abilities:
         image_prompt: the text of a prompt with one image; none if the model takes no images.
         loras: how many LoRA adapters are served.
         lacking: features that this vLLM does not have here, which traffic leaves out.
+        has_states: whether layers keep a state of each request. vLLM takes a prompt of one token for a decode there,
+            which goes on from the state that another request has left in its place.
         tasks: of vLLM's poolers, such as `embed`, of a model that pools and so answers no prompt; none of others.
     """
 
@@ -32,6 +34,7 @@ class Abilities:
     loras: int = 0
     lacking: frozenset[str] = frozenset()
     tasks: tuple[str, ...] = ()
+    has_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Prompt:
     prefix: int | None = None
     prefix_tokens: int = 0
     image: tuple[int, int] | None = None
+
+    @property
+    def is_one_token(self) -> bool:
+        """Whether that is all."""
+        return self.image is None and self.tokens + self.prefix_tokens == 1
 
     def draw_tokens(self, abilities: Abilities, round_seed: str) -> list[int]:
         """Return the prompt's token ids."""

@@ -14,9 +14,14 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.vllm_plugin.equivalence import check, judge
 from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, Counts
 from dbo_runtime.vllm_plugin.equivalence.comparison import Difference
-from dbo_runtime.vllm_plugin.equivalence.judge import contradicts_itself, find_own_differences, is_own
+from dbo_runtime.vllm_plugin.equivalence.judge import (
+    contradicts_itself,
+    find_own_differences,
+    is_own,
+    starts_from_others,
+)
 from dbo_runtime.vllm_plugin.equivalence.report import Bug, EquivalenceReport, Tally
-from dbo_runtime.vllm_plugin.equivalence.request import Prompt, Request, Round
+from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Prompt, Request, Round
 
 REQUEST = Request(Prompt(4, 0), {"temperature": 0.0, "max_tokens": 1, "logprobs": 1}, arrives=2)
 
@@ -99,6 +104,15 @@ def test_a_difference_is_vllms_own_if_unsplit_answers_show_it() -> None:
     assert not is_own("finish", 0, kinds)
     assert is_own("token", 1, kinds)  # log-probabilities are the same, so it is the sampler's
     assert not is_own("token", 1, {0: {"log-probability"}, 1: set()})
+
+
+def test_a_prompt_of_one_token_is_vllms_own_with_linear_attention() -> None:
+    linear, other = (Abilities(320, frozenset(), 64, has_states=states) for states in (True, False))
+    prompts = {Prompt(1, 0): True, Prompt(0, 0, 1, 1): True, Prompt(2, 0): False, Prompt(1, 0, 1, 1): False}
+    prompts |= {Prompt(1, 0, image=(56, 56)): False}
+    for prompt, expected in prompts.items():
+        assert starts_from_others(linear, replace(REQUEST, prompt=prompt)) == expected
+        assert not starts_from_others(other, replace(REQUEST, prompt=prompt))
 
 
 class Unsteady:
