@@ -159,10 +159,10 @@ def test_a_folder_that_is_not_a_model_is_a_failure(name: str, said: str, tmp_pat
 
 
 def test_of_several_architectures_all_are_looked_at(tmp_path: Path) -> None:
-    names = ["DeepseekV3ForCausalLM", "GraniteForCausalLM"]
+    names = ["DeepseekV3ForCausalLM", "TheirForCausalLM"]
     found = examine_model(write_model(tmp_path / "model", {"architectures": names}))
     assert found.state == "warn"
-    assert "several architectures (DeepseekV3ForCausalLM, GraniteForCausalLM)" in found.found
+    assert "several architectures (DeepseekV3ForCausalLM, TheirForCausalLM)" in found.found
 
 
 def test_quantization_is_reported(tmp_path: Path) -> None:
