@@ -13,7 +13,7 @@ from tests.vllm_plugin.engine import Engine
 from tests.vllm_plugin.ranks import Ranks
 
 REPORTED = ((130, 64), (200, 100), (158, 59))  # prompts and cuts of which each was a false alarm
-STEPS = 24
+STEPS, MOST = 24, 20  # that are run, and that are split at least: in few, both cuts are too near an end
 
 
 def answer_first_steps(engine: Engine, rank: int) -> list[Any]:
@@ -46,7 +46,7 @@ def end_first_steps(worker: Any) -> tuple[int, str]:
 def test_random_cuts_raise_no_alarm(two_npus: Ranks) -> None:
     (counts,) = two_npus.run(cut_at_random, 0, STEPS, timeout=400)
     assert counts.alarms == ()
-    assert counts.split == STEPS
+    assert counts.split >= MOST
     assert counts.rerouted > 0, "else nothing is shown"
 
 
@@ -60,4 +60,5 @@ def test_first_steps_whose_tokens_are_rerouted_do_not_end_splitting(two_npus: Ra
 def test_random_cuts_of_other_weights_raise_no_alarm(title: str, tmp_path: Path) -> None:
     model, options = make_models(tmp_path)[title]
     counts = run_model(model, options, STEPS)
-    assert (counts.split, counts.alarms) == (STEPS, ())
+    assert counts.alarms == ()
+    assert counts.split >= MOST
