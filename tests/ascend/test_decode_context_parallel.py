@@ -170,15 +170,15 @@ def forget_exchange() -> AbstractContextManager[Any]:
 
 def keep_lengths_of_keys() -> AbstractContextManager[Any]:
     """Give each slice the rank's numbers of keys of all requests."""
-    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+    from dbo_runtime.vllm_plugin.context import splitter
 
-    slice_common = ContextSplitter._slice_common
+    slice_common = splitter.slice_common
 
-    def keep(self: Any, common: Any, slices: Any) -> list[Any]:
+    def keep(common: Any, slices: Any, sliced: Any) -> list[Any]:
         lengths = {"dcp_local_seq_lens": common.dcp_local_seq_lens}
-        return [replace(part, **lengths) for part in slice_common(self, common, slices)]
+        return [replace(part, **lengths) for part in slice_common(common, slices, sliced)]
 
-    return patch.object(ContextSplitter, "_slice_common", keep)
+    return patch.object(splitter, "slice_common", keep)
 
 
 @pytest.mark.parametrize(

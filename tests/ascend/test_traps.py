@@ -38,23 +38,23 @@ def keep_lengths() -> AbstractContextManager[Any]:
 
     def complete(self: Any, part: Any, tokens: int) -> Any:
         done = original(self, part, tokens)
-        whole = {"_seq_lens_cpu": self.whole._seq_lens_cpu[: part.num_reqs]}
+        whole = {"_seq_lens_cpu": steps[-1]._seq_lens_cpu[: part.num_reqs]}
         return replace(done, **whole)
 
     from dataclasses import replace
 
-    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+    from dbo_runtime.vllm_plugin.context import splitter
     from dbo_runtime.vllm_plugin.platforms.npu import NpuPlatform
 
-    original, slice_common = NpuPlatform.complete_metadata, ContextSplitter._slice_common
+    original, slice_common, steps = NpuPlatform.complete_metadata, splitter.slice_common, list[Any]()
 
-    def remember(self: Any, common: Any, slices: Any) -> Any:
-        self.platform.whole = common
-        return slice_common(self, common, slices)
+    def remember(common: Any, slices: Any, sliced: Any) -> Any:
+        steps.append(common)
+        return slice_common(common, slices, sliced)
 
     stack = ExitStack()
     stack.enter_context(patch.object(NpuPlatform, "complete_metadata", complete))
-    stack.enter_context(patch.object(ContextSplitter, "_slice_common", remember))
+    stack.enter_context(patch.object(splitter, "slice_common", remember))
     return stack
 
 

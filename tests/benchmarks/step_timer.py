@@ -12,7 +12,8 @@ from tests.benchmarks.timed_steps import Step
 if TYPE_CHECKING:
     from dbo_runtime.execution_plan import ExecutionPlan
     from dbo_runtime.runtime import MicroBatchRuntime
-    from dbo_runtime.vllm_plugin.step.decision import StepDecider, StepDecision
+    from dbo_runtime.vllm_plugin.step.decision import StepDecider
+    from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 
 NAME = f"{__name__}.StepTimer"  # as vLLM takes it
 

@@ -22,7 +22,6 @@ from dbo_runtime.vllm_plugin.api.metadata import (
     has_cache,
     list_distinct,
     read_block_table,
-    slice_common_metadata,
 )
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, make_builder, note_source
 from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_drafts
@@ -36,6 +35,7 @@ from dbo_runtime.vllm_plugin.context.checks import (
     is_causal,
     is_in_use,
 )
+from dbo_runtime.vllm_plugin.context.common_slices import drop_padding, slice_common
 from dbo_runtime.vllm_plugin.context.states import (
     ALIGNED,
     check_drafts,
@@ -178,7 +178,7 @@ class ContextSplitter:
         if isinstance(source, Decline):
             return source
         common = source.common
-        sizes, slices = [piece.size for piece in slices], _without_padding(slices, common)
+        sizes, slices = [piece.size for piece in slices], drop_padding(slices, common)
         decline = self._check_prefix_cache(source, slices)
         if decline is not None:
             return decline
@@ -187,7 +187,7 @@ class ContextSplitter:
         builders = self._get_builders(source, len(slices))
         if isinstance(builders, Decline):
             return builders
-        sliced = zip(self._slice_common(common, slices), sizes[: len(slices)], strict=True)
+        sliced = zip(slice_common(common, slices, self.platform.fields), sizes[: len(slices)], strict=True)
         parts = [self.platform.complete_metadata(part, tokens) for part, tokens in sliced]
         if has_states(source.builder):
             decline = check_starts(parts) or check_drafts(common, slices, source.arguments)
@@ -269,24 +269,6 @@ class ContextSplitter:
             self._unknown[kind] = tuple(field.name for field in fields(common) if field.name not in known)
         return self._unknown[kind]
 
-    def _slice_common(
-        self, common: CommonAttentionMetadata, slices: Sequence[BatchSlice]
-    ) -> list[CommonAttentionMetadata]:
-        """Slice the common metadata, keeping its class and every field that a platform has added."""
-        sliced, parts = self.platform.fields, []
-        for piece, part in zip(slices, slice_common_metadata(common, slices), strict=True):
-            changed = {name: getattr(part, name) for name in sliced.split if hasattr(part, name)}
-            changed["max_seq_len"] = int(part.seq_lens_cpu_upper_bound.max())
-            for name in sliced.per_request:
-                if get_extents(getattr(common, name, None)):
-                    changed[name] = getattr(common, name)[piece.requests]
-            for name in sliced.per_token:
-                if getattr(common, name, None) is not None:
-                    changed[name] = getattr(common, name)[..., piece.tokens]
-            changed.update((name, None) for name in sliced.dropped if hasattr(common, name))
-            parts.append(replace(common, **changed))
-        return parts
-
     def _get_builders(self, source: MetadataSource, count: int) -> list[AttentionMetadataBuilder] | Decline:
         """Return a separate builder for each micro-batch.
 
@@ -307,10 +289,3 @@ class ContextSplitter:
 def _get_known_source(metadata: AttentionMetadata) -> MetadataSource | Decline:
     source = get_source(metadata)
     return Decline("attention metadata of unknown origin", type(metadata).__name__) if source is None else source
-
-
-def _without_padding(slices: Sequence[BatchSlice], common: CommonAttentionMetadata) -> list[BatchSlice]:
-    """Return the slices as far as there are requests in them."""
-    tokens, requests = common.num_actual_tokens, common.num_reqs
-    kept = (piece for piece in slices if piece.first_token < tokens)
-    return [replace(p, last_request=min(p.last_request, requests), last_token=min(p.last_token, tokens)) for p in kept]

@@ -9,6 +9,7 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.batch import BatchSlice
+from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.parallel.stage import Results, copy_tensors
 
 
@@ -28,6 +29,20 @@ class StepArguments(NamedTuple):
     intermediate_tensors: IntermediateTensors | None
     inputs_embeds: torch.Tensor | None
     further: dict[str, Any]
+
+    def check_further(self) -> Decline | None:
+        """Return why a step with further arguments is not split, or None: programs do not take them."""
+        if not self.further:
+            return None
+        return Decline("unknown arguments of forward()", ", ".join(sorted(self.further)))
+
+    def check_input_ids(self) -> Decline | None:
+        """Return why a program that takes token ids cannot run the step, or None."""
+        tokens = self.positions.shape[-1]
+        if self.input_ids is not None and self.input_ids.shape == (tokens,):
+            return None
+        given = "none" if self.input_ids is None else str(list(self.input_ids.shape))
+        return Decline("layers choose experts by token ids, which are not given", given)
 
     def run(self, forward: Callable[..., Results]) -> Results:
         """Call *forward*, which may overwrite embeddings and intermediate tensors."""

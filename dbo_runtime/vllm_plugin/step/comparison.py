@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from dbo_runtime.decline import Decline
     from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
     from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-    from dbo_runtime.vllm_plugin.step.decision import StepDecision
     from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
     from dbo_runtime.vllm_plugin.step.repetition import Repetition
+    from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 
 # By how much a token may differ, relative to the largest: what rounding in other shapes gives, by type.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 
@@ -24,6 +24,7 @@ from dbo_runtime.vllm_plugin.step.decline_cache import DeclineCache
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps, name_kind
 from dbo_runtime.vllm_plugin.step.local_plan import LocalPlan, LocalPlanner, ServedStep
 from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, make_decision, state_plan
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -32,19 +33,6 @@ if TYPE_CHECKING:
 
 Sizes = tuple[tuple[int, ...], ...]
 """Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]."""
-
-
-class StepDecision(NamedTuple):
-    """A plan with a forward context for each micro-batch, or a decline without any.
-
-    *statement* must be equal on all ranks; a decline has none, and its text must be. So must *kind*, by which
-    `FirstSteps` counts; None without it.
-    """
-
-    plan: ExecutionPlan | Decline
-    contexts: list[ForwardContext]
-    statement: str
-    kind: Hashable | None = None
 
 
 class StepDecider:
@@ -117,15 +105,15 @@ class StepDecider:
                 see that.
         """
         if not is_forward_context_available():
-            return _make_decision(Decline("no forward context"))
+            return make_decision(Decline("no forward context"))
         context = get_forward_context()
         if self.phase is Phase.PROFILING:
-            return _make_decision(unsupported or self._local.plan_dummy(context, tokens), "profiling")
+            return make_decision(unsupported or self._local.plan_dummy(context, tokens), "profiling")
         if self.phase is Phase.STARTING:
             return self._decide_capture(context, tokens, unsupported)
         refusal = self._find_refusal()
         if refusal is not None:
-            return _make_decision(refusal)
+            return make_decision(refusal)
         step = ServedStep(context, tokens, unsupported)
         decision = self._decide_split(step)
         if isinstance(decision.plan, Decline) and self._runtime.forces_side:
@@ -187,13 +175,13 @@ class StepDecider:
         context, tokens = step.context, step.tokens
         shared = self._check_early(context, tokens) if self.rank is None else self._decide_data_parallel(context)
         if isinstance(shared, Decline):
-            return _make_decision(shared)
+            return make_decision(shared)
         local = self._local.attempt(step, partial(self._plan_locally, context, tokens, shared))
         if shared is not None:
             return self._agree(local, f"tokens of all ranks {shared.sizes}")
         if isinstance(local, LocalDecline):
-            return _make_decision(local.decline)
-        decision = _make_decision(local, f"cuts {local.plan.cuts}")
+            return make_decision(local.decline)
+        decision = make_decision(local, f"cuts {local.plan.cuts}")
         self._agreement.compare_once(local.plan.digest, decision.statement)
         return decision
 
@@ -268,7 +256,7 @@ class StepDecider:
         graph can hold leaves the graphs to vLLM's own forward: a check, which reads results, and an op that waits for
         the device.
         """
-        starting = _make_decision(Decline("starting up"))
+        starting = make_decision(Decline("starting up"))
         runtime = self._runtime
         if unsupported is not None or not runtime.forces_side or not context.attn_metadata:
             return starting
@@ -277,7 +265,7 @@ class StepDecider:
         if cannot_capture or check_capture(context, self._splitter.platform, self._splitter.dispatch):
             return starting
         concurrent = self._local.plan_whole(context, tokens)
-        return starting if isinstance(concurrent, Decline) else _make_decision(concurrent, "for a graph")
+        return starting if isinstance(concurrent, Decline) else make_decision(concurrent, "for a graph")
 
     def _decide_concurrent(self, step: ServedStep, decline: Decline) -> StepDecision:
         """Run a step that is not split with ops on a second compute lane, if its context allows that.
@@ -292,31 +280,19 @@ class StepDecider:
             unfit = check_mode(context) or platform.check_step(context, dispatch)
             unfit = unfit if context.attn_metadata else decline
         if unfit is not None:
-            return _make_decision(decline)
+            return make_decision(decline)
         local = self._local.attempt(step, partial(self._local.plan_whole, context, step.tokens))
         where = f"not cut: {decline.reason}"
         if self.rank is not None:
             concurrent = self._agree(local, where)
         else:
-            concurrent = _make_decision(decline if isinstance(local, LocalDecline) else local, where)
+            concurrent = make_decision(decline if isinstance(local, LocalDecline) else local, where)
         if isinstance(concurrent.plan, Decline):
-            return _make_decision(decline)
+            return make_decision(decline)
         self._runtime.decline(decline)
         return concurrent
 
     def _agree(self, local: LocalPlan | LocalDecline, where: str) -> StepDecision:
         """Put this rank's plan, or what only this rank has against one, to the vote of all ranks."""
-        statement = "" if isinstance(local, LocalDecline) else _state(local, where)
-        return _make_decision(self._agreement.agree(local, statement), where)
-
-
-def _make_decision(planned: LocalPlan | Decline, where: str = "") -> StepDecision:
-    """Make a decision that all ranks make, *where* they cut or why they do not."""
-    if isinstance(planned, Decline):
-        return StepDecision(planned, [], "")
-    return StepDecision(*planned, _state(planned, where))
-
-
-def _state(planned: LocalPlan, where: str) -> str:
-    """Return what must be equal on all ranks."""
-    return f"schedule {planned.plan.digest}, {where}"
+        statement = "" if isinstance(local, LocalDecline) else state_plan(local, where)
+        return make_decision(self._agreement.agree(local, statement), where)

@@ -31,13 +31,7 @@ from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
 from dbo_runtime.vllm_plugin.context.saved_states import SavedStates
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.parallel.stage import (
-    WHOLE_MODEL,
-    Results,
-    Stage,
-    take_inputs,
-    take_kept,
-)
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Results, Stage, take_inputs, take_kept
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments
 from dbo_runtime.vllm_plugin.step.comparison import StepComparison
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
@@ -175,8 +169,9 @@ class SplitForward:
         timer = self._start_timer()
         tokens = positions.shape[-1]
         arguments = StepArguments(input_ids, positions, intermediate_tensors, inputs_embeds, kwargs)
-        unsupported = _check_arguments(kwargs) or self._stage.check_inputs(intermediate_tensors, tokens)
-        unsupported = unsupported or self._check_input_ids(input_ids, tokens)
+        unsupported = arguments.check_further() or self._stage.check_inputs(intermediate_tensors, tokens)
+        if unsupported is None and self._takes_input_ids:
+            unsupported = arguments.check_input_ids()
         if unsupported is None and self._lora is not None:
             unsupported = self._lora.check(tokens)
         start = time.perf_counter()
@@ -210,13 +205,6 @@ class SplitForward:
             elif difference:
                 raise SplitError(difference)
         return results
-
-    def _check_input_ids(self, input_ids: torch.Tensor | None, tokens: int) -> Decline | None:
-        """Return why a step of *tokens* tokens lacks the token ids that the program takes, or None."""
-        if not self._takes_input_ids or (input_ids is not None and input_ids.shape == (tokens,)):
-            return None
-        given = "none" if input_ids is None else str(list(input_ids.shape))
-        return Decline("layers choose experts by token ids, which are not given", given)
 
     def _take_inputs(self, arguments: StepArguments, repetition: Repetition | None) -> dict[str, torch.Tensor]:
         """Return the program's inputs: embedded tokens, or the tensors of the stage before; positions; token ids.
@@ -292,10 +280,6 @@ class SplitForward:
             proposals = self._agreement.gather((planner.correction.propose(), planner.probation.propose()))
             planner.probation.apply([Proposal(*measured) for _, measured in proposals])
             planner.correct([errors for errors, _ in proposals])
-
-
-def _check_arguments(kwargs: dict[str, Any]) -> Decline | None:
-    return Decline("unknown arguments of forward()", ", ".join(sorted(kwargs))) if kwargs else None
 
 
 def _give_back(give_inputs: Callable[[torch.Tensor], None], x: torch.Tensor, tokens: slice) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_source, trace_builders
+from dbo_runtime.vllm_plugin.context import common_slices
 from dbo_runtime.vllm_plugin.context.batch_size import count_tokens
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
@@ -39,7 +40,7 @@ UNTRACED = getattr(AttentionGroup.get_metadata_builder, "_dbo_source", Attention
 
 
 def slice_common(common: Any, slices: Sequence[BatchSlice]) -> list[Any]:
-    return ContextSplitter(get_platform("cpu"), CONFIG)._slice_common(common, slices)
+    return common_slices.slice_common(common, slices, get_platform("cpu").fields)
 
 
 def check_common(source: MetadataSource, tokens: int) -> Decline | None:

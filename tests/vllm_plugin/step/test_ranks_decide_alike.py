@@ -40,9 +40,10 @@ from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel import agreement as agreement_module
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from dbo_runtime.vllm_plugin.step.decision import StepDecider, StepDecision
+from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.local_plan import FAILED
 from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 from tests.planner.machines import make_table
 from tests.profiles import scale
 from tests.vllm_plugin.context.test_splitter import BLOCK, CONFIG, FakeBuilder, NeedsWidth, make_common, make_group

@@ -14,6 +14,7 @@ from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, take_kept
+from dbo_runtime.vllm_plugin.step.arguments import StepArguments
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
@@ -74,7 +75,7 @@ def test_a_step_without_the_numbers_of_its_tokens_runs_unsplit(ids: Any, detail:
     embeds = torch.ones(len(IDS), 1)
     if ids is None:
         assert torch.equal(run(forward, input_ids=None, inputs_embeds=embeds), embeds)
-    decline = forward._check_input_ids(ids, len(POSITIONS))
+    decline = StepArguments(ids, POSITIONS, None, None, {}).check_input_ids()
     assert decline is not None
     assert (decline.reason, decline.detail) == (
         "layers choose experts by token ids, which are not given",
