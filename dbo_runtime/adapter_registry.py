@@ -52,7 +52,7 @@ def get_backbone_adapter(architecture: str, classes: Sequence[str] = ()) -> Mode
     those that the adapter knows is the adapter's to check, when the model is loaded.
 
     Args:
-        architecture: of the model.
+        architecture: the model's architecture, by name.
         classes: names of the class that vLLM serves it by, and of those that this derives from; none if not known.
 
     Raises:

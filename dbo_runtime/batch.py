@@ -172,7 +172,7 @@ def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, .
     """Return the tokens of every rank in each micro-batch [micro-batches][ranks], as even as possible.
 
     There are *parts* micro-batches, or as many as the largest rank has tokens. A rank with fewer, or with next to
-    nothing beside the largest, has all its tokens in the first micro-batch, so that its requests stay whole, and a
+    nothing next to the largest, has all its tokens in the first micro-batch, so that its requests stay whole, and a
     token of padding in each other one: it must take part.
     """
     most, fewest = max(tokens), min(tokens)

@@ -27,7 +27,7 @@ def check_model(folder: str, generic: bool = False, environ: Mapping[str, str] =
     Args:
         folder: the model's.
         generic: whether models without an adapter are to be split, too (`DBO_GENERIC`).
-        environ: of the server, with which vLLM, if it is installed, is asked for the classes of models.
+        environ: the server's environment, in which an installed vLLM is asked for the classes of models.
     """
     try:
         config = _read_config(Path(folder))

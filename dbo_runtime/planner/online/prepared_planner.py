@@ -72,7 +72,7 @@ class PreparedPlanner(Planner):
     Decisions follow from costs and from what was asked before; ranks that are asked the same decide the same.
 
     Args:
-        program, table, max_states, keeps_layers: as for `Planner`.
+        program, table, max_states, keeps_layers: the arguments of `Planner`.
         limits: of the steps to plan. Larger ones are planned, too, but predictions may be too short by a few percent.
     """
 

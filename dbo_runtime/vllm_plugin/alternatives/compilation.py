@@ -97,7 +97,7 @@ class OpCompiler:
         collectives: with which the program was recorded.
         log: reports once how many ops are compiled, and why others are not.
         group: vLLM's coordinator of all ranks that run the program together.
-        add_inputs: what `take_inputs` of an `InputAdapter` makes of hidden states [tokens, hidden]; None without.
+        add_inputs: `take_inputs` of an `InputAdapter`, applied to hidden states [tokens, hidden]; None without one.
     """
 
     def __init__(

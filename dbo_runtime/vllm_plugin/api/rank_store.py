@@ -43,7 +43,7 @@ def find_silent_ranks(patience: float) -> list[int]:
 def report_outcome(name: str, outcome: str) -> str:
     """Let the other ranks know what came of this rank's part in something with a *name*; return that of this time.
 
-    Ranks that do the same things have the same names, which are told apart by how often they were used.
+    Ranks that do the same things have the same names, which a number distinguishes: how often they were used.
     """
     store, rank = _get_store(), dist.get_rank()
     times = store.add(_OUTCOME.format(f"{name}/times", rank), 1)

@@ -44,7 +44,7 @@ class SplitEncoder:
         adapter: of its class.
         runtime: runs plans.
         transport: how ranks communicate; see `Platform.get_transport`.
-        agreement: of the ranks that share the encoder, where forwards are compared.
+        agreement: the agreement of the ranks that share the encoder, about forwards that are compared.
         metrics: counts forwards; None on ranks that do not count.
         group: the ranks that share the encoder, which tell each other whether the first split forward fails; None if
             its error is to be raised.

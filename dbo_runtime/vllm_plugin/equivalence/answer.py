@@ -37,7 +37,7 @@ class Answer:
         prompt_log_probs: at each of the prompt's tokens, None at the first; None if they were not asked for.
         was_aborted: whether it was still running when it was aborted.
         refusal: why vLLM did not take the request; None if it did.
-        pooled: what a pooler gave, [1 or tokens, numbers]; None if it was not asked for.
+        pooled: the pooler's result [1 or tokens, numbers]; None if pooling was not asked for.
     """
 
     completions: list[Completion] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Counts:
         preempted: requests that lost their KV cache to others, and began again.
         cached: tokens of prompts that were found in the prefix cache.
         calibrated: how often costs of ops were measured between requests.
-        alarms: what the comparison of first steps has said, and how often; a step that is right raises none.
+        alarms: the texts of alarms that the comparison of first steps raised, with their counts.
     """
 
     split: int = 0

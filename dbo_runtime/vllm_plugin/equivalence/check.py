@@ -37,7 +37,7 @@ class Setup:
         seed: of the traffic.
         rounds: numbers of those to run; None for all.
         loras: directories of LoRA adapters.
-        tolerance: of log-probabilities, and of pooled numbers.
+        tolerance: the largest accepted difference of log-probabilities, and of pooled numbers.
         calibrates: whether costs are measured between requests.
         first_steps: whether first steps are compared.
         options: of vLLM's `LLM`.

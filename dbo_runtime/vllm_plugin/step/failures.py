@@ -1,7 +1,7 @@
 """Errors of adapters, as declines: a model whose adapter fails is served unsplit.
 
 Adapters read attributes of vLLM's modules, which other versions of vLLM may not have. `dbo adapter` raises such errors,
-because whoever writes an adapter wants to see them; a server goes on without overlap.
+because authors of adapters want to see them; a server goes on without overlap.
 """
 
 from __future__ import annotations
