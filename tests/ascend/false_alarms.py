@@ -77,9 +77,9 @@ def count_comparisons(worker: Any) -> None:
     worker.counted, worker.counting = Counter(), ExitStack()
     describe = comparison.describe_difference
 
-    def count(split: Any, again: Any, plan: Any, mode: str = "unsplit", *others: Any) -> str:
+    def count(split: Any, again: Any, plan: Any, mode: str = "unsplit", **options: Any) -> str:
         worker.counted[mode] += 1
-        difference = describe(split, again, plan, mode, *others)
+        difference = describe(split, again, plan, mode, **options)
         if not difference or mode != comparison.PIECES:
             return difference
         worker.counted[difference] += 1

@@ -80,7 +80,9 @@ class StepComparison:
         if difference and self._may_diverge and len(plan.slices) > 1:
             select = None if self._lora is None else self._lora.split(plan.slices)
             pieces = name_results(repetition.run_pieces(plan.slices, make_context, select), known)
-            difference = self._agreement.find_first(describe_difference(split, pieces, plan, PIECES, True))
+            difference = self._agreement.find_first(
+                describe_difference(split, pieces, plan, PIECES, accepts_rerouted=True)
+            )
             unsplit = repetition.run_unsplit()
         return difference, unsplit
 
