@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,11 +14,15 @@ import torch
 from dbo_runtime.adapter import EncoderAdapter
 from dbo_runtime.batch import Batch, share_by_work
 from dbo_runtime.decline import Decline
+from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.errors import SplitError
+from dbo_runtime.events import EventTable
 from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.executor import Executor
 from dbo_runtime.observe.declines import warn_declined
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.comparison import describe_difference
 from dbo_runtime.vllm_plugin.step.failures import attempt, call_adapter
@@ -123,8 +128,10 @@ class SplitEncoder:
         if self._group is None:
             return self._run(plan, x, grids)
 
+        serial = self._make_serial(plan)
+
         def run() -> torch.Tensor:
-            embeddings = self._run(plan, x, grids)
+            embeddings = self._run(serial, x, grids)
             self.runtime.device.synchronize()
             return embeddings
 
@@ -135,6 +142,13 @@ class SplitEncoder:
             warn_declined(log, "every forward of the vision encoder", embeddings)
         self._group = None
         return embeddings
+
+    def _make_serial(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan whose ops run on one lane, as watched ones do: see `rehearse`."""
+        if isinstance(plan.executor, SanitizedExecutor):
+            return plan
+        device = SerialDevice(self.runtime.device)
+        return replace(plan, executor=Executor(plan.executor.schedule, device, EventTable(device)))
 
     def _run(self, plan: ExecutionPlan, x: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
         program, images = self.runtime.program, {"pixels": x, "grids": grids}

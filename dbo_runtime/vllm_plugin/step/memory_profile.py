@@ -27,7 +27,7 @@ def profile_split(
     if not isinstance(device, StreamDevice) or runner.vllm_config.cache_config.kv_cache_memory_bytes:
         profile_run()
         return None
-    own = copy_for_profile(served, group)
+    own = copy_for_profile(served, device, group)
     reserved = device.reserve(lambda: run_both(runner, served, own, profile_run, group))
     log, statistics = open_log(quiet=group.rank_in_group > 0), own.runtime.statistics
     if statistics.split:

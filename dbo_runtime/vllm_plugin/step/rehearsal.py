@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.decline import Decline
+from dbo_runtime.devices import Device
+from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.observe.declines import warn_declined
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.setting_values import Check
@@ -32,12 +34,14 @@ REQUESTS, REQUEST_TOKENS = 2, 16  # of a rehearsal: pieces are prefills, and fit
 def rehearse(runner: GPUModelRunner, served: SplitForward, group: GroupCoordinator) -> None:
     """Split dummy steps, without attention and with it; after an error in one, nothing is split. Collective.
 
-    Attention is left out where a KV connector has layer hooks, which vLLM's dummy batches do not call.
+    Attention is left out where a KV connector has layer hooks, which vLLM's dummy batches do not call. Ops run on one
+    lane: where one fails on all ranks alike, none of them is left in a collective that another rank's lane has dropped.
     """
     tokens = REQUESTS * REQUEST_TOKENS
     if min(runner.max_num_tokens, runner.max_model_len) < tokens or runner.scheduler_config.max_num_seqs < REQUESTS:
         return
-    own = copy_for_profile(served, group)
+    serial = SerialDevice(served.runtime.device)
+    own = copy_for_profile(served, serial, group)
     steps: list[Callable[[], object]] = [partial(run_without_attention, runner, tokens)]
     if not served.decider.has_layer_hooks:
         steps.append(partial(run_dummy, runner, REQUESTS, REQUEST_TOKENS, 0))
@@ -45,7 +49,7 @@ def rehearse(runner: GPUModelRunner, served: SplitForward, group: GroupCoordinat
         try_split(runner, served, own, step, group)
         if served.decider.refusal is not None:
             return
-        own = _copy_for_batch(served, group)
+        own = _copy_for_batch(served, serial, group)
 
 
 def try_split(
@@ -75,17 +79,17 @@ def try_split(
         warn_declined(open_log(quiet=group.rank_in_group > 0), "every step", found)
 
 
-def copy_for_profile(served: SplitForward, group: GroupCoordinator) -> SplitForward:
-    """Return a forward of the same model that splits every step, and compares none."""
+def copy_for_profile(served: SplitForward, device: Device, group: GroupCoordinator) -> SplitForward:
+    """Return a forward of the same model that splits every step, on a device, and compares none."""
     config = replace(served.runtime.config, check=Check.OFF)  # without attention metadata results mean nothing
-    own = served.copy_for(served.runtime.device, config, group)
+    own = served.copy_for(device, config, group)
     own.decider.phase = Phase.PROFILING
     return own
 
 
-def _copy_for_batch(served: SplitForward, group: GroupCoordinator) -> SplitForward:
+def _copy_for_batch(served: SplitForward, device: Device, group: GroupCoordinator) -> SplitForward:
     """Return a forward of the same model that decides as in serving, and cuts between the two requests."""
-    own = copy_for_profile(served, group)
+    own = copy_for_profile(served, device, group)
     own.decider.phase = Phase.SERVING
     own.decider.choose_cuts, own.decider.decode_len = _cut_between, 1
     own.decider.choose_sizes = lambda ranks: ((REQUEST_TOKENS,) * len(ranks),) * REQUESTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -249,6 +250,35 @@ def test_an_encoder_whose_adapter_fails_runs_unsplit_from_then_on(where: str, re
         assert torch.equal(encoder(make_patches(), GRIDS), make_patches() * 2)
     assert [decline.reason for decline in declined] == [reason] * 3
     assert says in declined[-1].detail
+
+
+class Reducing(DoublingAdapter):
+    """One that communicates after it has doubled, and remembers on which thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[threading.Thread] = []
+
+    def record(self, p: ProgramBuilder, encoder: Any, collectives: Any, pixels: Value, grids: Value) -> Value:
+        def reduce(partial: torch.Tensor) -> torch.Tensor:
+            self.threads.append(threading.current_thread())
+            return partial
+
+        doubled = super().record(p, encoder, collectives, pixels, grids)
+        reduced: Value = p.comm("reduce", reduce, doubled, overwrites=(doubled,))
+        return reduced
+
+
+def test_the_first_split_forward_leaves_no_collective_to_a_lane_that_an_error_would_end() -> None:
+    """Ranks whose op fails alike would wait for each other in what only some of them had begun."""
+    group: Any = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0])
+    adapter = Reducing()
+    encoder = make_split(adapter, group=group)
+    for _ in range(2):
+        assert torch.equal(encoder(make_patches(), GRIDS), make_patches() * 2)
+    here = [thread is threading.current_thread() for thread in adapter.threads]
+    assert here == [True, True, False, False]
+    assert encoder.forward.runtime.statistics.split == 2
 
 
 def test_qwens_pixels_are_normed_where_this_version_of_vllm_does_that_in_the_encoder() -> None:

@@ -51,7 +51,7 @@ def reserving(served: SplitForward, monkeypatch: pytest.MonkeyPatch, one_rank: E
 def test_vllms_profile_runs_split_without_attention_metadata_and_is_not_counted(
     one_rank: Engine, served: SplitForward
 ) -> None:
-    own = copy_for_profile(served, GROUP)
+    own = copy_for_profile(served, served.runtime.device, GROUP)
     before = served.runtime.statistics.as_dict()
     run_both(one_rank.runner, served, own, one_rank.runner.profile_run, GROUP)
     assert own.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}

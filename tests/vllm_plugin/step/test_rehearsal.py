@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dbo_runtime.decline import Decline
+from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.vllm_plugin.step import rehearsal
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.rehearsal import copy_for_profile, rehearse, try_split
@@ -44,6 +45,7 @@ def test_steps_are_split_without_attention_and_with_it_and_nothing_is_counted(
 
     def watch(runner: Any, of: SplitForward, own: SplitForward, step: Any, group: Any) -> None:
         original(runner, of, own, step, group)
+        assert isinstance(own.runtime.device, SerialDevice), "else ranks that fail may leave each other in collectives"
         requests = [] if own.decider.choose_cuts is None else [2]
         ran.append((own.runtime.statistics.as_dict(), sum(requests)))
 
@@ -61,12 +63,12 @@ def test_an_error_that_a_dummy_step_raises_unsplit_too_is_vllms(one_rank: Engine
     def fail() -> None:
         raise RuntimeError("no dummy batch")
 
-    try_split(one_rank.runner, served, copy_for_profile(served, GROUP), fail, GROUP)
+    try_split(one_rank.runner, served, copy_for_profile(served, served.runtime.device, GROUP), fail, GROUP)
     assert served.decider.refusal is None
 
 
 def test_an_error_of_the_split_step_alone_refuses_all_further_ones(one_rank: Engine, served: SplitForward) -> None:
-    own = copy_for_profile(served, GROUP)
+    own = copy_for_profile(served, served.runtime.device, GROUP)
 
     def step() -> None:
         if one_rank.runner.get_model().forward is own:
