@@ -45,13 +45,7 @@ def data_parallel(request: pytest.FixtureRequest, engines: Engines) -> Iterator[
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts an engine, and run the file with a model without experts last.
-
-    Engines in one process share the process groups of its first engine, and experts need theirs. Files stay together:
-    pytest-xdist hands them out whole.
-    """
+    """Mark what starts an engine."""
     for item in items:
         if "engines" in getattr(item, "fixturenames", ()):
             item.add_marker("vllm")
-    last = {item.path for item in items if "compiling" in getattr(item, "fixturenames", ())}
-    items.sort(key=lambda item: item.path in last)

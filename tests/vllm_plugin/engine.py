@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import zmq
 
+from tests.vllm_plugin.process_groups import keep_groups
+
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 VOCABULARY = 320
 
@@ -163,7 +165,7 @@ class Engine:
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def close(self) -> None:
-        """End the workers, and close the sockets of vLLM's queues to them.
+        """End the workers, and close the sockets of vLLM's queues to them; the groups of this process stay.
 
         What holds on to a queue (an empty step of a pipeline, the traceback of a test that failed) leaves its ZeroMQ
         context to a later garbage collection, which waits forever if it comes to the context before open sockets.
@@ -171,7 +173,8 @@ class Engine:
         core = self.llm.llm_engine.engine_core
         executor = core.engine_core.model_executor
         queues = [getattr(executor, "rpc_broadcast_mq", None), *getattr(executor, "response_mqs", ())]
-        core.shutdown()
+        with keep_groups():
+            core.shutdown()
         for queue in filter(None, queues):
             close_sockets(queue)
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.vllm_plugin.engine import Engine
 from tests.vllm_plugin.forking import ForkContext
+from tests.vllm_plugin.process_groups import destroy_groups, make_groups
 from tests.vllm_plugin.ranks import Ranks
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
@@ -32,10 +33,7 @@ NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
 class Engines:
-    """Starts engines in our environment, with workers that are forked where vLLM is imported already.
-
-    What is kept ends only with the session: the end of one engine takes down the process groups of others.
-    """
+    """Starts engines in our environment, with workers that are forked where vLLM is imported already."""
 
     def __init__(self) -> None:
         self._context = ForkContext()
@@ -57,8 +55,8 @@ class Engines:
     def start(
         self, ranks: int, cores: str, model: Path, settings: Mapping[str, str] = NO_SETTINGS, **options: Any
     ) -> Iterator[Engine]:
-        """Start an engine, and end it."""
-        engine = self._start(ranks, cores, model, settings, options)
+        """Start an engine whose workers have processes of their own, and end it."""
+        engine = self._start(ranks, cores, model, settings, {"distributed_executor_backend": "mp", **options})
         try:
             yield engine
         finally:
@@ -106,6 +104,8 @@ class Engines:
         """End all that is kept."""
         for engine in self._kept.values():
             engine.close()
+        if self._kept:
+            destroy_groups()
         self._context.close()
         self._environment.undo()
 
@@ -121,6 +121,7 @@ class Engines:
         with pytest.MonkeyPatch.context() as patch:
             for variable, value in {"VLLM_CPU_OMP_THREADS_BIND": cores, **settings}.items():
                 patch.setenv(variable, value)
+            make_groups()
             return Engine(model, ranks, context=self._context, **options)
 
 

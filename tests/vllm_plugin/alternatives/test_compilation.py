@@ -321,13 +321,13 @@ def test_a_model_with_features_of_images_is_compiled_and_answers_alike(tmp_path:
         "max_model_len": 512,
         "enforce_eager": False,
     }
-    with engines.start(1, "nobind", model, SETTINGS, **options) as engine:
-        functions = find_functions(engine)
-        assert [label for label, function in functions.items() if not function.is_compiled] == []
-        requests = make_requests((1, 3, 0, 2, 1))
-        engine.configure(DBO_MODE="off")
-        unsplit = engine.generate(requests, tokens=3)
-        engine.configure(**CHECKED)
-        before = engine.count_split()
-        assert find_difference(unsplit, engine.generate(requests, tokens=3)) < 1e-3
-        assert engine.count_split() > before
+    engine = engines.get(1, "nobind", model, SETTINGS, **options)
+    functions = find_functions(engine)
+    assert [label for label, function in functions.items() if not function.is_compiled] == []
+    requests = make_requests((1, 3, 0, 2, 1))
+    engine.configure(DBO_MODE="off")
+    unsplit = engine.generate(requests, tokens=3)
+    engine.configure(**CHECKED)
+    before = engine.count_split()
+    assert find_difference(unsplit, engine.generate(requests, tokens=3)) < 1e-3
+    assert engine.count_split() > before

@@ -48,7 +48,7 @@ def test_the_model_is_served_unsplit_for_the_error_of_its_adapter(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(owner, name, fail)
-    engine = engines.get(1, "nobind", model, {"CASE": name}, **OPTIONS)  # kept: its end would be that of others, too
+    engine = engines.get(1, "nobind", model, {"CASE": name}, **OPTIONS)
     assert len(engine.generate(PROMPTS)) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "every step runs unsplit" in line]
     reason = FAILED_STEP if name == "_final_norm" else FAILED

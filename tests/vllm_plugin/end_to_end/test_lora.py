@@ -38,11 +38,8 @@ def engine(
 ) -> Iterator[Engine]:
     model = make_family("LlamaForCausalLM", tmp_path_factory.mktemp("lora"))
     options = {"attention_backend": "CPU_ATTN", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    if request.param == 1:  # in this process, where the end of one engine would be that of others
-        yield engines.get(1, "nobind", model, **options)
-    else:
-        with engines.start(request.param, share_cores(), model, **options) as engine:
-            yield engine
+    with engines.start(request.param, share_cores(), model, **options) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

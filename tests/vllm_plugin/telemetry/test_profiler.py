@@ -11,7 +11,7 @@ import pytest
 from dbo_runtime.observe.ranges import name_ops
 from dbo_runtime.observe.recorded_file import read_recorded
 from tests.vllm_plugin.engine import make_prompt
-from tests.vllm_plugin.engines import TINY, Engines
+from tests.vllm_plugin.engines import Engines
 
 torch = pytest.importorskip("torch")
 
@@ -25,16 +25,16 @@ def test_vllms_profiler_shows_each_op_of_a_split_step(engines: Engines, tmp_path
         "torch_profiler_with_stack": False,
         "ignore_frontend": True,
     }
-    with engines.start(1, "nobind", TINY, profiler_config=options) as engine:
-        prompts = [make_prompt(40, seed) for seed in range(2)]
-        before = engine.generate(prompts)
-        engine.llm.llm_engine.reset_prefix_cache()
-        engine.llm.start_profile()
-        profiled = engine.generate(prompts)
-        engine.llm.stop_profile()
-        assert [answer.tokens for answer in profiled] == [answer.tokens for answer in before]
-        served = engine.runner.get_model().forward
-        (schedule,) = {executor.schedule for executor in _list_executors(served.runtime)}
+    engine = engines.get(1, "nobind", profiler_config=options)
+    prompts = [make_prompt(40, seed) for seed in range(2)]
+    before = engine.generate(prompts)
+    engine.llm.llm_engine.reset_prefix_cache()
+    engine.llm.start_profile()
+    profiled = engine.generate(prompts)
+    engine.llm.stop_profile()
+    assert [answer.tokens for answer in profiled] == [answer.tokens for answer in before]
+    served = engine.runner.get_model().forward
+    (schedule,) = {executor.schedule for executor in _list_executors(served.runtime)}
     (file,) = tmp_path.glob("*.json.gz")
     (steps,) = read_recorded(file).steps.values()
     (timeline,) = steps.values()
