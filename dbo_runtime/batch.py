@@ -33,8 +33,8 @@ class Batch:
         query_lens: tokens of each request in this step, in batch order.
         prefill_tokens: how many of them belong to prefills.
         cuttable: whether the attention backends accept a request that is cut inside.
-        decode_len: longest query that is a decode, with drafts, or that the backend treats as one; a piece of a cut
-            request must be longer, or it would change from prefill to decode.
+        decode_len: longest query that is a decode, with drafts; a piece of a cut request must be longer, or it would
+            change from prefill to decode.
         context_lens: tokens of each request that are in the KV cache already; () if they were not read.
         cuts_decodes: whether the backends accept a decode with drafts that is cut inside, where ranks agreed to.
     """
@@ -247,8 +247,8 @@ def place_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
 def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tuple[BatchSlice, ...]:
     """Turn token offsets into slices.
 
-    Cuts that are *agreed* with other ranks may leave a piece so short that the backend treats it as a decode, as it
-    treats any prompt that short; only the rounding differs.
+    Cuts that are *agreed* with other ranks may leave a piece as short as a decode. Backends compute it as they do any
+    prompt that short; only the rounding differs.
 
     Raises:
         SplitError: if the cuts are not increasing offsets inside the batch, or cut inside a request where the backend

@@ -235,13 +235,17 @@ class StreamDevice:
         if self._capture_stream is not None:
             taken.add(self._capture_stream.stream_id)
         for _ in range(POOL_STREAMS):
-            stream = self.backend.Stream()
+            stream = self.make_stream(lane)
             if stream.stream_id not in taken:
                 return stream
         raise DeviceError(
             f"{self.name} has no stream left for lane {lane!r}: all {POOL_STREAMS} are in use. Let the program name "
             "fewer lanes, or make fewer communicators."
         )
+
+    def make_stream(self, lane: str) -> Any:
+        """Return the next stream of the backend's pool for a lane; it may be in use."""
+        return self.backend.Stream()
 
     def return_stream(self, stream: Any) -> None:
         """Reset a stream that was drawn: the backend returns it again later."""

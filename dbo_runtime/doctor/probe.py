@@ -62,6 +62,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
     from dbo_runtime.vllm_plugin.api.identity import get_device_type, list_parallel_sizes
     from dbo_runtime.vllm_plugin.api.serve_command import make_config
     from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter, list_declines
+    from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
     vllm_config = make_config(arguments)
     declines = list_declines(vllm_config, read_environment(os.environ), choose_adapter(vllm_config))
@@ -70,6 +71,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "platform": get_device_type(),
         "parallel": list_parallel_sizes(vllm_config),
         "declines": [str(decline) for decline in declines],
+        "notes": list(get_platform().describe(vllm_config)),
     }
 
 

@@ -49,7 +49,11 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
     if "error" in facts:
         remedy = "correct the command, or name a folder with the model's config.json instead of the model"
         return [Finding("command", "fail", f"vLLM does not accept it: {facts['error']}", remedy)]
-    return [_describe_layout(facts), *(Finding("command", "fail", found) for found in facts["declines"])]
+    return [
+        _describe_layout(facts),
+        *(Finding("command", "fail", found) for found in facts["declines"]),
+        *(Finding("command", "info", note) for note in facts["notes"]),
+    ]
 
 
 def list_overlaps(sizes: Mapping[str, int]) -> list[str]:

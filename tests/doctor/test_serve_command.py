@@ -63,9 +63,15 @@ def test_each_thing_that_prevents_splitting_is_a_finding(monkeypatch: pytest.Mon
     assert [(finding.state, finding.found) for finding in others] == [("fail", "one"), ("fail", "other: why")]
 
 
+def test_what_a_platforms_defaults_mean_is_told_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    *others, last = check({"parallel": ALONE, "declines": ["one"], "notes": ["graphs: ..."]}, monkeypatch)
+    assert [finding.state for finding in others] == ["info", "fail"]
+    assert (last.state, last.found) == ("info", "graphs: ...")
+
+
 def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Return the findings where the process that imports vLLM reports these facts."""
-    answer = {"architecture": "SomeForCausalLM", "platform": "npu", **facts}
+    answer = {"architecture": "SomeForCausalLM", "platform": "npu", "notes": [], **facts}
     monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: answer)
     return check_serve_command(ServeCommand({}, ("model",)), {})
 

@@ -9,7 +9,6 @@ from dbo_runtime.adapter import ModelAdapter, StageAdapter, name_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import check_connectors
 from dbo_runtime.vllm_plugin.api.model_classes import find_adapter
@@ -53,8 +52,6 @@ def list_declines(
     if adapter is None and not config.generic:
         yield Decline("no adapter is registered", f"{vllm_config.model_config.architecture}; {INSTRUCTIONS}")
     yield from list_unsupported(vllm_config)
-    if uses_second_runner(vllm_config) and not config.check:
-        yield tell_to_compare(Decline("not proven with vLLM's second model runner yet"))
     if vllm_config.lora_config is not None:
         settings = {"DBO_COMPILE": config.compile, "DBO_GENERIC": adapter is None and config.generic}
         yield from (Decline(f"not supported yet: LoRA with {name}=1") for name, is_used in settings.items() if is_used)

@@ -220,7 +220,7 @@ def _make_forward(
 
 
 def _make_first_steps(rank: RankContext) -> FirstSteps | None:
-    return None if is_tested() else FirstSteps(rank.log)
+    return None if is_tested() and not rank.platform.compares_first_steps else FirstSteps(rank.log)
 
 
 def _open_metrics(rank: RankContext) -> Metrics | None:

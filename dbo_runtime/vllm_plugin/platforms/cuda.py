@@ -1,11 +1,75 @@
-"""The platform of NVIDIA GPUs: the defaults, on which no split step of vLLM has been compared yet."""
+"""The platform of NVIDIA GPUs, on which steps are split as far as evidence from a GPU goes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.platforms.cuda_evidence import FIRST, SECOND, read_evidence
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class CudaPlatform(Platform):
-    """NVIDIA GPUs."""
+    """NVIDIA GPUs. What is proven is a release of vLLM with one of its model runners and an attention backend."""
 
     has_device = True
+    is_proven = True
+    compares_first_steps = True  # a driver, a chip or a kernel may differ from those of the evidence
+    pads_batches = True  # to the size of a graph
+
+    def check_version(self) -> Decline | None:
+        """Return why this vLLM is not split on a GPU without comparing, or None: a GPU has compared its steps."""
+        proven = sorted({each.vllm for each in read_evidence()})
+        actual = _find_release()
+        if actual in proven:
+            return None
+        detail = f"vLLM {actual}; proven: {', '.join(proven)}" if proven else ""
+        return Decline("not proven on 'cuda' yet", detail)
+
+    def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
+        """Yield the model runner, or the attention backends, with which no GPU has compared steps."""
+        from dbo_runtime.vllm_plugin.api.attention import name_backends
+        from dbo_runtime.vllm_plugin.api.features import uses_second_runner
+
+        runner = SECOND if uses_second_runner(vllm_config) else FIRST
+        proven = {each.backend for each in read_evidence() if (each.vllm, each.runner) == (_find_release(), runner)}
+        if not proven:
+            yield Decline(f"vLLM's {runner} model runner is not proven on 'cuda' yet")
+            return
+        for backend in sorted(name_backends(vllm_config) - proven):
+            yield Decline(
+                "attention backend not proven on 'cuda' yet", f"{backend}; proven: {', '.join(sorted(proven))}"
+            )
+
+    def describe(self, vllm_config: VllmConfig) -> Iterator[str]:
+        """Yield what vLLM's defaults on CUDA mean for split steps: its runner, graphs, and asynchronous scheduling."""
+        from dbo_runtime.vllm_plugin.api.attention import name_backends
+        from dbo_runtime.vllm_plugin.api.features import uses_second_runner
+
+        if uses_second_runner(vllm_config):
+            yield "vLLM serves with its second model runner (V2); VLLM_USE_V2_MODEL_RUNNER=0 serves with the first"
+        mode = vllm_config.compilation_config.cudagraph_mode
+        if mode is not None and mode.name != "NONE":
+            largest = vllm_config.compilation_config.max_cudagraph_capture_size
+            yield (
+                f"graphs ({mode.name}): steps that vLLM replays as a whole stay unsplit, as decodes do; a split step "
+                f"runs eagerly, also where vLLM has graphs of its pieces (up to {largest} tokens)"
+            )
+        if vllm_config.scheduler_config.async_scheduling:
+            yield "asynchronous scheduling: steps are split as without it"
+        if not name_backends(vllm_config):
+            names = ", ".join(sorted({each.backend for each in read_evidence()})) or "none without DBO_CHECK=1"
+            yield f"vLLM chooses the attention backend when it loads the model; those that are split: {names}"
+
+
+def _find_release() -> str | None:
+    """Return the release of vLLM that is installed, without the mark of its build; None if there is none."""
+    try:
+        return version("vllm").partition("+")[0]
+    except PackageNotFoundError:
+        return None

@@ -42,6 +42,8 @@ class Platform:
     Attributes:
         has_device: whether `dbo_runtime.devices` has a device of this name.
         is_proven: whether split steps of vLLM have been compared with unsplit ones on it.
+        compares_first_steps: whether the first steps of each kind are compared with every version of vLLM, also with
+            those that are tested.
         notice: what to log at start about this platform; empty if nothing.
         has_side_lane: whether a second compute lane is opened where DBO_SIDE=auto.
         exchanges_sizes_separately: whether `all_to_all` exchanges sizes in an op of its own. With streams the host
@@ -63,6 +65,7 @@ class Platform:
 
     has_device = False
     is_proven = False
+    compares_first_steps = False
     notice = ""
     has_side_lane = True
     exchanges_sizes_separately = True
@@ -101,10 +104,17 @@ class Platform:
 
         With DBO_CHECK=1 they are split, and compared.
         """
-        return iter(())
+        from dbo_runtime.vllm_plugin.api.features import uses_second_runner
+
+        if uses_second_runner(vllm_config):
+            yield Decline("not proven with vLLM's second model runner yet")
 
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield each feature of this platform in use that splitting does not support."""
+        return iter(())
+
+    def describe(self, vllm_config: VllmConfig) -> Iterator[str]:
+        """Yield what of this platform's own defaults a user of split steps is told before a start."""
         return iter(())
 
     def drafts_in_pipeline(self, vllm_config: VllmConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Compare the first split steps of each kind with unsplit ones, where the version of vLLM is untested.
+"""Compare the first split steps of each kind with unsplit ones, where vLLM's version is untested, and on GPUs.
 
 DBO_CHECK compares every step and ends the engine at a difference. `FirstSteps` compares a few, ends by itself, and at a
 difference stops splitting: the request gets the unsplit result.
@@ -65,9 +65,7 @@ class FirstSteps:
         """Count a compared step; end splitting, and say so, if there is a *difference*, which is equal on all ranks."""
         self._compared[kind] = self._compared.get(kind, 0) + 1
         if difference:
-            self.failure = Decline(
-                "split steps differ from unsplit ones with this untested version of vLLM", difference
-            )
+            self.failure = Decline("the first split steps differ from unsplit ones", difference)
             self._log.error("nothing is split any more", reason=self.failure.reason, detail=difference)
         elif self._compared[kind] == COMPARED_STEPS:
             self._log.info("first steps equal unsplit ones", steps=COMPARED_STEPS, kind=str(kind))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -310,7 +310,6 @@ class Metadata:
 class FakeBuilder:
     """A builder as far as the plugin goes, with the constructor that all of vLLM's have."""
 
-    reorder_batch_threshold: int | None = None
     supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -336,7 +335,9 @@ class FakeBuilder:
         return other
 
 
-class DecodeFirst(FakeBuilder):
+class ShortPromptsAsDecodes(FakeBuilder):
+    """As FLASH_ATTN_MLA does with up to 512 tokens: its kernel of decodes computes them faster."""
+
     reorder_batch_threshold = 4
 
 
@@ -469,15 +470,16 @@ def test_a_batch_is_read_as_its_query_and_context_lengths() -> None:
 
 
 @pytest.mark.usefixtures("_traced")
-def test_what_a_backend_takes_as_decodes_is_not_counted_as_prefill() -> None:
-    context = make_context({**build(make_group(FakeBuilder, "layers.0")), **build(make_group(DecodeFirst, "layers.1"))})
+def test_prompts_that_a_backend_computes_by_its_kernel_of_decodes_are_prefills() -> None:
+    context = make_context(build(make_group(ShortPromptsAsDecodes)))
     found = make_splitter().read_batch(context, TOKENS)
-    assert found == Batch(QUERY_LENS, prefill_tokens=5 + 8, cuttable=True, decode_len=4, context_lens=COMPUTED)
+    assert found == Batch(QUERY_LENS, prefill_tokens=TOKENS, cuttable=True, decode_len=1, context_lens=COMPUTED)
+    assert slice_batch(found, (2,)), "a piece may be as short as such a prompt"
 
 
 @pytest.mark.usefixtures("_traced")
-@pytest.mark.parametrize(("backend", "longest"), [(FakeBuilder, 3), (DecodeFirst, 4)])
-def test_a_decode_has_as_many_tokens_as_are_drafted_and_one(backend: type, longest: int) -> None:
+@pytest.mark.parametrize("backend", [FakeBuilder, ShortPromptsAsDecodes])
+def test_a_decode_has_as_many_tokens_as_are_drafted_and_one(backend: type) -> None:
     """Whether or not the backend treats them as decodes."""
     config = SimpleNamespace(**vars(CONFIG) | {"speculative_config": SimpleNamespace(num_speculative_tokens=2)})
     for platform, cuts_decodes in (("cpu", True), ("cuda", False)):
@@ -485,7 +487,7 @@ def test_a_decode_has_as_many_tokens_as_are_drafted_and_one(backend: type, longe
             make_context(build(make_group(backend))), TOKENS
         )
         assert isinstance(found, Batch)
-        assert (found.decode_len, found.cuts_decodes) == (longest, cuts_decodes)
+        assert (found.decode_len, found.cuts_decodes) == (3, cuts_decodes)
 
 
 @pytest.mark.usefixtures("_traced")
@@ -529,6 +531,30 @@ def test_one_group_of_layers_that_cannot_be_split_declines() -> None:
     context = make_context({**build(one), **build(other, make_common(num_logits_indices=2))})
     found = make_splitter().read_batch(context, TOKENS)
     assert found == Decline("attention metadata field not supported yet", "num_logits_indices")
+
+
+@pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize("cuts", [(5,), (6, 11), (TOKENS - 1,)], ids=str)
+def test_on_cuda_a_batch_padded_to_the_size_of_a_graph_is_split_and_the_last_part_has_the_padding(
+    cuts: tuple[int, ...],
+) -> None:
+    padded = TOKENS + 4
+    slots = torch.cat([torch.arange(TOKENS), torch.full((4,), -1)])
+    metadata = build(make_group(), make_common(slot_mapping=slots))
+    context = make_context(metadata, is_padding=torch.arange(padded) >= TOKENS)
+    context.slot_mapping = {"layers.0": slots}
+    splitter = ContextSplitter(get_platform("cuda"), CONFIG)
+    batch = splitter.read_batch(context, padded)
+    assert isinstance(batch, Batch)
+    assert (batch.tokens, batch.prefill_tokens) == (padded, TOKENS)
+    slices = slice_batch(replace(batch, decode_len=0), cuts)
+    parts, expected = splitter.split(context, slices), split(make_context(build(make_group())), *cuts)
+    assert isinstance(parts, list)
+    for part, other in zip(parts, expected, strict=True):
+        own, reference = part.attn_metadata["layers.0"].common, other.attn_metadata["layers.0"].common
+        assert own.num_actual_tokens == reference.num_actual_tokens
+        assert own.query_start_loc_cpu.tolist() == reference.query_start_loc_cpu.tolist()
+    assert parts[-1].slot_mapping["layers.0"].tolist() == slots[cuts[-1] :].tolist()
 
 
 @pytest.mark.usefixtures("_traced")
@@ -600,10 +626,10 @@ def test_metadata_is_built_once_for_each_slice_with_the_arguments_of_the_origina
 
 @pytest.mark.usefixtures("_traced")
 def test_each_group_of_layers_is_built_by_its_own_backend() -> None:
-    one, other = make_group(FakeBuilder, "layers.0"), make_group(DecodeFirst, "layers.1")
+    one, other = make_group(FakeBuilder, "layers.0"), make_group(ShortPromptsAsDecodes, "layers.1")
     for part in split(make_context({**build(one), **build(other)}), 8):
         assert type(part.attn_metadata["layers.0"].builder) is FakeBuilder
-        assert type(part.attn_metadata["layers.1"].builder) is DecodeFirst
+        assert type(part.attn_metadata["layers.1"].builder) is ShortPromptsAsDecodes
 
 
 @pytest.mark.usefixtures("_traced")
@@ -718,8 +744,7 @@ def test_slots_that_a_builder_writes_stay_those_of_the_step_in_its_own_metadata(
 
 
 @pytest.mark.usefixtures("_traced")
-def test_layers_may_have_no_slots_and_builders_no_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FakeBuilder, "reorder_batch_threshold")
+def test_layers_may_have_no_slots() -> None:
     context = make_context(build(make_group()))
     context.slot_mapping["layers.1"] = None
     assert isinstance(make_splitter().read_batch(context, TOKENS), Batch)

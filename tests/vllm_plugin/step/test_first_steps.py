@@ -57,7 +57,7 @@ def test_after_a_difference_requests_get_unsplit_results_and_nothing_is_split() 
     forward, log = make_trial(model)
     for _ in range(3):
         assert torch.equal(run(forward), EXPECTED + model.slip)
-    reason = "split steps differ from unsplit ones with this untested version of vLLM"
+    reason = "the first split steps differ from unsplit ones"
     assert forward.runtime.statistics.as_dict()["declined"] == {reason: 2}
     assert forward.runtime.statistics.split == 1
     assert log.events == ["nothing is split any more"]

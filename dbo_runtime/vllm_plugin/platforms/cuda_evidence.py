@@ -1,0 +1,39 @@
+"""What a GPU has shown to be equal, split and unsplit: `make hardware` writes the file from runs of the GPU kit."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+FILE = "cuda_evidence.json"
+FIRST, SECOND = "first", "second"
+"""vLLM's model runners, V1 and V2."""
+
+
+class Evidence(NamedTuple):
+    """Split steps that were equal to unsplit ones on a GPU.
+
+    Attributes:
+        vllm: the release of vLLM.
+        backend: the name of its attention backend, such as FLASH_ATTN.
+        runner: `FIRST` or `SECOND`.
+        chip: the GPU's name.
+        date: of the run, as YYYY-MM-DD.
+        steps: how many split steps were compared.
+    """
+
+    vllm: str
+    backend: str
+    runner: str
+    chip: str
+    date: str
+    steps: int
+
+
+@cache
+def read_evidence() -> tuple[Evidence, ...]:
+    """Return all evidence that this release of the package has; none, if no GPU has run the kit."""
+    text = files(__package__).joinpath(FILE).read_text(encoding="utf-8")
+    return tuple(Evidence(**entry) for entry in json.loads(text)["evidence"])
