@@ -27,7 +27,7 @@ from dbo_runtime.program import COMPUTE, SIDE, Op, Program, Value
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from dbo_runtime.vllm_plugin.step.comparison import compare_results
+from dbo_runtime.vllm_plugin.step.differences import compare_results
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger

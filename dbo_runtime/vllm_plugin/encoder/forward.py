@@ -24,7 +24,7 @@ from dbo_runtime.observe.logs import open_log
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-from dbo_runtime.vllm_plugin.step.comparison import describe_difference
+from dbo_runtime.vllm_plugin.step.differences import describe_difference
 from dbo_runtime.vllm_plugin.step.failures import attempt, call_adapter
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics

@@ -20,7 +20,7 @@ import torch
 from dbo_runtime.errors import SplitError
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from dbo_runtime.vllm_plugin.step.comparison import compare_results
+from dbo_runtime.vllm_plugin.step.differences import compare_results
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention

@@ -191,8 +191,11 @@ def test_ranks_and_stages_answer_split_as_unsplit(name: str, ranks: int, tmp_pat
 
 @pytest.fixture(scope="module")
 def expert_ranks(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Iterator[Ranks]:
-    """Return two data parallel ranks that share out the experts, without prefix caching."""
-    model = make_family("Qwen3_5MoeForCausalLM", tmp_path_factory.mktemp("qwen3.5-moe"))
+    """Return two data parallel ranks that share out the experts, without prefix caching.
+
+    Every token uses all experts: of two, rounding would choose others where a cut inside a request rounds otherwise.
+    """
+    model = make_family("Qwen3_5MoeForCausalLM", tmp_path_factory.mktemp("qwen3.5-moe"), num_experts_per_tok=4)
     with engines.start_ranks(2, model, **OPTIONS, enable_prefix_caching=False, max_num_batched_tokens=2048) as ranks:
         yield ranks
 

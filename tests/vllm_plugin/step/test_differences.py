@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dbo_runtime.errors import SplitError
-from dbo_runtime.vllm_plugin.step.comparison import compare_results
+from dbo_runtime.vllm_plugin.step.differences import compare_results
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
