@@ -159,6 +159,9 @@ class CostSource:
         first = gather(self._group, fitted)[0]
         assert first is not None, "rank 0 fits"
         text, errors, problem = first
+        if problem and measurements.left_out:
+            more = len(measurements.left_out)
+            raise ConfigError(f"{problem} {budget:g} s were too short for {more} more sizes of batches: allow more.")
         if problem:
             raise ConfigError(problem)
         table = parse_costs(text)

@@ -66,10 +66,17 @@ class StepSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Measured runs of ops and of the forward, the same on every rank."""
+    """Measured runs of ops and of the forward, the same on every rank.
+
+    Attributes:
+        samples: runs of ops.
+        steps: runs of the forward.
+        left_out: the batches for which no time was left.
+    """
 
     samples: list[Sample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
+    left_out: list[Shape] = field(default_factory=list)
 
 
 def measure(
@@ -112,6 +119,7 @@ def _measure(
     start, spent = time.perf_counter(), 0.0
     for number, shape in enumerate(shapes):
         if rounds and expect_round(rounds, shape) > budget - spent:
+            measurements.left_out.append(shape)
             continue  # there may still be time for another one
         progress(number, len(shapes), str(shape))
         first = harness.run(shape, 0)

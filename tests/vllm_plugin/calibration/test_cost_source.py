@@ -28,6 +28,7 @@ from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.calibration import cost_source, measurement
 from dbo_runtime.vllm_plugin.calibration.cost_source import Report
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
+from dbo_runtime.vllm_plugin.calibration.shapes import Shape
 from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fit_rest, fit_steps
 from dbo_runtime.vllm_plugin.install import worker_setup
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -301,8 +302,9 @@ def refuse_to_measure(*_: Any) -> Measurements:
     [
         (refuse_to_measure, "the dummy batches of vLLM's second model runner are not known"),
         (lambda *_: Measurements(), "no op was measured"),
+        (lambda *_: Measurements(left_out=[Shape(1, 8)]), "sizes. 45 s were too short for 1 more"),
     ],
-    ids=["cannot be measured", "nothing was measured"],
+    ids=["cannot be measured", "nothing was measured", "no time"],
 )
 def test_where_calibration_fails_serving_goes_on_without(
     measure: Any,
