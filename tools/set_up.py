@@ -7,8 +7,8 @@ changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend to
 `--ascend 0.23.0.post1` that release, and its vLLM from source without compiled code, as on an NPU's host. With
 `--vllm 0.32.0` it holds that version of vLLM's CPU build and the tests' tools. `tests/ascend/releases` and
 `tests/compat` have these releases' own pins, which replace those of `constraints.txt`. With `--cuda` it holds what the
-machine with the GPU has (`tools/gpu_kit/machine.txt`), torch for CUDA above all, and nothing else: this project and vLLM
-come with the GPU kit.
+machine with the GPU has (`tools/gpu_kit/machine.txt`), torch for CUDA above all, and nothing else: this project and
+vLLM come with the GPU kit.
 """
 
 from __future__ import annotations

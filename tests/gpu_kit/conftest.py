@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.gpu_kit import fake_gpu
 from tests.vllm_plugin.process_groups import destroy_groups, make_groups
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "VLLM_ASCEND_ENABLE_DBO": "1",
     "VLLM_PLUGINS": "dbo_runtime",
@@ -29,21 +22,13 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="session")
-def kit() -> Path:
-    """Return the folder of the kit, which is built unless it is up to date."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.gpu_kit.build"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert not done.returncode, done.stdout + done.stderr
-    return ROOT / ".gpu_kit"
-
-
-@pytest.fixture(scope="session")
 def cuda_build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let vLLM's CUDA build be imported from here on, and find an H100."""
     spec = find_spec("vllm")
     if spec is None or not (Path(str(spec.origin)).parent / "_C_stable_libtorch.abi3.so").is_file():
-        pytest.fail("there is no CUDA build of vLLM here: `make test-gpu-kit` has an environment with it", pytrace=False)
+        pytest.fail(
+            "there is no CUDA build of vLLM here: `make test-gpu-kit` has an environment with it", pytrace=False
+        )
     assert "vllm" not in sys.modules
     fake_gpu.load_libcuda(tmp_path_factory.mktemp("libcuda"))
     patcher = fake_gpu.Patcher()

@@ -67,9 +67,7 @@ PATCHES: Mapping[str, Callable[[Any], None]] = {
 class Patcher(importlib.abc.MetaPathFinder):
     """Patches modules as soon as they are imported, before what imports them looks at them."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in PATCHES:
             return None
         sys.meta_path.remove(self)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,8 +46,9 @@ class Builder:
     """The builder of a model's backend, as vLLM's runner has it."""
 
     def __init__(self, vllm_config: Any, patch: pytest.MonkeyPatch) -> None:
-        from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
         from vllm.v1.worker.utils import AttentionGroup
+
+        from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
 
         model = make_model(vllm_config)
         layer = next(module for module in model.modules() if hasattr(module, "get_attn_backend"))
@@ -89,12 +89,13 @@ def without_pinning(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_each_slice_of_a_mixed_batch_has_what_a_batch_of_its_own_has(builder: Builder, cuts: tuple[int, ...]) -> None:
+    from vllm.forward_context import ForwardContext
+
     from dbo_runtime.batch import Batch, slice_batch
     from dbo_runtime.decline import Decline
     from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
     from dbo_runtime.vllm_plugin.platforms.registry import get_platform
     from tests.vllm_plugin.context.test_splitter import make_common
-    from vllm.forward_context import ForwardContext
 
     common = make_common(QUERY_LENS, COMPUTED)
     context = ForwardContext(
@@ -110,6 +111,15 @@ def test_each_slice_of_a_mixed_batch_has_what_a_batch_of_its_own_has(builder: Bu
     for (first, last), part in zip(pairwise(edges), parts, strict=True):
         own = builder.build(make_own(common, first, last))
         assert as_plain(part.attn_metadata[builder.layer]) == as_plain(own)
+
+
+def test_another_slice_has_something_else(builder: Builder) -> None:
+    from tests.vllm_plugin.context.test_splitter import make_common
+
+    common = make_common(QUERY_LENS, COMPUTED)
+    slices = [(2, 7), (2, 8), (3, 7), (3, 8)]
+    built = [as_plain(builder.build(make_own(common, *edges))) for edges in slices]
+    assert all(one != other for number, one in enumerate(built) for other in built[:number])
 
 
 def make_own(common: Any, first: int, last: int) -> Any:

@@ -12,7 +12,17 @@ pytestmark = [pytest.mark.cuda_build, pytest.mark.usefixtures("world")]
 
 BACKENDS = {"llama": "FLASH_ATTN", "deepseek": "FLASH_ATTN_MLA"}
 ATTENTION = ["attn_norm", "attention", "attn_reduce (comm)", "mlp_norm"]
-LATENT = ["attn_norm", "slots", "latent", "keys (side)", "queries", "attention", "attn_out", "attn_reduce (comm)", "mlp_norm"]
+LATENT = [
+    "attn_norm",
+    "slots",
+    "latent",
+    "keys (side)",
+    "queries",
+    "attention",
+    "attn_out",
+    "attn_reduce (comm)",
+    "mlp_norm",
+]
 MLP = ["mlp", "mlp_reduce (comm)"]
 MOE = ["moe", "mlp_reduce (comm)"]
 LAYERS = {
@@ -35,7 +45,9 @@ def test_a_model_is_recorded_with_and_without_the_side_lane(name: str, has_side:
     vllm_config = configure(make_folder(name, tmp_path))
     model, platform = make_model(vllm_config), get_platform()
     assert platform.name == "cuda"
-    backends = {module.get_attn_backend().get_name() for module in model.modules() if hasattr(module, "get_attn_backend")}
+    backends = {
+        module.get_attn_backend().get_name() for module in model.modules() if hasattr(module, "get_attn_backend")
+    }
     assert backends == {BACKENDS[name]}
     adapter = find_adapter(vllm_config.model_config.architecture)
     assert adapter is not None
@@ -45,9 +57,7 @@ def test_a_model_is_recorded_with_and_without_the_side_lane(name: str, has_side:
     collectives = ModelCollectives(platform, groups.tensor_parallel, groups.data_parallel)
     program = record_program(adapter, model, collectives, has_side)
     assert isinstance(program, Program), program
-    named = [
-        (op.layer, op.name if op.lane == COMPUTE else f"{op.name} ({op.lane})") for op in program.ops
-    ]
+    named = [(op.layer, op.name if op.lane == COMPUTE else f"{op.name} ({op.lane})") for op in program.ops]
     layers = [[op for layer, op in named if layer == number] for number in range(len(LAYERS[name, has_side]))]
     assert layers == LAYERS[name, has_side]
     assert [op for layer, op in named if layer is None] == ["final_norm"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -55,7 +56,8 @@ def expect(files: list[Source]) -> list[bytes] | None:
     smallest = min(foreign, key=len, default=b"")
     expected = [b"".join(code.encode() for code in codes) or smallest for codes in own]
     fit = all(
-        0 < len(code) <= sum(len(code.encode()) for code in file.codes) for code, file in zip(expected, files, strict=True)
+        0 < len(code) <= sum(len(code.encode()) for code in file.codes)
+        for code, file in zip(expected, files, strict=True)
     )
     return expected if any(own) and fit else None
 
@@ -136,7 +138,10 @@ WRONG = {
     "sections that are cut off": (make(Source((HOPPER,)))[:-40], "in the middle of a header"),
     "no code for sm_90": (make(Source((AMPERE,))), r"none of its 1 containers has a cubin for sm_90, only for \[80\]"),
     "PTX for sm_90 only": (make(Source((AMPERE, Code(PTX, 90, bytes(8))))), r"only for \[80, 90\]"),
-    "no room": (make(Source((HOPPER, AMPERE)), Source((Code(PTX, 80, bytes(8)),))), "has no room for a cubin of 88 bytes"),
+    "no room": (
+        make(Source((HOPPER, AMPERE)), Source((Code(PTX, 80, bytes(8)),))),
+        "has no room for a cubin of 88 bytes",
+    ),
     "no magic": (damage(0, b"what"), "neither a container nor padding at byte 64"),
     "a container without an end": (damage(8, b"\xff\xff\xff"), f"the container at byte 64 ends outside of {SECTION}"),
     "a container without a header": (damage(6, b"\0\0"), "the container at byte 64 ends outside of"),
@@ -160,7 +165,5 @@ def test_no_damage_has_another_outcome_than_a_library_of_the_same_size_or_a_refu
         at = data.draw(st.integers(0, len(library) - 1))
         library[at] = data.draw(st.integers(0, 255))
     cut = bytes(library[: data.draw(st.sampled_from((len(library), len(library) // 2, 70)))])
-    try:
+    with suppress(SlimError):
         assert len(slim(cut).content) == len(cut)
-    except SlimError as error:
-        assert str(error)

@@ -1,13 +1,13 @@
 """Keep one architecture's GPU code of a CUDA library, and zero the rest, so that the library packs small.
 
-The section `.nv_fatbin` is a row of containers, one for each source file; a container is a row of entries, each of which
-is a cubin or PTX for one architecture. The CUDA runtime is given containers by address, takes the entry that fits the
-GPU, and looks at no other. So entries for the architecture move to the front of their container, and the container's
-size is set anew: that is what nvcc makes for this architecture alone. Everything else stays in its place.
+The section `.nv_fatbin` is a row of containers, one for each source file; a container is a row of entries, each of
+which is a cubin or PTX for one architecture. The CUDA runtime is given containers by address, takes the entry that fits
+the GPU, and looks at no other. So entries for the architecture move to the front of their container, and the
+container's size is set anew: that is what nvcc makes for this architecture alone. All else stays in its place.
 
 A container without such an entry gets the library's smallest cubin for a foreign architecture: cuobjdump reads no
-container that starts with zeros, and whether CUDA accepts an empty one is not known. Its kernels fail as on any GPU that
-they were not built for ("no kernel image is available"), and only when they are called.
+container that starts with zeros, and whether CUDA accepts an empty one is not known. Its kernels fail as on any GPU
+that they were not built for ("no kernel image is available"), and only when they are called.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def slim(content: bytes, architecture: int = 90) -> Slimmed:
     kept = [[entry for entry in each.entries if is_code_for(entry, architecture)] for each in containers]
     if not any(kept):
         others = sorted({entry.architecture for each in containers for entry in each.entries})
-        raise SlimError(f"none of its {len(containers)} containers has a cubin for sm_{architecture}, only for {others}")
+        raise SlimError(
+            f"none of its {len(containers)} containers has a cubin for sm_{architecture}, only for {others}"
+        )
     foreign = find_foreign(containers, architecture)
     slimmed = bytearray(content)
     for container, entries in zip(containers, kept, strict=True):

@@ -1,7 +1,7 @@
-"""Unpack the GPU kit where it is to be used: `python3 -m tools.gpu_kit.unpack FOLDER`, FOLDER then first on PYTHONPATH.
+"""Unpack the GPU kit where it is to be used: `python3 -m tools.gpu_kit.unpack FOLDER`.
 
-The checkout belongs on PYTHONPATH, too: this project runs from the working tree. `dbo_models`, which is the tree's folder
-`models`, is linked into the folder. A folder that has the same kit already is left as it is.
+It prints what PYTHONPATH needs: the folder, and the checkout, because this project runs from the working tree. The
+tree's folder `models`, which is imported as `dbo_models`, is linked. A folder that has this kit is left as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tarfile
 from pathlib import Path
 
 from .build import CONTENTS, ROOT, SITE
-from .wheels import PYTHON, KitError
+from .wheels import KitError
 
 
 def main() -> int:
@@ -42,18 +42,24 @@ def unpack(kit: Path, folder: Path) -> None:
     if not (kit / CONTENTS).is_file():
         raise KitError(f"{kit} is no kit: `make gpu-kit` builds one, where there is a package index")
     contents, kept = (kit / CONTENTS).read_bytes(), folder / CONTENTS
-    if not kept.is_file() or kept.read_bytes() != contents:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            with tarfile.open(kit / SITE) as archive:
-                archive.extractall(folder, filter="data")
-        except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
-            raise KitError(f"{kit / SITE} cannot be unpacked into {folder}: {error}") from error
-        (folder / "dbo_models").symlink_to(ROOT / "models")
-        for distribution in kit.glob("*.dist-info"):
-            shutil.copytree(distribution, folder / distribution.name)
-        kept.write_bytes(contents)  # last, so that what was interrupted is done again
+    if kept.is_file() and kept.read_bytes() == contents:
+        return
+    if folder.exists() and any(folder.iterdir()) and not kept.is_file():
+        raise KitError(f"{folder} has no kit and is not empty: name another folder")
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        with tarfile.open(kit / SITE) as archive:
+            archive.extractall(new, filter="data")
+    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+        raise KitError(f"{kit / SITE} cannot be unpacked into {new}: {error}") from error
+    (new / "dbo_models").symlink_to(ROOT / "models")
+    for distribution in kit.glob("*.dist-info"):
+        shutil.copytree(distribution, new / distribution.name)
+    (new / CONTENTS).write_bytes(contents)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
 
 
 if __name__ == "__main__":

@@ -72,15 +72,15 @@ def download(pins: Sequence[str], folder: Path) -> None:
     tags = [f"--platform={platform}" for platform in PLATFORMS] + [f"--abi={abi}" for abi in ABIS]
     tags += [f"--python-version={PYTHON}", "--implementation=cp"]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", *tags]
-    command += ["--disable-pip-version-check", "--dest", str(folder), *pins]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder), *pins]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if not done.returncode:
         return
     errors = [line[7:] for line in done.stdout.splitlines() if line.startswith("ERROR: ")]
     if errors and errors[-1].startswith("No matching distribution found for "):
         raise KitError(
-            f"pip finds no wheel of {errors[-1].split()[-1]} for CPython {PYTHON} on Linux, x86-64: see that it reaches "
-            "its package index, or correct tools/gpu_kit/pins.txt"
+            f"pip finds no wheel of {errors[-1].split()[-1]} for CPython {PYTHON} on Linux, x86-64: see that it "
+            "reaches its package index, or correct tools/gpu_kit/pins.txt"
         )
     raise KitError(f"pip download fails: {errors[-1] if errors else done.stdout[-500:].strip() or 'no reason given'}")
 
