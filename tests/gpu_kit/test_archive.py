@@ -39,6 +39,7 @@ CUBINS = {  # library -> cubins for sm_90 and sm_90a
     "vllm/_moe_C_stable_libtorch.abi3.so": 7,
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": 192,
 }
+WHOLE = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"  # has code for no other architecture
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_every_file_of_the_wheels_is_there_unchanged_but_for_libraries_with_gpu_
     left_out = {path for path in files if path.startswith(LEFT_OUT)}
     assert there.keys() == files.keys() - left_out
     changed = {name for name, path in there.items() if hashlib.sha256(path.read_bytes()).digest() != files[name]}
-    assert changed == CODE.keys()
+    assert changed == CODE.keys() - {WHOLE}
 
 
 def test_what_is_not_used_there_is_left_out(packed: Path) -> None:
