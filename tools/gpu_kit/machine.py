@@ -62,13 +62,14 @@ def ask_device(device: str) -> dict[str, Any]:
         return {"chip": "stand-in for CANN", "problem": error}
     total = torch.ones(8, device=device).sum().item()
     assert total == 8, f"eight ones are {total} there"
+    nccl: Any = torch.cuda.nccl
     properties = torch.cuda.get_device_properties(0)
     return {
         "chip": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "bytes": properties.total_memory,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl.version())),
     }
 
 

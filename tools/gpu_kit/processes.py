@@ -79,7 +79,7 @@ def run_process(
             break
         time.sleep(POLL_SECONDS)
     end_group(process)
-    end_marked(mark)
+    end_strays(process.pid, mark)
     status = process.wait()
     if reason is None and status < 0:
         reason = f"ended by signal {-status} ({signal.Signals(-status).name})"
@@ -97,19 +97,24 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     _send(process.pid, signal.SIGKILL)
 
 
-def end_marked(mark: str) -> None:
+def end_strays(session: int, mark: str) -> None:
     """End the processes that a job has started and that left its group."""
-    for pid in find_marked(mark):
+    for pid in find_strays(session, mark):
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
-def find_marked(mark: str) -> Iterator[int]:
-    """Yield the processes that inherited a mark, where there is /proc."""
+def find_strays(session: int, mark: str) -> Iterator[int]:
+    """Yield the processes of a session, and those that inherited a mark, where there is /proc.
+
+    Either alone would miss some: a daemon leaves the session, and a process that names itself, as vLLM's workers do,
+    writes that name over its variables.
+    """
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+        with suppress(OSError, ValueError):
+            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(after_name[3]) == session or wanted in (folder / "environ").read_bytes().split(b"\0"):
                 yield int(folder.name)
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -42,6 +42,7 @@ class Runner:
         at_once: processes that run side by side, at most.
         source: names the sources that are run.
         patience: times the limit that a job has on a GPU.
+        make_words: returns the command of a job, given where it writes its result, and the device.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Runner:
         at_once: int,
         source: str = "",
         patience: float = 1.0,
+        make_words: Callable[[Job, Path, str], list[str]] | None = None,
     ) -> None:
         self.stop = threading.Event()
         self._record = record
@@ -61,6 +63,7 @@ class Runner:
         self._room = threading.Semaphore(at_once)
         self._source = source
         self._patience = patience
+        self._make_words = make_words or call_module
 
     def run(self, parts: Sequence[Part]) -> bool:
         """Run parts; return whether all of them went well."""
@@ -96,13 +99,13 @@ class Runner:
             self._record.note_job(part.name, job.name, outcome)
             return True
         with self._room:
-            limit = min(job.limit * self._patience, self._count_left())
-            if limit < LEAST_SECONDS or self.stop.is_set():
+            left = self._count_left()
+            if left < LEAST_SECONDS or self.stop.is_set():
                 return self._leave_out(part, job, "no time left" if not self.stop.is_set() else "the run was ended")
             result, log = self._record.get_paths(part.name, job.name)
             result.unlink(missing_ok=True)
-            module, *more = job.words
-            words = [sys.executable, "-m", f"tools.gpu_kit.parts.{module}", str(result), self._device, *more]
+            limit = min(job.limit * self._patience, left)
+            words = self._make_words(job, result, self._device)
             environment = {**os.environ, "GPU_KIT_KEEP": str(self._record.keep), **job.environment}
             ending = run_process(words, environment, log, limit, self.stop)
         outcome = read_outcome(ending, result, log)
@@ -125,6 +128,12 @@ class Runner:
     def _describe(self, part: Part) -> str:
         failed = self._record.parts.get(part.name, {}).get("failed")
         return "FAILED" if failed else "went well"
+
+
+def call_module(job: Job, result: Path, device: str) -> list[str]:
+    """Return the command that runs a job's module."""
+    module, *more = job.words
+    return [sys.executable, "-m", f"tools.gpu_kit.parts.{module}", str(result), device, *more]
 
 
 def group_parts(parts: Sequence[Part]) -> Iterator[list[Part]]:
