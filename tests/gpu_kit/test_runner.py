@@ -28,7 +28,7 @@ LIMIT = 30.0
 
 def make_part(name: str, *words: str, limit: float = LIMIT, is_timed: bool = True) -> Part:
     """Return a part of one job."""
-    return Part(name, ((Job(name, limit, words),),), is_timed)
+    return Part(name, ((Job(name, limit, words),),), is_timed=is_timed)
 
 
 def call_fake(job: Job, result: Path, device: str) -> list[str]:

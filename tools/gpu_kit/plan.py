@@ -10,7 +10,8 @@ DEVICES = ("cuda", "cpu", "npu")
 
 NO_VLLM = "the stand-in's environment has no vLLM"
 NO_GRAPHS = "vLLM's CPU build captures no graphs"
-NO_SECOND = "vLLM's second model runner needs a GPU"
+NO_SECOND = "vLLM's second model runner needs Triton, which has no CPU"
+NO_PRIORITIES = "only CUDA's streams have priorities"
 NO_KERNELS = "these kernels need a GPU"
 
 
@@ -40,11 +41,13 @@ class Part:
     Attributes:
         name: of the part.
         waves: jobs that run side by side; a wave starts when the one before has ended, and if that went well.
+        shows: what it proves or measures, for the page.
         is_timed: whether it measures times, so that nothing else may run beside it.
     """
 
     name: str
     waves: tuple[tuple[Job, ...], ...]
+    shows: str = ""
     is_timed: bool = True
 
     @property
@@ -83,11 +86,6 @@ def _keep_job(before: Part | None, part: Part, name: str) -> Part:
     return replace(part, waves=tuple(wave for wave in waves if wave))
 
 
-def make_alone(name: str, limit: float, *words: str, is_timed: bool = True, **absent: str) -> Part:
-    """Return a part of one job that has its name."""
-    return Part(name, ((Job(name, limit, (name, *words), absent=absent),),), is_timed)
-
-
 def make_engine(name: str, model: str, *options: str, limit: float = 170, cpu: str = "", **variables: str) -> Job:
     """Return an engine whose split answers are compared with unsplit ones; *cpu* says why the CPU has none."""
     absent = {"npu": NO_VLLM, **({"cpu": cpu} if cpu else {})}
@@ -95,6 +93,27 @@ def make_engine(name: str, model: str, *options: str, limit: float = 170, cpu: s
     return Job(name, limit, ("equal", model, *options), environment, absent)
 
 
+LINK = {"GPU_KIT_PROVEN": "1", "GPU_KIT_LINK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+PROVEN = {"GPU_KIT_PROVEN": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+VLLM = {"npu": NO_VLLM}
+SUITES = ("contract", "streams", "races", "graphs")
+
+SMOKE = Part(
+    "smoke",
+    ((Job("smoke", 90, ("smoke",)),),),
+    "Programs, packages and rates of the machine; vLLM's kernels, whose libraries the kit cuts to one architecture, "
+    "against torch.",
+)
+CORE = Part(
+    "core",
+    (
+        (Job("measured", 70, ("core",)),),
+        tuple(Job(name, 100, ("suite", f"tests/devices/test_{name}.py")) for name in SUITES),
+    ),
+    "Schedules on real streams against a plain loop, bit by bit; overlap against its bound at four ratios of "
+    "communication to computation; what the host needs for an instruction; replays of a captured schedule; the tests "
+    "of devices.",
+)
 EQUAL = Part(
     "equal",
     (
@@ -102,54 +121,64 @@ EQUAL = Part(
             make_engine("llama", "llama", "--check"),
             make_engine("mla", "deepseek", "--check"),
             make_engine("mla-triton", "deepseek", "attention_backend=TRITON_MLA", cpu=NO_KERNELS),
-            make_engine("llama-exact", "llama", "--exact", VLLM_BATCH_INVARIANT="1", cpu=NO_KERNELS),
-            make_engine("mla-exact", "deepseek", "--exact", VLLM_BATCH_INVARIANT="1", cpu=NO_KERNELS),
-            make_engine("llama-graphs", "llama", "enforce_eager=false", "--graphs", cpu=NO_GRAPHS),
+            make_engine("llama-exact", "llama", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
+            make_engine("mla-exact", "deepseek", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
+            make_engine("llama-graphs", "llama", "enforce_eager=false", cpu=NO_GRAPHS),
             make_engine("llama-second", "llama", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
             make_engine("mla-second", "deepseek", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
         ),
     ),
+    "Split answers of vLLM against unsplit ones, cut between and inside requests, under `DBO_CHECK=1` and `races`; to "
+    "the bit where vLLM's kernels take no notice of the batch.",
     is_timed=False,
 )
-LINK = {"GPU_KIT_PROVEN": "1", "GPU_KIT_LINK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-PARTS = (
-    make_alone("smoke", 90),
-    Part(
-        "core",
+FREES = Part(
+    "frees",
+    ((Job("frees", 100, ("frees",)),),),
+    "Whether memory of one stream is freed while another reads it, by compute-sanitizer on CUDA's own allocator.",
+    is_timed=False,
+)
+TRACE = Part(
+    "trace",
+    ((Job("trace", 120, ("trace",), LINK, VLLM),),),
+    "A profile of a split step, read by `dbo trace`.",
+    is_timed=False,
+)
+LINKED = Part(
+    "link",
+    (
+        (Job("8 layers of 4096", 90, ("link", "wide"), LINK, VLLM),),
+        (Job("61 layers of 2048", 90, ("link", "deep"), LINK, VLLM),),
+    ),
+    "Prefill of vLLM with a link of copies in place of all-reduces: unsplit, split in turn, split and overlapped.",
+)
+TWO_RANKS = Part(
+    "two-ranks",
+    (
+        (Job("pair", 60, ("pair",), absent={"npu": "its collectives have tests of their own"}),),
+        (Job("equal", 140, ("two_ranks", "equal"), PROVEN, VLLM),),
+        (Job("halves", 140, ("two_ranks", "halves"), PROVEN, VLLM),),
+    ),
+    "vLLM with two tensor parallel ranks on one GPU over NCCL: answers; and times if MPS gives each half of it.",
+)
+PRIORITY = Part(
+    "priority",
+    (
         (
-            (Job("measured", 70, ("core",)),),
-            tuple(
-                Job(name, 100, ("suite", f"tests/devices/test_{name}.py"))
-                for name in ("contract", "streams", "races", "graphs")
+            Job(
+                "priority",
+                40,
+                ("priority",),
+                absent=dict.fromkeys(("cpu", "npu"), NO_PRIORITIES),
             ),
         ),
     ),
-    EQUAL,
-    Part(
-        "frees",
-        ((Job("frees", 100, ("frees",)),),),
-        is_timed=False,
-    ),
-    Part(
-        "trace",
-        ((Job("trace", 120, ("trace",), LINK, {"npu": NO_VLLM}),),),
-        is_timed=False,
-    ),
-    Part(
-        "link",
-        (
-            (Job("8 layers of 4096", 90, ("link", "wide"), LINK, {"npu": NO_VLLM}),),
-            (Job("61 layers of 2048", 90, ("link", "deep"), LINK, {"npu": NO_VLLM}),),
-        ),
-    ),
-    Part(
-        "two-ranks",
-        (
-            (Job("pair", 60, ("pair",), absent={"npu": "its collectives have tests of their own"}),),
-            (Job("equal", 140, ("two_ranks", "equal"), {"GPU_KIT_PROVEN": "1"}, {"npu": NO_VLLM}),),
-            (Job("halves", 140, ("two_ranks", "halves"), {"GPU_KIT_PROVEN": "1"}, {"npu": NO_VLLM}),),
-        ),
-    ),
-    make_alone("priority", 40),
-    Part("auto", ((Job("auto", 110, ("auto",), LINK, {"npu": NO_VLLM}),),)),
+    "Whether products starve what communicates, on streams of both priorities.",
 )
+AUTO = Part(
+    "auto",
+    ((Job("auto", 110, ("auto",), LINK, VLLM),),),
+    "Calibration with the link; predicted against measured steps; whether `auto` chooses the faster way.",
+)
+PARTS = (SMOKE, CORE, EQUAL, FREES, TRACE, LINKED, TWO_RANKS, PRIORITY, AUTO)
+"""In order of importance."""

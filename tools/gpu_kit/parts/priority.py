@@ -18,7 +18,7 @@ from dbo_runtime.policies import alternate, sequential
 
 from .core import milliseconds
 from .decoder import SIZES, Decoder
-from .findings import Findings, run_part, say_absent
+from .findings import Findings, run_part
 
 PRIORITIES = (0, -1)  # the default, and the higher one
 SIDE, PRODUCTS = 8192, 20
@@ -29,9 +29,7 @@ CUDA: Any = torch.cuda
 
 def run(findings: Findings, device: str, _: list[str]) -> None:
     """Measure alone, beside products, and in a schedule."""
-    if device != "cuda":
-        findings.note("priority", say_absent("only CUDA's streams have priorities"))
-        return
+    assert device == "cuda"
     findings.attempt("a kernel beside products", lambda: compare_priorities(make_kernel()))
     findings.attempt("a copy to the host beside products", lambda: compare_priorities(make_copy()))
     findings.attempt("a schedule", measure_schedules)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dbo_runtime.devices import open_device
+
 from ..plan import NO_VLLM
 from .decoder import open_standin
 from .findings import Findings, run_part, say_absent
@@ -36,6 +38,7 @@ TIMES = 10
 def run(findings: Findings, device: str, _: list[str]) -> None:
     """Look at everything that later parts rely on."""
     open_standin(device)
+    open_device(device)  # which loads torch_npu
     findings.attempt("programs", find_programs)
     findings.attempt("packages", find_packages)
     findings.attempt("card", ask_card if device == "cuda" else lambda: say_absent("nvidia-smi asks GPUs"))
