@@ -23,8 +23,8 @@ REHEARSED = """A rehearsal runs the same programs with small sizes: on vLLM's CP
 (`python -m tools.gpu_kit.rehearse`), and on the real torch_npu over the stand-in for CANN (`--device npu`). Within a
 part, what needs a GPU says so in its results: FlashAttention 3 and fused experts, compute-sanitizer, MPS.
 """
-SHARED = """What is compared is compared over NCCL. Both ranks share one GPU, so times are not those of two; a gain is told
-only where MPS gives each of them half of the multiprocessors.
+SHARED = """What is compared is compared over NCCL. Both ranks share one GPU, so times are not those of two; a gain is
+told only where MPS gives each of them half of the multiprocessors.
 """
 COMMAND = "bash tools/gpu_kit/run.sh .gpu_kit"
 MISSING = "-"

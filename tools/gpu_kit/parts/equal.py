@@ -89,7 +89,9 @@ class Comparison:
         self._findings.note(f"split {name}", outcome)
         if not is_equal:
             what = (
-                f"differs by {difference.largest:.3g}, {difference.others} other tokens" if steps else "splits nothing"
+                f"differs by {difference.largest:.3g}, {difference.others} other tokens"
+                if steps
+                else "no step was split"
             )
             self._findings.fail(f"{name}: {what}")
 
