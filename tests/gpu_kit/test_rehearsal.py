@@ -110,7 +110,7 @@ def _check_devices(parts: dict[str, Any]) -> None:
     assert all(share["gain"] > 0 and share["us an instruction"] > 0 for share in shares)
     assert all(rate > 0 for rate in parts["smoke"]["rates"].values())
     assert parts["frees"]["schedules"]["exit"] == 0
-    assert parts["frees"]["fault"].startswith(NOT_HERE)
+    assert parts["frees"]["fault"]["watched by"].startswith(NOT_HERE)
 
 
 def _check_equal(engine: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ DEVICES = ("cuda", "cpu", "npu")
 """The GPU, and where the kit is rehearsed: vLLM's CPU build, and the stand-in for CANN."""
 
 NO_VLLM = "the stand-in's environment has no vLLM"
+FEW_GRAPHS = 'compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]}'
 NO_GRAPHS = "vLLM's CPU build captures no graphs"
 NO_SECOND = "vLLM's second model runner needs Triton, which has no CPU"
 NO_PRIORITIES = "only CUDA's streams have priorities"
@@ -123,7 +124,7 @@ EQUAL = Part(
             make_engine("mla-triton", "deepseek", "attention_backend=TRITON_MLA", cpu=NO_KERNELS),
             make_engine("llama-exact", "llama", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
             make_engine("mla-exact", "deepseek", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
-            make_engine("llama-graphs", "llama", "enforce_eager=false", cpu=NO_GRAPHS),
+            make_engine("llama-graphs", "llama", "enforce_eager=false", FEW_GRAPHS, cpu=NO_GRAPHS),
             make_engine("llama-second", "llama", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
             make_engine("mla-second", "deepseek", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
         ),
@@ -134,7 +135,7 @@ EQUAL = Part(
 )
 FREES = Part(
     "frees",
-    ((Job("frees", 100, ("frees",)),),),
+    (tuple(Job(what, 120, ("frees", what)) for what in ("schedules", "fault")),),
     "Whether memory of one stream is freed while another reads it, by compute-sanitizer on CUDA's own allocator.",
     is_timed=False,
 )

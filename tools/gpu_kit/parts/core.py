@@ -18,12 +18,13 @@ from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.policies import alternate, get_policy, sequential
 
+from ..machine import get_scale
 from .decoder import MICRO_BATCHES, SIZES, Decoder
 from .findings import Findings, run_part, say_absent
 
 SHARES = (0.25, 0.5, 1.0, 2.0)  # of the time of computation, that communication takes
 POLICIES = (("sequential", 1), ("alternate", 1), ("staggered", 1), ("staggered", 2))
-ROUNDS = {"cuda": 15, "cpu": 3, "npu": 3}
+ROUNDS = {"chip": 15, "cpu": 3, "npu": 3}
 MOST_ELEMENTS = 8  # times those of a tensor, that a reduce sends
 CAPTURING = ("cuda", "npu")
 
@@ -43,9 +44,9 @@ class Core:
     """A decoder on a device, and what is asked of it."""
 
     def __init__(self, device: str) -> None:
-        self.decoder = Decoder(device, SIZES[device])
+        self.decoder = Decoder(device, SIZES[get_scale(device)])
         self._name = device
-        self._rounds = ROUNDS[device]
+        self._rounds = ROUNDS[get_scale(device)]
         self._sized: tuple[float, float] | None = None
 
     def compare(self) -> dict[str, bool]:

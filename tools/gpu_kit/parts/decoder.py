@@ -23,6 +23,8 @@ from dbo_runtime.lowering import lower
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.validate import validate
 
+from ..machine import get_scale
+
 MICRO_BATCHES = 2
 REDUCES = 2  # of a layer
 
@@ -36,8 +38,8 @@ class Size:
     layers: int
 
 
-SIZES = {"cuda": Size(4096, 4096, 8), "cpu": Size(64, 64, 2), "npu": Size(32, 32, 2)}
-SMALL = {"cuda": Size(256, 256, 3), "cpu": Size(32, 32, 2), "npu": Size(32, 32, 2)}
+SIZES = {"chip": Size(4096, 4096, 8), "cpu": Size(64, 64, 2), "npu": Size(32, 32, 2)}
+SMALL = {"chip": Size(256, 256, 3), "cpu": Size(32, 32, 2), "npu": Size(32, 32, 2)}
 
 
 class Decoder:
@@ -56,7 +58,7 @@ class Decoder:
         self.size = size
         self.device: Any = open_device(name)
         self.elements = 0
-        kind = torch.bfloat16 if name == "cuda" else torch.float32
+        kind = torch.bfloat16 if get_scale(name) == "chip" else torch.float32
         generator = torch.Generator().manual_seed(0)
 
         def make(*shape: int) -> torch.Tensor:

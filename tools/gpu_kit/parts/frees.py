@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,14 @@ import torch
 
 from dbo_runtime.policies import alternate, get_policy
 
+from ..machine import get_scale
 from .decoder import SMALL, Decoder
 from .findings import Findings, run_part, say_absent
 from .smoke import find_program
 
 SANITIZER = "compute-sanitizer"
 SEEN = 9  # the exit status when it has found something
+EXPECTED = {"schedules": 0, "fault": SEEN}
 OPTIONS = ("--tool", "memcheck", "--track-stream-ordered-races", "all", "--error-exitcode", str(SEEN))
 ALLOCATOR = "backend:cudaMallocAsync"
 TAIL = 12  # lines of its report
@@ -33,41 +34,39 @@ BUSY_CYCLES = 200_000_000  # for which a reader waits, so that it reads after th
 
 
 def run(findings: Findings, device: str, words: list[str]) -> None:
-    """Run schedules as they are, then the planted fault, each under the sanitizer where there is one."""
-    if words:
-        {"schedules": run_schedules, "fault": plant_fault}[words[0]](findings, device)
+    """Run schedules as they are, or the planted fault, under the sanitizer where there is one."""
+    what, *more = words
+    if more:
+        {"schedules": run_schedules, "fault": plant_fault}[what](findings, device)
         return
     program = find_program(SANITIZER) if device == "cuda" else None
-    for what, expected in (("schedules", 0), ("fault", SEEN)):
-        if what == "fault" and program is None:
-            reason = f"{SANITIZER} is not installed" if device == "cuda" else f"{SANITIZER} needs CUDA"
-            findings.note(what, say_absent(reason))
-            continue
-        findings.attempt(what, partial(check, program, device, what, expected))
+    if what == "fault" and program is None:
+        reason = f"{SANITIZER} is not installed" if device == "cuda" else f"{SANITIZER} needs CUDA"
+        findings.note("watched by", say_absent(reason))
+        return
+    findings.note("watched by", SANITIZER if program is not None else "nothing")
+    watch(findings, program, device, what)
 
 
-def check(program: str | None, device: str, what: str, expected: int) -> dict[str, object]:
-    """Run this file as another process, under the sanitizer if there is one.
-
-    Raises:
-        AssertionError: if it ends in another way than expected.
-    """
+def watch(findings: Findings, program: str | None, device: str, what: str) -> None:
+    """Run this file as another process, under the sanitizer if there is one; it must end as expected."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "tools.gpu_kit.parts.frees", str(Path(folder) / "frees.json"), device, what]
+        words = [sys.executable, "-m", __spec__.name, str(Path(folder) / "frees.json"), device, what, "watched"]
         watched = words if program is None else [program, *OPTIONS, *words]
         allocator = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR} if device == "cuda" else {}
         done = subprocess.run(watched, env={**os.environ, **allocator}, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr)
     report = [line for line in done.stdout.splitlines() if line.startswith("=")][-TAIL:]
-    said = report or done.stderr.strip().splitlines()[-1:]
-    assert done.returncode == expected, f"{what} ended with {done.returncode}, not {expected}: {said}"
-    watcher = SANITIZER if program is not None else "nothing watched"
-    return {"exit": done.returncode, "watched by": watcher, "report": report}
+    findings.note("report", report)
+    findings.note("exit", done.returncode)
+    if done.returncode != EXPECTED[what]:
+        said = (report or done.stderr.strip().splitlines())[-1:]
+        findings.fail(f"it ended with {done.returncode}, not {EXPECTED[what]}: {' '.join(said)}")
 
 
 def run_schedules(findings: Findings, device: str) -> None:
     """Run several orders of a small decoder a few times, and compare them with the plain loop."""
-    decoder = Decoder(device, SMALL[device])
+    decoder = Decoder(device, SMALL[get_scale(device)])
     decoder.elements = decoder.all_elements
     expected = decoder.compute_in_turn()
     for policy in (alternate, get_policy("staggered", 1)):

@@ -103,7 +103,7 @@ def measure_schedules() -> dict[str, Any]:
     """Return what overlap gains in a schedule whose lanes have streams of each priority, its first lane excepted."""
     found = {}
     for priority in PRIORITIES:
-        decoder = Decoder("cuda", SIZES["cuda"])
+        decoder = Decoder("cuda", SIZES["chip"])
         decoder.elements = decoder.all_elements
         make_stream = functools.partial(CUDA.Stream, priority=priority)
         decoder.device.draw_stream = lambda _, make_stream=make_stream: make_stream()

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from dbo_runtime.devices import open_device
 
+from ..machine import get_scale
 from ..plan import NO_VLLM
 from .decoder import open_standin
 from .findings import Findings, run_part, say_absent
@@ -30,8 +32,8 @@ PACKAGES = (
 )  # fmt: skip
 QUERY = "name,driver_version,memory.total,compute_mode,pcie.link.gen.current,pcie.link.width.current"
 PLUGINS = "vllm.general_plugins"
-SIDE = {"cuda": 8192, "cpu": 256, "npu": 64}  # of the square matrices that are multiplied
-COPIED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20, "npu": 1 << 16}
+SIDE = {"chip": 8192, "cpu": 256, "npu": 64}  # of the square matrices that are multiplied
+COPIED_BYTES = {"chip": 256 << 20, "cpu": 1 << 20, "npu": 1 << 16}
 TIMES = 10
 
 
@@ -40,7 +42,7 @@ def run(findings: Findings, device: str, _: list[str]) -> None:
     open_standin(device)
     open_device(device)  # which loads torch_npu
     findings.attempt("programs", find_programs)
-    findings.attempt("packages", find_packages)
+    findings.attempt("packages", partial(find_packages, device))
     findings.attempt("card", ask_card if device == "cuda" else lambda: say_absent("nvidia-smi asks GPUs"))
     findings.attempt("rates", lambda: measure_rates(device))
     if device == "npu":
@@ -65,16 +67,17 @@ def find_programs() -> dict[str, str | None]:
     return {name: find_program(name) for name in PROGRAMS}
 
 
-def find_packages() -> dict[str, Any]:
+def find_packages(device: str) -> dict[str, Any]:
     """Return versions of packages, and the plugins that vLLM will load.
 
     Raises:
-        AssertionError: if this project's plugin or the kit's is not among them.
+        AssertionError: if this project's plugin, or where vLLM is measured the kit's, is not among them.
     """
     versions = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in metadata.distributions()}
     found: dict[str, Any] = {name: versions.get(name) for name in PACKAGES}
     found["plugins"] = sorted({entry.name for entry in metadata.entry_points(group=PLUGINS)})
-    assert {"dbo_runtime", "gpu_kit"} <= set(found["plugins"]), f"vLLM would load {found['plugins']} only"
+    needed = {"dbo_runtime"} if device == "npu" else {"dbo_runtime", "gpu_kit"}
+    assert needed <= set(found["plugins"]), f"vLLM would load {found['plugins']} only"
     return found
 
 
@@ -88,7 +91,7 @@ def ask_card() -> str:
 
 def measure_rates(device: str) -> dict[str, float]:
     """Return how fast the device multiplies matrices, and copies to the host and back."""
-    side, size = SIDE[device], COPIED_BYTES[device]
+    side, size = SIDE[get_scale(device)], COPIED_BYTES[get_scale(device)]
     matrix = torch.randn(side, side).to(torch.float32 if device == "cpu" else torch.bfloat16).to(device)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device != "cpu")
     there = torch.empty(size, dtype=torch.uint8, device=device)
