@@ -157,7 +157,7 @@ def test_without_xz_python_unpacks(tmp_path: Path) -> None:
     kit = make_kit(tmp_path / "kit")
     programs = tmp_path / "programs"
     programs.mkdir()
-    for name in ("bash", "date", "mkdir", "rm", "cp", "ln", "touch", "tail"):
+    for name in ("bash", "date", "mkdir", "rm", "cp", "ln", "cmp", "tail"):
         found = subprocess.run(["bash", "-c", f"command -v {name}"], capture_output=True, text=True, check=True)
         (programs / name).symlink_to(found.stdout.strip())
     done = run_kit(kit, tmp_path, "nothing", PATH=str(programs), KIT_PYTHON=sys.executable)

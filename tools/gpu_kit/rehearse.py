@@ -66,6 +66,7 @@ def make_kit(folder: Path) -> Path:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(METADATA)
     (info / "entry_points.txt").write_text(ENTRY_POINT)
+    (folder / "contents.json").write_text('{"packages": {}}\n')
     readme = folder / "REHEARSAL"
     readme.write_text("No package is in here.\n")
     with tarfile.open(folder / "site.tar.xz", "w:xz") as archive:

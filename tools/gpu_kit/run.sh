@@ -13,20 +13,20 @@ export OUT=${OUT:-$KIT_WORK/out}
 python=${KIT_PYTHON:-python3} site=$KIT_WORK/site
 mkdir -p "$KIT_WORK" "$OUT" 2>/dev/null || fail "cannot make $KIT_WORK and $OUT: is the disk full?"
 
-if [ ! -e "$KIT_WORK/unpacked" ]; then
-    [ -f "$kit/site.tar.xz" ] || fail "there is no $kit/site.tar.xz: build the kit first"
+[ -f "$kit/site.tar.xz" ] && [ -f "$kit/contents.json" ] || fail "there is no kit in $kit: build the kit first"
+if ! cmp -s "$kit/contents.json" "$KIT_WORK/unpacked.json"; then  # another kit, or none
     rm -rf "$site" && mkdir -p "$site"
     if command -v xz > /dev/null; then
         said=$(tar -C "$site" -xJf "$kit/site.tar.xz" 2>&1)
     else  # slower
         said=$("$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="tar")' \
             "$kit/site.tar.xz" "$site" 2>&1)
-    fi || fail "cannot unpack the kit: $(echo "$said" | tail -n 1)"
+    fi || fail "cannot unpack the kit: $(echo "${said:-it cannot be read}" | tail -n 1)"
     for info in "$kit"/*.dist-info; do
         [ ! -d "$info" ] || cp -r "$info" "$site/" || fail "cannot copy $info"
     done
     ln -sfn "$PWD/models" "$site/dbo_models" || fail "cannot link the models"
-    touch "$KIT_WORK/unpacked" || fail "cannot write to $KIT_WORK"
+    cp "$kit/contents.json" "$KIT_WORK/unpacked.json" || fail "cannot write to $KIT_WORK"
     echo "gpu_kit: unpacked in $(($(date +%s) - KIT_BEGAN)) s" >&2
 fi
 
