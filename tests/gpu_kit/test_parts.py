@@ -170,6 +170,10 @@ def test_what_another_process_has_written_is_taken_over_with_its_failure(tmp_pat
     findings = Findings(path)
     findings.take_over("rank 0 ended with 1")
     assert findings.failed == ["the sum is wrong"]
+    path.unlink()
+    findings = Findings(path)
+    findings.take_over("no end after 45 s")
+    assert findings.failed == ["no end after 45 s, and no process of the part has written a result"]
 
 
 def start(code: str) -> subprocess.Popen[bytes]:

@@ -57,7 +57,8 @@ class Findings:
         try:
             content = json.loads(self.path.read_text())
         except (OSError, ValueError):
-            content = {"results": {}, "failed": "no process of the part has written a result"}
+            content = {"results": {}, "failed": None}
+            problem = f"{problem or 'all ended'}, and no process of the part has written a result"
         self._is_silent = False
         self.found |= content["results"]
         self.failed += [text for text in (content["failed"] or problem,) if text]

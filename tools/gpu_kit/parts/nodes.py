@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 POLL_SECONDS = 0.2
+PATIENCE = "KIT_PATIENCE"
 SHARED = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -39,8 +40,10 @@ def find_port() -> int:
 def wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> str | None:
     """Wait until the first process has ended, or any has failed; end the others. Return what went wrong, if anything.
 
-    The first reports; the others follow, and have nothing more to do when it has ended.
+    The first reports; the others follow, and have nothing more to do when it has ended. In a rehearsal all have more
+    time, as jobs do.
     """
+    seconds *= float(os.environ.get(PATIENCE, 1.0))
     deadline = time.monotonic() + seconds
     problem = None
     while processes[0].poll() is None and problem is None:

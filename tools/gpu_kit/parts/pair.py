@@ -48,7 +48,7 @@ def reduce(findings: Findings, device: str) -> None:
     """Reduce tensors of several sizes; check the sums, and measure; then with products beside it."""
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=5 * SECONDS))
     if dist.get_rank():
         findings.be_silent()
     findings.note("backend", BACKENDS[device])
