@@ -16,7 +16,8 @@ ASCEND_BIN := $(ASCEND_VENV)/bin
 COMPAT := $(VENV)-compat/$(VLLM)
 CUDA_BIN := $(VENV)-cuda/bin
 KIT_SITE := .gpu_kit_cache/site
-NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
+NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py \
+	tests/gpu_kit/test_rehearsal.py
 # Each process of pytest-xdist imports torch and vLLM by itself: more than eight gain nothing, however many cores there are.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # Files that start engines stay whole, for these are shared in a file. Engines have processes and memory of their own.
@@ -24,7 +25,7 @@ PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend setup-cuda gpu-kit demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow test-gpu-kit count-recipes test-upstream test-compat record-adapters test-slow test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
+	train test test-npu test-ascend test-ascend-slow test-gpu-kit count-recipes test-upstream gpu-kit-rehearsal hardware test-compat record-adapters test-slow test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -93,6 +94,15 @@ count-recipes: setup-ascend ## count which commands of vllm-ascend's tutorials w
 
 test-upstream: setup-ascend ## run vllm-ascend's own unit tests with overlap switched on and off, for docs/ascend.md (an hour)
 	$(ASCEND_BIN)/python -m tests.ascend.upstream_tests
+
+gpu-kit-rehearsal: setup ## run the kit for machines with a GPU without one: on vLLM's CPU build, and over the stand-in where it can be set up
+	$(BIN)/python -m tools.gpu_kit.rehearse --device cpu
+	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m tools.gpu_kit.rehearse --device npu; \
+	elif [ $(NPU) = required ]; then exit 1; \
+	else echo "gpu-kit-rehearsal: left out the stand-in: its environment cannot be made, see above"; fi
+
+hardware: setup ## store what a GPU has shown, RESULTS=results.json, and write docs/hardware.md and the list of evidence
+	$(BIN)/python -m tools.gpu_kit.page $(RESULTS)
 
 test-compat: ## run the suites that touch vLLM on another version, VLLM=0.32.0; `make docs` writes the outcome
 	@$(PYTHON) tools/set_up.py --vllm $(VLLM) $(COMPAT)

@@ -11,6 +11,7 @@ import lzma
 import shutil
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 from .build import CONTENTS, ROOT, SITE
@@ -24,17 +25,19 @@ def main() -> int:
     parser.add_argument("--kit", type=Path, default=ROOT / ".gpu_kit", help="its folder (.gpu_kit)")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
+    began = time.monotonic()
     try:
-        unpack(arguments.kit.absolute(), folder)
+        if unpack(arguments.kit.absolute(), folder):
+            print(f"gpu_kit: unpacked in {time.monotonic() - began:.0f} s", file=sys.stderr)
     except KitError as error:
-        print(f"gpu-kit: {error}", file=sys.stderr)
+        print(f"gpu_kit: {error}", file=sys.stderr)
         return 1
     print(f"{folder}:{ROOT}")
     return 0
 
 
-def unpack(kit: Path, folder: Path) -> None:
-    """Unpack a kit into a folder that is made, or made anew.
+def unpack(kit: Path, folder: Path) -> bool:
+    """Unpack a kit into a folder that is made, or made anew; return whether that was necessary.
 
     Raises:
         KitError: if there is no kit, or it is damaged.
@@ -43,7 +46,7 @@ def unpack(kit: Path, folder: Path) -> None:
         raise KitError(f"{kit} is no kit: `make gpu-kit` builds one, where there is a package index")
     contents, kept = (kit / CONTENTS).read_bytes(), folder / CONTENTS
     if kept.is_file() and kept.read_bytes() == contents:
-        return
+        return False
     if folder.exists() and any(folder.iterdir()) and not kept.is_file():
         raise KitError(f"{folder} has no kit and is not empty: name another folder")
     new = folder.with_name(f"{folder.name}.new")
@@ -60,6 +63,7 @@ def unpack(kit: Path, folder: Path) -> None:
     (new / CONTENTS).write_bytes(contents)
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
+    return True
 
 
 if __name__ == "__main__":
