@@ -119,25 +119,17 @@ def test_split_answers_are_equal_or_the_part_fails(
     assert findings.found["split by settings"]["split steps"] == comparison.steps == 1
 
 
-def test_answers_that_no_step_was_split_for_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cuts", [None, (5, 10)])
+def test_answers_that_no_step_was_split_for_prove_nothing(
+    cuts: tuple[int, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine(*[ANSWERS] * 4)
     monkeypatch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
     findings = Findings(tmp_path / "result.json")
     comparison = Comparison(findings, engine, "cpu", "float32", is_exact=True)  # type: ignore[arg-type]
-    comparison.add("by settings", None, {"DBO_MODE": "off"})
+    comparison.add("by settings", cuts, {"DBO_MODE": "off"})
     assert not comparison.is_equal
     assert findings.failed == ["by settings: no step was split"]
-
-
-def test_cuts_that_a_backend_takes_nowhere_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine(*[ANSWERS] * 4)
-    monkeypatch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
-    findings = Findings(tmp_path / "result.json")
-    comparison = Comparison(findings, engine, "cpu", "float32", is_exact=True)  # type: ignore[arg-type]
-    comparison.add("in five", (5, 10), {"DBO_MODE": "off"})
-    assert comparison.is_equal
-    assert comparison.steps == findings.found["split in five"]["split steps"] == 0
-    assert findings.failed == []
 
 
 def test_findings_are_written_one_by_one_and_failures_too(tmp_path: Path) -> None:

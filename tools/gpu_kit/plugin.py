@@ -26,14 +26,12 @@ def register() -> None:
 
 
 def call_proven() -> None:
-    """Let the platform split all that it supports."""
-    from dbo_runtime.vllm_plugin.install import config_checks
+    """Let the platform split all that it supports, and compare nothing by itself: parts of the kit compare, or time."""
     from dbo_runtime.vllm_plugin.platforms.cuda import CudaPlatform
 
-    replace(CudaPlatform, "is_proven", True)
     replace(CudaPlatform, "check_version", lambda self: None)
     replace(CudaPlatform, "list_unproven", lambda self, vllm_config: iter(()))
-    replace(config_checks, "uses_second_runner", lambda vllm_config: False)
+    replace(CudaPlatform, "compares_first_steps", False)
 
 
 class Link:
