@@ -53,7 +53,7 @@ def unpack(kit: Path, folder: Path) -> bool:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:
-        with tarfile.open(kit / SITE) as archive:
+        with tarfile.open(kit / SITE, "r:xz") as archive:
             archive.extractall(new, filter="data")
     except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
         raise KitError(f"{kit / SITE} cannot be unpacked into {new}: {error}") from error
