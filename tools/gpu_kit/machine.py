@@ -5,6 +5,7 @@ A process of its own asks torch: a driver that is too old, or a library that it 
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -21,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("dbo_runtime", "models", "tools/gpu_kit", "examples")
 SECONDS = 90.0  # for torch to be imported and the device to answer
+LATER_SECONDS = 10.0  # before, a process that hangs says where
 
 
 def find_machine(device: str) -> dict[str, Any]:
@@ -46,8 +48,16 @@ def find_machine(device: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return machine | answer
     except (ValueError, IndexError):
-        said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return machine | {"problem": f"no device can be used: {said[0]}"}
+        return machine | {"problem": f"no device can be used: {describe_end(done.stderr, done.returncode)}"}
+
+
+def describe_end(text: str, status: int) -> str:
+    """Return in a line why a process has not answered: where it hung, or the last line that it wrote."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    stacks = [number for number, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    if stacks and len(lines) > stacks[-1] + 1:
+        return f"it hung in {lines[stacks[-1] + 1]}"
+    return lines[-1] if lines else f"exit status {status}"
 
 
 def ask_device(device: str) -> dict[str, Any]:
@@ -121,14 +131,16 @@ def digest_sources(root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
-def main() -> int:
-    """Print what the device is, or end with what speaks against using it."""
+def main() -> None:
+    """Print what the device is, or what speaks against using it, and end at once: a driver may hang when it is left."""
+    faulthandler.dump_traceback_later(SECONDS - LATER_SECONDS, exit=True)
     try:
         print(json.dumps(ask_device(sys.argv[1])))
     except Exception as error:  # noqa: BLE001 - whatever the driver or a library says
         print(json.dumps({"problem": f"no device can be used: {type(error).__name__}: {error}".splitlines()[0]}))
-    return 0
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
