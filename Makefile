@@ -14,15 +14,18 @@ NPU_BIN := $(VENV)-npu/bin
 ASCEND_VENV := $(VENV)-ascend$(if $(ASCEND_VERSION),-$(ASCEND_VERSION))
 ASCEND_BIN := $(ASCEND_VENV)/bin
 COMPAT := $(VENV)-compat/$(VLLM)
-NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py
+CUDA_BIN := $(VENV)-cuda/bin
+KIT_SITE := .gpu_kit_cache/site
+NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/test_executor.py \
+	tests/gpu_kit/test_rehearsal.py
 # Each process of pytest-xdist imports torch and vLLM by itself: more than eight gain nothing, however many cores there are.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # Files that start engines stay whole, for these are shared in a file. Engines have processes and memory of their own.
 PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-npu setup-ascend demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow count-recipes test-upstream test-compat record-adapters test-slow test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
+.PHONY: help setup setup-npu setup-ascend setup-cuda gpu-kit demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
+	train test test-npu test-ascend test-ascend-slow test-gpu-kit count-recipes test-upstream gpu-kit-rehearsal hardware test-compat record-adapters test-slow test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -35,6 +38,12 @@ setup-npu: ## make .venv-npu: torch_npu and tests, without vLLM
 
 setup-ascend: ## make .venv-ascend: torch_npu, vLLM and vllm-ascend without its C++; or of ASCEND=0.23.0.post1
 	@$(PYTHON) tools/set_up.py $(ASCEND_VENV) --ascend $(ASCEND_VERSION)
+
+setup-cuda: ## make .venv-cuda: what the machine with a GPU has that takes the GPU kit, torch for CUDA above all (5 GB)
+	@$(PYTHON) tools/set_up.py --cuda $(VENV)-cuda
+
+gpu-kit: ## build .gpu_kit: vLLM for CUDA, cut to one GPU's code, for a machine without network (minutes); see docs/devices.md
+	@$(PYTHON) -m tools.gpu_kit.build
 
 demo: setup ## generate with and without dual-batch overlap, compare and time them
 	$(BIN)/python examples/offline_dualbatch_overlap_npu.py
@@ -57,8 +66,8 @@ train: setup ## train the tiny DeepSeek model that the demos serve, and its draf
 	$(BIN)/python examples/train_tiny_drafters.py eagle3
 
 test: setup ## run the tests but for the slow ones, and those of the NPU where their environment can be made
-	$(BIN)/python -m pytest -m "not slow and not vllm" $(PARALLEL)
-	$(BIN)/python -m pytest -m "not slow and vllm" $(PARALLEL_FILES)
+	$(BIN)/python -m pytest -m "not slow and not vllm and not cuda_build" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and vllm and not cuda_build" $(PARALLEL_FILES)
 	@if $(MAKE) setup-npu; then $(MAKE) test-npu; \
 	elif [ $(NPU) = required ]; then exit 1; \
 	else echo "test: left out the tests on torch_npu: their environment cannot be made, see above"; fi
@@ -76,11 +85,24 @@ test-ascend: ## run the tests inside the real vllm-ascend, over a stand-in for C
 test-ascend-slow: setup-ascend ## run the slow ones of them: every model, quantized weights, drafters, all-to-all
 	NPU_TESTS=required $(ASCEND_BIN)/python -m pytest tests/ascend -m slow $(PARALLEL_FILES) $(SLOW_OPTIONS)
 
+test-gpu-kit: setup-cuda gpu-kit ## run vLLM's CUDA build from the GPU kit as far as that goes without a GPU (gcc)
+	PYTHONPATH=$$($(CUDA_BIN)/python -m tools.gpu_kit.unpack $(KIT_SITE)) \
+		$(CUDA_BIN)/python -m pytest tests/gpu_kit -m cuda_build $(KIT_OPTIONS)
+
 count-recipes: setup-ascend ## count which commands of vllm-ascend's tutorials would be split, for docs/ascend.md (minutes)
 	$(ASCEND_BIN)/python -m tests.ascend.count_recipes
 
 test-upstream: setup-ascend ## run vllm-ascend's own unit tests with overlap switched on and off, for docs/ascend.md (an hour)
 	$(ASCEND_BIN)/python -m tests.ascend.upstream_tests
+
+gpu-kit-rehearsal: setup ## run the kit for machines with a GPU without one: on vLLM's CPU build, and over the stand-in where it can be set up
+	$(BIN)/python -m tools.gpu_kit.rehearse --device cpu
+	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m tools.gpu_kit.rehearse --device npu; \
+	elif [ $(NPU) = required ]; then exit 1; \
+	else echo "gpu-kit-rehearsal: left out the stand-in: its environment cannot be made, see above"; fi
+
+hardware: setup ## store what a GPU has shown, RESULTS=results.json, and write docs/hardware.md and the list of evidence
+	$(BIN)/python -m tools.gpu_kit.page $(RESULTS)
 
 test-compat: ## run the suites that touch vLLM on another version, VLLM=0.32.0; `make docs` writes the outcome
 	@$(PYTHON) tools/set_up.py --vllm $(VLLM) $(COMPAT)
@@ -90,11 +112,11 @@ record-adapters: setup ## record each adapter on the classes of another version,
 	PYTHONPATH=$$($(BIN)/python tools/vllm_classes.py $(VLLM)) $(BIN)/python -m tests.compat.recorded --write
 
 test-slow: setup ## run the slow tests: the examples, served models, large layouts, the planner's grid
-	$(BIN)/python -m pytest -m "slow and not root" $(PARALLEL_FILES) $(SLOW_OPTIONS)
+	$(BIN)/python -m pytest -m "slow and not root and not cuda_build" $(PARALLEL_FILES) $(SLOW_OPTIONS)
 	$(BIN)/python -m pytest -m "slow and root" $(SLOW_OPTIONS)
 
 test-nightly: setup ## run the tests that start no engine with many more examples of each property
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm" $(PARALLEL)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm and not cuda_build" $(PARALLEL)
 
 soak: setup ## answer 5,000 random requests split and unsplit, and compare; writes docs/reliability.md
 	$(BIN)/python -m tests.reliability.traffic --write-page
@@ -163,5 +185,5 @@ format: setup ## rewrite the code in the common format
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and all caches
-	rm -rf $(VENV) $(VENV)-npu $(VENV)-ascend* $(VENV)-compat build dist *.egg-info .*_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-npu $(VENV)-ascend* $(VENV)-compat $(VENV)-cuda .gpu_kit build dist *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

