@@ -257,9 +257,7 @@ def answer(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pro
     return [text.replace(PAD, "") for text in tokenizer.batch_decode(generated[:, encoded.input_ids.shape[1] :])]
 
 
-def count_right(
-    model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task]
-) -> Counter[str]:
+def count_right(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task]) -> Counter[str]:
     """Count, by kind, the tasks that the model answers exactly."""
     by_length: dict[int, list[Task]] = defaultdict(list)  # prompts of one length need no padding
     for task in tasks:
