@@ -54,6 +54,14 @@ def test_a_token_that_was_not_among_the_best_is_no_tie() -> None:
     assert compare(ANSWERS, change("1", 0, w7=-0.1, w5=-0.15), 0.5).others == 1
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_no_number_is_never_equal(value: float) -> None:
+    broken = change("0", 1, w3=value, w4=-2.0)
+    for one, other in ((ANSWERS, broken), (broken, ANSWERS), (broken, broken)):
+        with pytest.raises(ValueError, match="request 0 has log-probabilities that are no finite numbers"):
+            compare(one, other, MOST)
+
+
 def test_what_rounding_explains_follows_from_unsplit_answers_within_bounds() -> None:
     assert find_tolerance(Difference(0.0, 0, 0), "bfloat16") == 0.05
     assert find_tolerance(Difference(0.1, 0, 0), "bfloat16") == pytest.approx(0.2)

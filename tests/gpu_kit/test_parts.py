@@ -25,6 +25,7 @@ from tools.gpu_kit.parts.findings import Findings  # noqa: E402
 from tools.gpu_kit.parts.kernels import ERRORS, compare_kernels  # noqa: E402
 from tools.gpu_kit.parts.link import describe_times  # noqa: E402
 from tools.gpu_kit.parts.nodes import find_port, make_variables, wait_for  # noqa: E402
+from tools.gpu_kit.parts.smoke import is_wrong  # noqa: E402
 from tools.gpu_kit.parts.suite import count_outcomes, is_of  # noqa: E402
 from tools.gpu_kit.parts.trace import check  # noqa: E402
 from tools.gpu_kit.plugin import Link  # noqa: E402
@@ -216,6 +217,13 @@ def test_kernels_that_need_a_gpu_say_so_elsewhere() -> None:
     assert ERRORS.keys() == {"cuda", "cpu"}
     assert "needs a GPU" in kernels["fused experts"]() or "need a GPU" in kernels["fused experts"]()
     assert kernels.keys() == compare_kernels("cuda").keys()
+
+
+def test_a_kernel_whose_result_is_no_number_is_wrong() -> None:
+    assert is_wrong(float("nan"), "cuda")
+    assert is_wrong(0.5, "cuda")
+    assert not is_wrong(0.001, "cuda")
+    assert not is_wrong("not here: any", "cuda")
 
 
 def test_a_machine_is_named_with_what_its_results_depend_on(tmp_path: Path) -> None:
