@@ -15,7 +15,7 @@ import torch
 
 from dbo_runtime.devices import open_device
 
-from ..machine import get_scale
+from ..machine import find_version, get_scale
 from ..plan import NO_VLLM
 from .decoder import open_standin
 from .findings import Findings, run_part, say_absent
@@ -78,8 +78,9 @@ def find_packages(device: str) -> dict[str, Any]:
     Raises:
         AssertionError: if this project's plugin, or where vLLM is measured the kit's, is not among them.
     """
-    versions = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in metadata.distributions()}
-    found: dict[str, Any] = {name: versions.get(name) for name in PACKAGES}
+    found: dict[str, Any] = {
+        name: find_version(name) for name in PACKAGES
+    }  # the one that is imported, if there are two
     found["plugins"] = sorted({entry.name for entry in metadata.entry_points(group=PLUGINS)})
     needed = {"dbo_runtime"} if device == "npu" else {"dbo_runtime", "gpu_kit"}
     assert needed <= set(found["plugins"]), f"vLLM would load {found['plugins']} only"
