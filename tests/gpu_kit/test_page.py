@@ -22,7 +22,7 @@ from tools.gpu_kit.evidence import (
 from tools.gpu_kit.page import PAGE, compose, main
 from tools.gpu_kit.plan import PARTS
 from tools.gpu_kit.record import NOT_HERE
-from tools.gpu_kit.tables import ROWS, write_page
+from tools.gpu_kit.tables import ROWS, describe_allowed, write_page
 
 
 def test_the_page_and_the_evidence_are_what_the_command_writes_from_the_stored_results() -> None:
@@ -94,6 +94,14 @@ def test_times_of_two_ranks_are_told_with_what_divides_the_gpu() -> None:
     text = write_page([results])
     assert "Times, divided by MPS, half of the multiprocessors for each rank:" in text
     assert "| 4x1000 | 100 | 104 | 77.5 | 1.29 | yes |" in text
+
+
+def test_cuts_at_which_nothing_may_differ_are_named() -> None:
+    between, inside = {"allowed": 0.0}, {"allowed": 0.05}
+    assert describe_allowed({"tolerance": 0.05, "split by settings": {}}) == 0.05
+    assert describe_allowed({"tolerance": 0.05, "split between requests": between}) == 0
+    found = {"tolerance": 0.05, "split between requests": between, "split inside requests": inside, "split steps": 3}
+    assert describe_allowed(found) == "0.05; 0 between requests"
 
 
 @pytest.mark.parametrize("part", [part.name for part in PARTS])

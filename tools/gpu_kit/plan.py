@@ -123,7 +123,7 @@ EQUAL = Part(
             make_engine("mla", "deepseek", "--check"),
             make_engine("mla-triton", "deepseek", "attention_backend=TRITON_MLA", cpu=NO_KERNELS),
             make_engine("llama-exact", "llama", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
-            make_engine("mla-exact", "deepseek", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
+            make_engine("mla-exact", "deepseek", "--exact-between", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
             make_engine("llama-graphs", "llama", "enforce_eager=false", FEW_GRAPHS, cpu=NO_GRAPHS),
             make_engine("llama-second", "llama", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
             make_engine("mla-second", "deepseek", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),

@@ -131,8 +131,19 @@ def describe_engine(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     compared = [get(each) for key, each in found.items() if key.startswith("split ") and isinstance(each, dict)]
     largest = max((each["largest"] for each in compared), default=None)
     backends = ", ".join(engine.get("backends", ())) or MISSING
-    cells = (engine.get("runner"), engine.get("graphs"), largest, found.get("tolerance"), found.get("split steps"))
+    allowed = describe_allowed(found)
+    cells = (engine.get("runner"), engine.get("graphs"), largest, allowed, found.get("split steps"))
     return name, backends, *map(show, cells), show(found.get("equal"))
+
+
+def describe_allowed(found: Mapping[str, Any]) -> Any:
+    """Return which difference is allowed; where none is at some cuts, these are named."""
+    compared = {key.removeprefix("split "): each for key, each in found.items() if key.startswith("split ")}
+    allowed = {name: each["allowed"] for name, each in compared.items() if isinstance(each, dict) and "allowed" in each}
+    exact = [name for name, value in allowed.items() if value == 0]
+    if not exact:
+        return found.get("tolerance")
+    return 0 if len(exact) == len(allowed) else f"{show(found.get('tolerance'))}; 0 {', '.join(exact)}"
 
 
 def list_link(found: Mapping[str, Any]) -> list[str]:
