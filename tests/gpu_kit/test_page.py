@@ -120,6 +120,12 @@ def test_engines_that_were_equal_are_evidence_and_others_are_not() -> None:
     ]
 
 
+def test_evidence_is_of_a_release_whatever_its_build() -> None:
+    results = make_results()
+    results["machine"]["vllm"] += "+cu130"
+    assert {entry["vllm"] for entry in list_evidence([results])} == {"0.30.0"}
+
+
 def test_evidence_of_several_days_has_the_last_one_and_all_steps() -> None:
     later = make_results()
     later["machine"]["date"] = "2026-12-01"
