@@ -107,6 +107,13 @@ def test_a_link_sends_rows_as_often_as_its_share_says_and_leaves_values(share: f
     assert link.rows == rows
 
 
+def test_a_link_keeps_values_of_another_type() -> None:
+    link = Link(1.0)
+    link.send(torch.ones(8, 4, dtype=torch.bfloat16))
+    x = torch.randn(4, 4)
+    assert torch.equal(link.send(x.clone()), x)
+
+
 def test_a_link_is_held_while_what_would_reduce_runs_without_its_reduce() -> None:
     link = Link(1.0)
     with link.hold():
