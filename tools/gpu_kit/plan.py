@@ -41,15 +41,17 @@ class Part:
 
     Attributes:
         name: of the part.
-        waves: jobs that run side by side; a wave starts when the one before has ended, and if that went well.
+        waves: jobs that run side by side; a wave starts when the one before has ended.
         shows: what it proves or measures, for the page.
         is_timed: whether it measures times, so that nothing else may run beside it.
+        builds_up: whether a wave means nothing if the one before has failed.
     """
 
     name: str
     waves: tuple[tuple[Job, ...], ...]
     shows: str = ""
     is_timed: bool = True
+    builds_up: bool = True
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -152,6 +154,7 @@ LINKED = Part(
         (Job("61 layers of 2048", 90, ("link", "deep"), LINK, VLLM),),
     ),
     "Prefill of vLLM with a link of copies in place of all-reduces: unsplit, split in turn, split and overlapped.",
+    builds_up=False,
 )
 TWO_RANKS = Part(
     "two-ranks",
