@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dbo_runtime.batch import Batch
 from tools.gpu_kit.parts.answers import MOST, Difference, compare, find_tolerance
-from tools.gpu_kit.parts.equal import Comparison
+from tools.gpu_kit.parts.engine import find_middle
+from tools.gpu_kit.parts.equal import CUTS, EXACT, Comparison
 from tools.gpu_kit.parts.findings import Findings
 
 ANSWERS = {"0": [{1: -0.5, 2: -1.0}, {3: -0.25, 4: -2.0}], "1": [{5: -0.1, 6: -3.0}]}
@@ -54,10 +56,31 @@ def test_a_token_that_was_not_among_the_best_is_no_tie() -> None:
     assert compare(ANSWERS, change("1", 0, w7=-0.1, w5=-0.15), 0.5).others == 1
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_no_number_is_never_equal(value: float) -> None:
+    broken = change("0", 1, w3=value, w4=-2.0)
+    for one, other in ((ANSWERS, broken), (broken, ANSWERS), (broken, broken)):
+        with pytest.raises(ValueError, match="request 0 has log-probabilities that are no finite numbers"):
+            compare(one, other, MOST)
+
+
 def test_what_rounding_explains_follows_from_unsplit_answers_within_bounds() -> None:
     assert find_tolerance(Difference(0.0, 0, 0), "bfloat16") == 0.05
     assert find_tolerance(Difference(0.1, 0, 0), "bfloat16") == pytest.approx(0.2)
     assert find_tolerance(Difference(3.0, 0, 0), "float32") == MOST
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "cuts"),
+    [((300, 17, 1701), [317]), ((1, 1, 1, 260), [3]), ((1, 1, 1, 1), [2]), ((2030,), []), ((4, 4, 0), [4])],
+    ids=str,
+)
+def test_a_step_is_cut_between_requests_near_its_middle(query_lens: tuple[int, ...], cuts: list[int]) -> None:
+    assert find_middle(Batch(query_lens, 0)) == cuts
+
+
+def test_each_flag_names_cuts_that_there_are() -> None:
+    assert all(set(names) <= set(CUTS[device]) for names in EXACT.values() for device in CUTS)
 
 
 class FakeEngine:
@@ -95,8 +118,8 @@ def test_split_answers_are_equal_or_the_part_fails(
     engine = FakeEngine(ANSWERS, ANSWERS, ANSWERS, found)
     monkeypatch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
     findings = Findings(tmp_path / "result.json")
-    comparison = Comparison(findings, engine, "cpu", "bfloat16", is_exact)  # type: ignore[arg-type]
-    comparison.add("by settings", None, {"DBO_MODE": "always"})
+    comparison = Comparison(findings, engine, "cpu", "bfloat16")  # type: ignore[arg-type]
+    comparison.add("by settings", None, {"DBO_MODE": "always"}, is_exact)
     assert comparison.is_equal is is_equal
     assert bool(findings.failed) is not is_equal
     assert findings.found["split by settings"]["split steps"] == comparison.steps == 1
@@ -109,7 +132,7 @@ def test_answers_that_no_step_was_split_for_prove_nothing(
     engine = FakeEngine(*[ANSWERS] * 4)
     monkeypatch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
     findings = Findings(tmp_path / "result.json")
-    comparison = Comparison(findings, engine, "cpu", "float32", is_exact=True)  # type: ignore[arg-type]
-    comparison.add("by settings", cuts, {"DBO_MODE": "off"})
+    comparison = Comparison(findings, engine, "cpu", "float32")  # type: ignore[arg-type]
+    comparison.add("by settings", cuts, {"DBO_MODE": "off"}, is_exact=True)
     assert not comparison.is_equal
     assert findings.failed == ["by settings: no step was split"]

@@ -22,7 +22,7 @@ from tools.gpu_kit.evidence import (
 from tools.gpu_kit.page import PAGE, compose, main
 from tools.gpu_kit.plan import PARTS
 from tools.gpu_kit.record import NOT_HERE
-from tools.gpu_kit.tables import ROWS, write_page
+from tools.gpu_kit.tables import ROWS, describe_allowed, write_page
 
 
 def test_the_page_and_the_evidence_are_what_the_command_writes_from_the_stored_results() -> None:
@@ -96,6 +96,14 @@ def test_times_of_two_ranks_are_told_with_what_divides_the_gpu() -> None:
     assert "| 4x1000 | 100 | 104 | 77.5 | 1.29 | yes |" in text
 
 
+def test_cuts_at_which_nothing_may_differ_are_named() -> None:
+    between, inside = {"allowed": 0.0}, {"allowed": 0.05}
+    assert describe_allowed({"tolerance": 0.05, "split by settings": {}}) == 0.05
+    assert describe_allowed({"tolerance": 0.05, "split between requests": between}) == 0
+    found = {"tolerance": 0.05, "split between requests": between, "split inside requests": inside, "split steps": 3}
+    assert describe_allowed(found) == "0.05; 0 between requests"
+
+
 @pytest.mark.parametrize("part", [part.name for part in PARTS])
 @pytest.mark.parametrize("results", [{}, f"{NOT_HERE}any", {"a": None}, {"a": "FAILED: any", "complete": True}, None])
 def test_a_part_that_has_found_little_is_a_section_all_the_same(part: str, results: Any) -> None:
@@ -110,6 +118,12 @@ def test_engines_that_were_equal_are_evidence_and_others_are_not() -> None:
         {**shared, "backend": "FLASH_ATTN", "runner": "first", "steps": 54},
         {**shared, "backend": "FLASH_ATTN", "runner": "second", "steps": 5},
     ]
+
+
+def test_evidence_is_of_a_release_whatever_its_build() -> None:
+    results = make_results()
+    results["machine"]["vllm"] += "+cu130"
+    assert {entry["vllm"] for entry in list_evidence([results])} == {"0.30.0"}
 
 
 def test_evidence_of_several_days_has_the_last_one_and_all_steps() -> None:

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from tools.gpu_kit import plugin  # noqa: E402 - parts need torch
 from tools.gpu_kit.machine import describe_end, digest_sources, find_machine  # noqa: E402
+from tools.gpu_kit.parts import frees  # noqa: E402
 from tools.gpu_kit.parts.checkpoints import SMALL, get_checkpoint, make_weights  # noqa: E402
 from tools.gpu_kit.parts.core import Core  # noqa: E402
 from tools.gpu_kit.parts.decoder import SMALL as SMALL_DECODERS  # noqa: E402
@@ -25,8 +26,10 @@ from tools.gpu_kit.parts.findings import Findings  # noqa: E402
 from tools.gpu_kit.parts.kernels import ERRORS, compare_kernels  # noqa: E402
 from tools.gpu_kit.parts.link import describe_times  # noqa: E402
 from tools.gpu_kit.parts.nodes import find_port, make_variables, wait_for  # noqa: E402
+from tools.gpu_kit.parts.smoke import is_wrong  # noqa: E402
 from tools.gpu_kit.parts.suite import count_outcomes, is_of  # noqa: E402
 from tools.gpu_kit.parts.trace import check  # noqa: E402
+from tools.gpu_kit.parts.two_ranks import tell_division  # noqa: E402
 from tools.gpu_kit.plugin import Link  # noqa: E402
 
 
@@ -102,6 +105,13 @@ def test_a_link_sends_rows_as_often_as_its_share_says_and_leaves_values(share: f
     assert link.send(x) is x
     assert torch.equal(x, torch.arange(12.0).view(4, 3))
     assert link.rows == rows
+
+
+def test_a_link_keeps_values_of_another_type() -> None:
+    link = Link(1.0)
+    link.send(torch.ones(8, 4, dtype=torch.bfloat16))
+    x = torch.randn(4, 4)
+    assert torch.equal(link.send(x.clone()), x)
 
 
 def test_a_link_is_held_while_what_would_reduce_runs_without_its_reduce() -> None:
@@ -216,6 +226,33 @@ def test_kernels_that_need_a_gpu_say_so_elsewhere() -> None:
     assert ERRORS.keys() == {"cuda", "cpu"}
     assert "needs a GPU" in kernels["fused experts"]() or "need a GPU" in kernels["fused experts"]()
     assert kernels.keys() == compare_kernels("cuda").keys()
+
+
+def test_a_kernel_whose_result_is_no_number_is_wrong() -> None:
+    assert is_wrong(float("nan"), "cuda")
+    assert is_wrong(0.5, "cuda")
+    assert not is_wrong(0.001, "cuda")
+    assert not is_wrong("not here: any", "cuda")
+
+
+def test_times_of_ranks_that_nothing_divides_are_refused() -> None:
+    assert "which sees 66" in tell_division(66, 1)
+    with pytest.raises(RuntimeError, match="the ranks take turns on the GPU"):
+        tell_division(132, 0)
+
+
+def test_the_sanitizer_looks_for_frees_and_not_for_calls_that_fail() -> None:
+    pairs = dict(zip(frees.OPTIONS[::2], frees.OPTIONS[1::2], strict=True))
+    assert pairs["--track-stream-ordered-races"] == "all"
+    assert pairs["--report-api-errors"] == "no"
+    assert pairs["--error-exitcode"] == str(frees.EXPECTED["fault"])
+
+
+def test_memory_that_the_sanitizer_cannot_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    frees.check_allocator("cpu")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    with pytest.raises(AssertionError, match="hides from the sanitizer"):
+        frees.check_allocator("cuda")
 
 
 def test_a_machine_is_named_with_what_its_results_depend_on(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def _check_devices(parts: dict[str, Any]) -> None:
 def _check_equal(engine: dict[str, Any]) -> None:
     assert engine["equal"] is True
     compared = {name: each for name, each in engine.items() if name.startswith("split ") and isinstance(each, dict)}
-    assert len(compared) == 5
+    assert len(compared) == 6
     assert engine["split steps"] == sum(each["split steps"] for each in compared.values())
     assert all(each["split steps"] > 0 and each["largest"] <= engine["tolerance"] for each in compared.values())
 

@@ -164,6 +164,12 @@ def test_a_wave_is_left_out_if_what_it_builds_on_failed(kit: Kit) -> None:
     assert jobs["pair"]["failed"] == "the sum is wrong"
 
 
+def test_waves_that_do_not_build_on_each_other_all_run(kit: Kit) -> None:
+    waves = ((Job("wide", LIMIT, ("failed",)),), (Job("deep", LIMIT, ("well",)),))
+    assert not kit.run(Part("link", waves, builds_up=False))
+    assert kit.parts["link"]["jobs"]["deep"]["failed"] is None
+
+
 def test_parts_that_measure_no_times_run_side_by_side(kit: Kit, tmp_path: Path) -> None:
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert kit.run(make_part("a", "meet", a, b, is_timed=False), make_part("b", "meet", b, a, is_timed=False))

@@ -108,7 +108,7 @@ def _list_equal(results: Results) -> Iterator[dict[str, Any]]:
             continue  # it was equal, but something else of it went wrong
         for backend in found["engine"]["backends"]:
             yield {
-                "vllm": machine["vllm"],
+                "vllm": machine["vllm"].partition("+")[0],  # a release, as the plugin reads it, whatever its build
                 "backend": backend,
                 "runner": found["engine"]["runner"],
                 "chip": machine["chip"],

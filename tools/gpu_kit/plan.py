@@ -41,15 +41,17 @@ class Part:
 
     Attributes:
         name: of the part.
-        waves: jobs that run side by side; a wave starts when the one before has ended, and if that went well.
+        waves: jobs that run side by side; a wave starts when the one before has ended.
         shows: what it proves or measures, for the page.
         is_timed: whether it measures times, so that nothing else may run beside it.
+        builds_up: whether a wave means nothing if the one before has failed.
     """
 
     name: str
     waves: tuple[tuple[Job, ...], ...]
     shows: str = ""
     is_timed: bool = True
+    builds_up: bool = True
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -123,7 +125,7 @@ EQUAL = Part(
             make_engine("mla", "deepseek", "--check"),
             make_engine("mla-triton", "deepseek", "attention_backend=TRITON_MLA", cpu=NO_KERNELS),
             make_engine("llama-exact", "llama", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
-            make_engine("mla-exact", "deepseek", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
+            make_engine("mla-exact", "deepseek", "--exact-between", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
             make_engine("llama-graphs", "llama", "enforce_eager=false", FEW_GRAPHS, cpu=NO_GRAPHS),
             make_engine("llama-second", "llama", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
             make_engine("mla-second", "deepseek", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
@@ -152,6 +154,7 @@ LINKED = Part(
         (Job("61 layers of 2048", 90, ("link", "deep"), LINK, VLLM),),
     ),
     "Prefill of vLLM with a link of copies in place of all-reduces: unsplit, split in turn, split and overlapped.",
+    builds_up=False,
 )
 TWO_RANKS = Part(
     "two-ranks",

@@ -75,7 +75,7 @@ class Link:
 
         stream = torch.cuda.current_stream().stream_id if part.is_cuda else 0
         host = self._hosts.get(stream)
-        if host is None or host.numel() < part.numel():
+        if host is None or host.dtype != part.dtype or host.numel() < part.numel():
             host = self._hosts[stream] = torch.empty(part.numel(), dtype=part.dtype, pin_memory=part.is_cuda)
         return host[: part.numel()].view(part.shape)
 

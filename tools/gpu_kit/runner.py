@@ -80,9 +80,9 @@ class Runner:
         start = time.monotonic()
         went_well = True
         for wave in part.waves:
-            if went_well:
+            if went_well or not part.builds_up:
                 with ThreadPoolExecutor(len(wave)) as pool:
-                    went_well = all(list(pool.map(lambda job: self._run_job(part, job), wave)))
+                    went_well &= all(list(pool.map(lambda job: self._run_job(part, job), wave)))
             else:
                 self._note_skipped(part, wave)
         if part.name in self._record.parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,7 +77,12 @@ def compare(one: Answers, other: Answers, tolerance: float) -> Difference:
     """Return how far answers are apart.
 
     After another token contexts differ, so the rest of that request is left out.
+
+    Raises:
+        ValueError: if a log-probability is no finite number: no comparison with one says that answers differ.
     """
+    check_finite(one)
+    check_finite(other)
     largest, others, ties = 0.0, 0, 0
     for request in one:
         for a, b in zip(one[request], other[request], strict=True):
@@ -87,6 +93,17 @@ def compare(one: Answers, other: Answers, tolerance: float) -> Difference:
                 others, ties = (others, ties + 1) if gap <= tolerance else (others + 1, ties)
                 break
     return Difference(largest, others, ties)
+
+
+def check_finite(answers: Answers) -> None:
+    """Check that all log-probabilities are finite numbers.
+
+    Raises:
+        ValueError: if one is not.
+    """
+    for request, tokens in answers.items():
+        if not all(math.isfinite(value) for at in tokens for value in at.values()):
+            raise ValueError(f"request {request} has log-probabilities that are no finite numbers")
 
 
 def find_tolerance(noise: Difference, dtype: str) -> float:

@@ -40,6 +40,10 @@ BY_DEVICE: dict[str, dict[str, Any]] = {
         "kv_cache_memory_bytes": 1 << 26,
     },
 }
+BETWEEN = "between requests"
+Cuts = Sequence[int] | str | None
+"""Where steps are cut: at these tokens; BETWEEN requests, near the middle; None: where the settings say."""
+
 EVERY_STEP = {"DBO_MODE": "always", "DBO_MIN_TOKENS": "1", "DBO_MIN_PREFILL_TOKENS": "0"}
 
 
@@ -79,10 +83,13 @@ class Engine:
             "seconds to start": self.seconds,
         }
 
-    def configure(self, settings: Mapping[str, str], cuts: Sequence[int] | None = None) -> None:
-        """Change settings from the next step on, and cut steps at these tokens; None: where the settings say."""
+    def configure(self, settings: Mapping[str, str], cuts: Cuts = None) -> None:
+        """Change settings from the next step on, and where steps are cut."""
         self.llm.collective_rpc("dbo_configure", args=(dict(settings),))
-        self.llm.collective_rpc("dbo_cut_at", args=(None if cuts is None else list(cuts),))
+        if cuts == BETWEEN:
+            self.llm.collective_rpc(cut_between_requests)
+        else:
+            self.llm.collective_rpc("dbo_cut_at", args=(None if cuts is None else list(cuts),))
 
     def count(self) -> dict[str, Any]:
         """Return how many steps were split so far, and why others were not."""
@@ -120,6 +127,20 @@ def list_backends(worker: Any) -> list[str]:
     """Return the attention backends that a worker's layers use."""
     layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
     return sorted({layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")})
+
+
+def cut_between_requests(worker: Any) -> None:
+    """Let a worker cut each step once, between two requests."""
+    worker.dbo_cut_at(None)
+    forward = worker._dbo_forward()
+    if forward is not None:
+        forward.decider.choose_cuts = find_middle
+
+
+def find_middle(batch: Any) -> list[int]:
+    """Return the end of a request of a batch that is nearest to its middle, as a cut; none if it has one request."""
+    ends = [end for end in batch.starts[1:-1] if 0 < end < batch.tokens]
+    return [min(ends, key=lambda end: abs(2 * end - batch.tokens))] if ends else []
 
 
 def import_example(name: str) -> Any:

@@ -85,8 +85,8 @@ def describe(error: BaseException) -> str:
     return shorten(f"{type(error).__name__}: {error}") or type(error).__name__
 
 
-def run_part(run: Callable[[Findings, str, list[str]], None]) -> None:
-    """Run a part as a program, and end it at once: destructors of a device that failed may hang."""
+def run_part(run: Callable[[Findings, str, list[str]], None], ends_at_once: bool = True) -> None:
+    """Run a part as a program, and end it; at once as a rule: destructors of a device that failed may hang."""
     path, device, *words = sys.argv[1:]
     findings = Findings(Path(path))
     try:
@@ -98,4 +98,7 @@ def run_part(run: Callable[[Findings, str, list[str]], None]) -> None:
     print(json.dumps(findings.found, indent=1, default=str)[:20_000])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if findings.failed else 0)
+    status = 1 if findings.failed else 0
+    if ends_at_once:
+        os._exit(status)
+    sys.exit(status)

@@ -30,15 +30,20 @@ def run(findings: Findings, device: str, words: list[str]) -> None:
     (model,) = words
     engine = Engine(model, device)
     config = engine.llm.llm_engine.vllm_config.model_config.hf_config
-    findings.note("engine", engine.describe())
+    findings.note("engine", described := engine.describe())
     findings.note("model", {"layers": config.num_hidden_layers, "hidden": config.hidden_size})
     findings.attempt("link", lambda: measure_link(device, config.hidden_size))
     for prefill in PREFILLS[device]:
         findings.attempt(prefill, partial(time_prefill, engine, prefill, REPEAT[device]))
     findings.attempt("timeline", lambda: draw(engine, PREFILLS[device][0]))
     findings.note("steps", counted := engine.count())
-    different = [name for name in PREFILLS[device] if not dict(findings.found[name]).get("same tokens")]
-    if different and not findings.failed:
+    timed = {
+        name: found for name, found in findings.found.items() if isinstance(found, dict) and "same tokens" in found
+    }
+    different = [name for name, found in timed.items() if not found["same tokens"]]
+    # The model has vLLM's dummy weights, whose best words are nearly ties: in half precision rounding decides among
+    # them, and part `equal` compares answers.
+    if different and not findings.failed and described["dtype"] == "float32":
         findings.fail(f"other tokens: {', '.join(different)}")
     if not counted["split"]:
         findings.fail("no step was split")

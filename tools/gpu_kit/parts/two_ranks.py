@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,8 @@ def divide(device: str) -> Iterator[dict[str, str]]:
             time.sleep(2)
             yield {**places, **HALF}
         finally:
-            subprocess.run([program], input="quit -t 3\n", text=True, env=environment, timeout=20, check=False)
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run([program], input="quit -t 3\n", text=True, env=environment, timeout=20, check=False)
             control.kill()
             control.wait()
 
@@ -86,12 +87,34 @@ def lead(findings: Findings, device: str, what: str, port: str) -> None:
     if what == "equal":
         compare_engine(findings, engine, device, ("--check",))
         return
+    divided = tell_division(*ask_division()) if device == "cuda" else say_absent("MPS is of GPUs")
     findings.note("engine", engine.describe())
-    divided = "MPS, half of the multiprocessors for each rank" if device == "cuda" else say_absent("MPS is of GPUs")
     findings.note("divided by", divided)
     for prefill in PREFILLS[device]:
         findings.attempt(prefill, partial(time_prefill, engine, prefill, REPEAT[device]))
     findings.note("steps", engine.count())
+
+
+def ask_division() -> tuple[int, int]:
+    """Return how many multiprocessors this rank has, and how many servers of MPS serve ranks."""
+    import torch
+
+    program = str(find_program(MPS))
+    done = subprocess.run([program], input="get_server_list\n", text=True, capture_output=True, timeout=20, check=False)
+    servers = sum(line.strip().isdecimal() for line in done.stdout.splitlines())
+    return torch.cuda.get_device_properties(0).multi_processor_count, servers
+
+
+def tell_division(multiprocessors: int, servers: int) -> str:
+    """Return what divides the GPU.
+
+    Raises:
+        RuntimeError: if no server of MPS runs: a program that finds none uses the GPU as if there was no MPS, in turn
+            with others, and no time there may be told.
+    """
+    if not servers:
+        raise RuntimeError(f"{MPS} runs no server: the ranks take turns on the GPU, and their times say nothing")
+    return f"MPS, half of the multiprocessors for each rank, which sees {multiprocessors}"
 
 
 def follow(_: Findings, device: str, what: str, port: str) -> None:
