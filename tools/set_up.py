@@ -9,6 +9,8 @@ changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend to
 `tests/compat` have these releases' own pins, which replace those of `constraints.txt`. With `--cuda` it holds what the
 machine with the GPU has (`tools/gpu_kit/machine.txt`), torch for CUDA above all, and nothing else: this project and
 vLLM come with the GPU kit.
+
+It is one file, although a long one: any Python runs it by its path, before anything is installed.
 """
 
 from __future__ import annotations

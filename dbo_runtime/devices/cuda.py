@@ -28,7 +28,7 @@ class CudaDevice(StreamDevice):
     or on an internal stream of NCCL that is synchronized with it before and after.
 
     Args:
-        priorities: of the streams, by lane; see `PRIORITIES`.
+        priorities: stream priorities by lane; see `PRIORITIES`.
 
     Raises:
         DeviceError: if there is no CUDA device, with the reason.

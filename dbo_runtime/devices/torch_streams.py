@@ -215,9 +215,8 @@ class StreamDevice:
     def close(self) -> None:
         """Wait for the lanes and drop them. The device can be reused."""
         self.synchronize()
-        for position, lane in enumerate(self._lanes.values()):
-            if position:
-                self.return_stream(lane.stream)
+        for lane in list(self._lanes.values())[1:]:  # the first has the caller's stream
+            self.return_stream(lane.stream)
         self._lanes.clear()
         self._current = self._capture_stream = None
 

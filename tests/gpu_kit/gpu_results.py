@@ -96,7 +96,7 @@ def make_results() -> dict[str, Any]:
         ),
         "priority": make_part(
             {
-                "a kernel beside products": {
+                "a kernel concurrent with products": {
                     "priority 0": {"times as long": 8.5},
                     "priority -1": {"times as long": 1.5},
                     "ratio of both priorities": 5.67,

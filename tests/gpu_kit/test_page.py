@@ -66,7 +66,7 @@ def test_the_page_has_rows_of_every_part_with_date_chip_and_versions() -> None:
         "| schedules as they are | compute-sanitizer | == ERROR SUMMARY: 0 errors |",
         "| 1x8000 | 100 | 104 | 77.5 | 1.29 | yes |",
         "| all-reduce of 1024 KiB | 2.5 ms, 0.42 GB/s |",
-        "| a kernel beside products | 8.5 | 1.5 | 5.67 |",
+        "| a kernel concurrent with products | 8.5 | 1.5 | 5.67 |",
         "| a schedule | 1.1 | 1.2 | - |",
         "| 1x8000 | 99 / 101 | 80 / 78 | split | split |",
     ):

@@ -172,7 +172,7 @@ def measure_tree(root: Path) -> int:
 
 
 def check_size(tree_bytes: int, kit_bytes: int) -> None:
-    """Refuse a kit that does not fit beside the working tree."""
+    """Refuse a kit that is too large to travel with the working tree."""
     if tree_bytes + kit_bytes > LIMIT_BYTES:
         raise KitError(
             f"{show(kit_bytes)} of the kit and {show(tree_bytes)} of the working tree are more than "
@@ -183,7 +183,7 @@ def check_size(tree_bytes: int, kit_bytes: int) -> None:
 def describe(contents: Mapping[str, Any], tree_bytes: int, kit_bytes: int) -> str:
     """Return how large the kit is, in a line."""
     return (
-        f"gpu-kit: {show(kit_bytes)}, beside {show(tree_bytes)} of the working tree, of {show(LIMIT_BYTES)}; "
+        f"gpu-kit: {show(kit_bytes)} and {show(tree_bytes)} of the working tree, of {show(LIMIT_BYTES)}; "
         f"built on {contents['built']} in {contents['seconds'] / 60:.1f} minutes"
     )
 

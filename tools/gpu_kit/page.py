@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compose() -> dict[Path, str]:
-    """Return what stands in each file, given the results that are stored."""
+    """Return the content of each file, given the results that are stored."""
     all_results = read_all()
     evidence = json.dumps({"evidence": list_evidence(all_results)}, indent=2) + "\n"
     return {PAGE: write_page(all_results), EVIDENCE: evidence}

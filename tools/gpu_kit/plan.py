@@ -43,7 +43,7 @@ class Part:
         name: of the part.
         waves: jobs that run side by side; a wave starts when the one before has ended.
         shows: what it proves or measures, for the page.
-        is_timed: whether it measures times, so that nothing else may run beside it.
+        is_timed: whether it measures times, so that nothing else may run meanwhile.
         builds_up: whether a wave means nothing if the one before has failed.
     """
 

@@ -166,13 +166,13 @@ def list_kept(folder: Path) -> list[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file beside it, then put it in its place: a full disk leaves what was there."""
-    beside = path.with_name(f".{path.name}")
+    """Write a temporary file, then move it into place: a full disk leaves the old one."""
+    temporary = path.with_name(f".{path.name}")
     try:
-        beside.write_text(text)
-        os.replace(beside, path)
+        temporary.write_text(text)
+        os.replace(temporary, path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -8,7 +8,7 @@ fail() { echo "gpu_kit: $1" >&2; exit 2; }
 
 KIT_BEGAN=$(date +%s)
 kit=${1:?say where the kit is, such as .gpu_kit}; shift
-export KIT_BEGAN KIT_WORK=${KIT_WORK:-/tmp/gpu_kit}
+export KIT_BEGAN KIT_WORK=${KIT_WORK:-$PWD/build/gpu_kit/cuda}
 export OUT=${OUT:-$KIT_WORK/out}
 python=${KIT_PYTHON:-python3} site=$KIT_WORK/site
 mkdir -p "$KIT_WORK" "$OUT" 2>/dev/null || fail "cannot make $KIT_WORK and $OUT: is the disk full?"

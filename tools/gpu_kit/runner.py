@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .machine import find_machine
+from .machine import ROOT, find_machine
 from .plan import DEVICES, PARTS, Job, Part, PlanError, choose_parts
 from .processes import run_process
 from .record import NOT_HERE, Record, read_outcome, tell
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="cpu and npu rehearse")
     parser.add_argument("parts", nargs="*", metavar="PART", help="or PART/JOB; all without any")
     options = parser.parse_args(arguments)
-    work = Path(os.environ.get("KIT_WORK", "/tmp/gpu_kit"))
+    work = Path(os.environ.get("KIT_WORK", ROOT / "build" / "gpu_kit" / options.device))
     began = float(os.environ.get("KIT_BEGAN", time.time()))
     try:
         chosen = choose_parts(options.parts, parts)

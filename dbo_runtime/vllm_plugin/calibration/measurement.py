@@ -34,6 +34,7 @@ from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import COMM, COMPUTE, Program
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
+from dbo_runtime.vllm_plugin.calibration.budget import choose_repeats, expect_round
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.sequence import IntermediateTensors
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-MAX_REPEATS = 3  # of each shape, after a round to warm up; layers are repeats, too
-LONG_ROUND_SECONDS = 1.0  # a longer round is repeated twice at most: once for each cut
 
 STRIDE_TOKENS = (
     7919  # a prime: tokens are spread over the vocabulary, because equal ones are routed to the same experts
@@ -71,7 +69,7 @@ class Measurements:
     Attributes:
         samples: runs of ops.
         steps: runs of the forward.
-        left_out: the batches for which no time was left.
+        left_out: batches for which no time was left.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -132,25 +130,6 @@ def _measure(
         spent = now
     progress(len(shapes), len(shapes), "done")
     return measurements
-
-
-def choose_repeats(left: float, round_seconds: float) -> int:
-    """Return how often to repeat a shape whose round takes *round_seconds*, with *left* seconds for all shapes.
-
-    At most half of the time goes to it, so that some is left for larger shapes.
-    """
-    most = 2 if round_seconds > LONG_ROUND_SECONDS else MAX_REPEATS
-    return max(0, min(most, int(left / 2 / round_seconds)))
-
-
-def expect_round(rounds: Sequence[tuple[Shape, float]], shape: Shape) -> float:
-    """Return a lower bound of the seconds of a round of *shape*, from the measured *rounds* of smaller ones.
-
-    What it takes beyond the first, which is the smallest, grows with the tokens of as many requests at least.
-    """
-    (_, fixed), *others = rounds
-    alike = [(seconds - fixed) / other.total for other, seconds in others if other.requests == shape.requests]
-    return fixed + max(0.0, *alike[-1:]) * shape.total if alike else fixed
 
 
 def merge_ranks(samples: Sequence[Sample]) -> Sample:

@@ -20,8 +20,8 @@ class Evidence(NamedTuple):
         backend: the name of its attention backend, such as FLASH_ATTN.
         runner: `FIRST` or `SECOND`.
         chip: the GPU's name.
-        date: of the run, as YYYY-MM-DD.
-        steps: how many split steps were compared.
+        date: day of the run, as YYYY-MM-DD.
+        steps: number of split steps that were compared.
     """
 
     vllm: str

@@ -36,7 +36,7 @@ def describe_results(
         actual: the result to check.
         expected: the result to compare with.
         how: how *actual* was computed.
-        remedy: what the user can do.
+        remedy: advice to the user, a clause.
         accepts_rerouted: whether few tokens may have taken other experts, where types are coarse.
     """
     if actual.shape != expected.shape:

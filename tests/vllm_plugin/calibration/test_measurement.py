@@ -19,11 +19,9 @@ from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 from dbo_runtime.vllm_plugin.calibration import measurement
+from dbo_runtime.vllm_plugin.calibration.budget import MAX_REPEATS, choose_repeats, expect_round
 from dbo_runtime.vllm_plugin.calibration.measurement import (
-    MAX_REPEATS,
     Measurements,
-    choose_repeats,
-    expect_round,
     merge_ranks,
     overlaps_itself,
 )

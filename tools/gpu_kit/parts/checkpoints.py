@@ -72,7 +72,7 @@ def get_checkpoint(name: str, device: str) -> Path:
         try:
             scratch.rename(folder)
         except OSError:
-            if not folder.is_dir():  # an engine beside this one may have made it meanwhile
+            if not folder.is_dir():  # another engine may have made it meanwhile
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -46,11 +46,11 @@ class Decoder:
     """Attention (as one product) and MLP, each followed by a reduce and an addition, in micro-batches.
 
     Args:
-        name: of the device.
-        size: of the decoder.
+        name: device name.
+        size: decoder size.
 
     Attributes:
-        elements: that a reduce sends to the host and back.
+        elements: number of elements that a reduce sends to the host and back.
     """
 
     def __init__(self, name: str, size: Size) -> None:

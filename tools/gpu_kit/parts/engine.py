@@ -52,8 +52,8 @@ class Engine:
 
     Args:
         model: its name.
-        device: that vLLM serves on.
-        options: for `LLM`, besides those of the kit.
+        device: device type that vLLM serves on.
+        options: arguments of `LLM`, in addition to the kit's.
 
     Attributes:
         llm: vLLM's.

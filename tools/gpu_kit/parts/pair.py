@@ -45,7 +45,7 @@ def run(findings: Findings, device: str, words: list[str]) -> None:
 
 
 def reduce(findings: Findings, device: str) -> None:
-    """Reduce tensors of several sizes; check the sums, and measure; then with products beside it."""
+    """Reduce tensors of several sizes; check the sums, and measure; then concurrently with products."""
     if device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=5 * SECONDS))
@@ -61,7 +61,9 @@ def reduce(findings: Findings, device: str) -> None:
         findings.note(
             f"all-reduce of {size >> 10} KiB", {"ms": milliseconds(seconds), "GB/s": round(size / seconds / 1e9, 3)}
         )
-    findings.note("beside products", measure_both() if device == "cuda" else say_absent("there are no streams"))
+    findings.note(
+        "concurrent with products", measure_both() if device == "cuda" else say_absent("there are no streams")
+    )
 
 
 def measure_both() -> dict[str, float]:

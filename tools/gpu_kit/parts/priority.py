@@ -28,15 +28,15 @@ CUDA: Any = torch.cuda
 
 
 def run(findings: Findings, device: str, _: list[str]) -> None:
-    """Measure alone, beside products, and in a schedule."""
+    """Measure alone, concurrent with products, and in a schedule."""
     assert device == "cuda"
-    findings.attempt("a kernel beside products", lambda: compare_priorities(make_kernel()))
-    findings.attempt("a copy to the host beside products", lambda: compare_priorities(make_copy()))
+    findings.attempt("a kernel concurrent with products", lambda: compare_priorities(make_kernel()))
+    findings.attempt("a copy to the host concurrent with products", lambda: compare_priorities(make_copy()))
     findings.attempt("a schedule", measure_schedules)
 
 
 def compare_priorities(send: Callable[[], Any]) -> dict[str, Any]:
-    """Return how long *send* takes on a stream of each priority, alone and beside products, and what these take."""
+    """Return the times of *send* on a stream of each priority, alone and concurrent with products, and of these."""
     a = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
     busy = CUDA.Stream()
 
@@ -49,13 +49,13 @@ def compare_priorities(send: Callable[[], Any]) -> dict[str, Any]:
     for priority in PRIORITIES:
         stream = CUDA.Stream(priority=priority)
         alone = measure_on(stream, send, lambda: None)
-        beside = measure_on(stream, send, multiply)
+        concurrent = measure_on(stream, send, multiply)
         found[f"priority {priority}"] = {
             "ms alone": milliseconds(alone),
-            "ms beside products": milliseconds(beside),
-            "times as long": round(beside / alone, 2),
+            "ms concurrent with products": milliseconds(concurrent),
+            "times as long": round(concurrent / alone, 2),
         }
-    one, other = (found[f"priority {priority}"]["ms beside products"] for priority in PRIORITIES)
+    one, other = (found[f"priority {priority}"]["ms concurrent with products"] for priority in PRIORITIES)
     return {**found, "ratio of both priorities": round(one / other, 3)}
 
 
