@@ -9,7 +9,8 @@ DEVICES = ("cuda", "cpu", "npu")
 """The GPU, and where the kit is rehearsed: vLLM's CPU build, and the stand-in for CANN."""
 
 NO_VLLM = "the stand-in's environment has no vLLM"
-FEW_GRAPHS = 'compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]}'
+COMPILED = 'compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]}'
+GRAPHS = 'compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}'
 NO_GRAPHS = "vLLM's CPU build captures no graphs"
 NO_SECOND = "vLLM's second model runner needs Triton, which has no CPU"
 NO_PRIORITIES = "only CUDA's streams have priorities"
@@ -126,7 +127,8 @@ EQUAL = Part(
             make_engine("mla-triton", "deepseek", "attention_backend=TRITON_MLA", cpu=NO_KERNELS),
             make_engine("llama-exact", "llama", "--exact", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
             make_engine("mla-exact", "deepseek", "--exact-between", cpu=NO_KERNELS, VLLM_BATCH_INVARIANT="1"),
-            make_engine("llama-graphs", "llama", "enforce_eager=false", FEW_GRAPHS, cpu=NO_GRAPHS),
+            make_engine("llama-graphs", "llama", "enforce_eager=false", GRAPHS, cpu=NO_GRAPHS),
+            make_engine("llama-compiled", "llama", "enforce_eager=false", COMPILED, cpu=NO_GRAPHS),
             make_engine("llama-second", "llama", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
             make_engine("mla-second", "deepseek", cpu=NO_SECOND, VLLM_USE_V2_MODEL_RUNNER="1"),
         ),

@@ -23,6 +23,8 @@ export PYTHONPATH=$KIT_WORK/names:$PWD:$site
 "$python" -m tools.gpu_kit.unpack "$site" --kit "$kit" > /dev/null || exit 2
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export TRITON_CACHE_DIR=$KIT_WORK/triton TORCHINDUCTOR_CACHE_DIR=$KIT_WORK/inductor VLLM_CACHE_ROOT=$KIT_WORK/vllm
+# FlashInfer, which the kit does not carry, is otherwise imported for its sampler.
+export VLLM_USE_FLASHINFER_SAMPLER=0
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-INFO}
 export VLLM_ASCEND_ENABLE_DBO=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1
 exec "$python" -m tools.gpu_kit.runner "$@"

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
 from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.lowering import lower
-from dbo_runtime.observe.timeline import Recorder
+from dbo_runtime.planner.search.bound import compute_bound_of
 from dbo_runtime.policies import alternate, get_policy, sequential
 
 from ..machine import get_scale
@@ -83,7 +84,11 @@ class Core:
         return found
 
     def measure_share(self, share: float) -> dict[str, Any]:
-        """Measure what overlap gains where communication takes this share of the time of computation."""
+        """Measure what overlap gains where communication takes this share of the time of computation.
+
+        How long each op takes with nothing beside it says how long the schedule would take if nothing slowed another
+        down, and the bound of any schedule (`dbo_runtime.planner.search.bound`).
+        """
         decoder, one, both = self.decoder, self._prepare(sequential), self._prepare(alternate)
         compute, per_element = self._size_communication(one)
         wanted = int(share * compute / decoder.reduces / max(per_element, 1e-15))
@@ -91,18 +96,17 @@ class Core:
         serial, _ = decoder.measure(lambda: one.run(decoder.inputs), self._rounds)
         overlapped, issued = decoder.measure(lambda: both.run(decoder.inputs), self._rounds)
         communicate = max(serial - compute, 0.0)
-        # Nothing is there for the first op to hide behind, nor for the last reduce.
-        first, last = compute / decoder.reduces, communicate / decoder.reduces
-        bound = max(compute + last, communicate + first)
-        recorder = Recorder()
-        both.run(decoder.inputs, instrument=recorder)
-        timeline = recorder.timeline()
+        apart, timeline = decoder.record(one), decoder.record(both)
+        taken = {(span.op, span.micro_batch): span.end - span.start for span in apart.spans}
+        predicted = simulate(both.schedule, lambda each: taken[each.op.label, each.issue.micro_batch]).duration
+        bound = compute_bound_of(apart, one.schedule)
         hidden, busy = timeline.overlap("compute", "comm"), timeline.busy("comm")
         return {
             "ms computing": milliseconds(compute),
             "ms communicating": milliseconds(communicate),
             "ms one after the other": milliseconds(serial),
             "ms overlapped": milliseconds(overlapped),
+            "ms predicted": milliseconds(predicted),
             "ms at the bound": milliseconds(bound),
             "gain": round(serial / overlapped, 3),
             "gain at the bound": round(serial / bound, 3),

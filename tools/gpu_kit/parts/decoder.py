@@ -20,6 +20,7 @@ from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor, run_sequential
 from dbo_runtime.generated_executor import GeneratedExecutor
 from dbo_runtime.lowering import lower
+from dbo_runtime.observe.timeline import Recorder, Timeline
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.validate import validate
 
@@ -116,6 +117,14 @@ class Decoder:
             self.synchronize()
             seconds.append(time.perf_counter() - start)
         return median(seconds[2:]), median(issued[2:])
+
+    def record(self, executor: Executor) -> Timeline:
+        """Return when each op of a run began and ended."""
+        self.synchronize()
+        recorder = Recorder()
+        executor.run(self.inputs, instrument=recorder)
+        self.synchronize()
+        return recorder.timeline()
 
     def _record(self) -> Program:
         p = ProgramBuilder()

@@ -53,7 +53,7 @@ class Engine:
     Args:
         model: its name.
         device: device type that vLLM serves on.
-        options: arguments of `LLM`, in addition to the kit's.
+        options: arguments of `LLM`, before the kit's.
 
     Attributes:
         llm: vLLM's.
@@ -65,7 +65,7 @@ class Engine:
         start = time.perf_counter()
         from vllm import LLM
 
-        self.llm: Any = LLM(str(folder), use_tqdm_on_load=False, **make_options(model, device), **options)
+        self.llm: Any = LLM(str(folder), use_tqdm_on_load=False, **{**make_options(model, device), **options})
         self.seconds = round(time.perf_counter() - start, 1)
         if self.llm.collective_rpc("dbo_statistics")[0] is None:
             raise RuntimeError("no step of this engine would be split; its log says why")
