@@ -183,8 +183,12 @@ PRIORITY = Part(
 )
 AUTO = Part(
     "auto",
-    ((Job("auto", 110, ("auto",), LINK, VLLM),),),
+    (
+        (Job("61 layers of 2048", 110, ("auto", "deep"), LINK, VLLM),),
+        (Job("8 layers of 4096", 110, ("auto", "wide"), LINK, VLLM),),
+    ),
     "Calibration with the link; predicted against measured steps; whether `auto` chooses the faster way.",
+    builds_up=False,
 )
 PARTS = (SMOKE, CORE, EQUAL, FREES, TRACE, LINKED, TWO_RANKS, PRIORITY, AUTO)
 """In order of importance."""

@@ -20,9 +20,10 @@ AUTO = {"DBO_MODE": "auto", "DBO_POLICY": "optimal", "DBO_PROBATION": "0"}
 CLOSE = 0.03  # a choice is as good as the other one if their times differ by less
 
 
-def run(findings: Findings, device: str, _: list[str]) -> None:
-    """Calibrate, then compare predicted with measured steps."""
-    engine = Engine("wide", device)
+def run(findings: Findings, device: str, words: list[str]) -> None:
+    """Calibrate with a model, then compare predicted with measured steps."""
+    (model,) = words
+    engine = Engine(model, device)
     findings.note("engine", engine.describe())
     path = get_work("costs") / "costs.json"
     (report,) = engine.llm.collective_rpc("dbo_calibrate", args=(str(path), BUDGET_SECONDS[device]))

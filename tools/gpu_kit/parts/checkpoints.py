@@ -58,6 +58,8 @@ DEEP = {
     "cpu": Sizes(hidden=128, inner=128, layers=6, heads=4, kv_heads=2, words=320),
 }
 LATENT = {"cuda": {"hidden": 1024, "layers": 4, "heads": 16}, "cpu": {"hidden": 64, "layers": 2, "heads": 2}}
+ALL = {"num_experts_per_tok": "n_routed_experts", "topk_group": "n_group"}
+"""What each token takes all of."""
 
 
 def get_checkpoint(name: str, device: str) -> Path:
@@ -80,9 +82,15 @@ def get_checkpoint(name: str, device: str) -> Path:
 
 
 def make_latent(folder: Path, device: str) -> None:
-    """Make a DeepSeek-V3 of the head sizes that FlashAttention takes."""
+    """Make a DeepSeek-V3 of the head sizes that FlashAttention takes.
+
+    Each token takes all experts: where some are chosen, rounding chooses others, and no difference says anything.
+    """
     sys.path[:0] = [str(ROOT / "examples")]
     importlib.import_module("random_deepseek").make_checkpoint(folder, **LATENT[device])
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, **{chosen: config[of] for chosen, of in ALL.items()}}, indent=2))
 
 
 def make_dense(sizes: dict[str, Sizes], has_weights: bool, folder: Path, device: str) -> None:

@@ -7,7 +7,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ BY_DEVICE: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 8192,
         "kv_cache_memory_bytes": 2 << 30,
         "gpu_memory_utilization": 0.05,
+        # What vLLM compiles ahead is more than what is used here, and engines side by side would wait for each other.
+        "kernel_config": {"enable_jit_warmup": False, "enable_cutedsl_warmup": False},
     },
     "cpu": {
         "dtype": "float32",
@@ -91,6 +94,35 @@ class Engine:
         else:
             self.llm.collective_rpc("dbo_cut_at", args=(None if cuts is None else list(cuts),))
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether vLLM compiles the model."""
+        return bool(self.llm.llm_engine.vllm_config.compilation_config.mode)
+
+    @property
+    def cuts_prompts(self) -> bool:
+        """Whether vLLM cuts prompts that are too long for a step: with latent attention, its CPU build does not."""
+        return bool(self.llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill)
+
+    @contextmanager
+    def without_compilation(self) -> Iterator[None]:
+        """Return a context manager in which the model's own code runs, not what was compiled of it."""
+        self.llm.collective_rpc(use_compiled, args=(False,))
+        try:
+            yield
+        finally:
+            self.llm.collective_rpc(use_compiled, args=(True,))
+
+    @contextmanager
+    def with_short_steps(self, tokens: int) -> Iterator[None]:
+        """Return a context manager in which vLLM schedules so many tokens a step at most: it cuts prompts itself."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        before, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, tokens
+        try:
+            yield
+        finally:
+            scheduler.max_num_scheduled_tokens = before
+
     def count(self) -> dict[str, Any]:
         """Return how many steps were split so far, and why others were not."""
         found = self.llm.collective_rpc("dbo_statistics")[0]
@@ -127,6 +159,13 @@ def list_backends(worker: Any) -> list[str]:
     """Return the attention backends that a worker's layers use."""
     layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
     return sorted({layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")})
+
+
+def use_compiled(worker: Any, is_wanted: bool) -> None:
+    """Let a worker's model run what was compiled of it, or its own code."""
+    for module in worker.model_runner.get_model().modules():
+        if hasattr(module, "do_not_compile"):
+            module.do_not_compile = not is_wanted
 
 
 def cut_between_requests(worker: Any) -> None:

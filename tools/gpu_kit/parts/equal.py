@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .answers import Answers, answer, compare, find_tolerance
@@ -14,12 +14,14 @@ CUTS: dict[str, dict[str, Cuts]] = {
     "cpu": {"by settings": None, BETWEEN: BETWEEN, "inside requests": (90,), "in five": (9, 25, 70, 95)},
 }
 EXACT = {"--exact": tuple(CUTS["cuda"]), "--exact-between": (BETWEEN,)}
-"""At which cuts answers must be the same to the bit, by flag.
+"""At which cuts nothing is explained by rounding, by flag.
 
-Latent attention of a request that is cut inside is another computation: the tail's attention to its head is merged with
-that to itself, and short pieces take the kernel of decodes.
+Answers must be as near as vLLM's own are when requests are alone: the same to the bit if those are. Such an engine is
+compared at these cuts only: latent attention of a request that is cut inside is another computation, as the tail's
+attention to its head is merged with that to itself, and short pieces take the kernel of decodes.
 """
-CHECKS = ("1", "races")
+SHORT = {"cuda": (700, 60), "cpu": (80, 20)}
+"""Tokens of vLLM's own steps, when it cuts prompts by itself."""
 UNSPLIT = {"DBO_MODE": "off"}
 
 
@@ -34,17 +36,19 @@ def run(findings: Findings, device: str, words: list[str]) -> None:
 def compare_engine(findings: Findings, engine: Engine, device: str, flags: Sequence[str]) -> None:
     """Compare split answers with unsplit ones at all cuts.
 
-    With a flag of `EXACT` some must be the same to the bit, as kernels are that take no notice of the batch; with
-    `--check` each step is compared, too, and watched for races. Steps that vLLM replays from graphs are not split:
-    `declined` counts them.
+    A flag of `EXACT` is for kernels that take no notice of the batch. With `--check` each step is compared, too, and
+    watched for races. Steps that vLLM replays from graphs are not split: `declined` counts them.
     """
     findings.note("engine", described := engine.describe())
-    comparison = Comparison(findings, engine, device, described["dtype"])
     exact = [name for flag in flags for name in EXACT.get(flag, ())]
+    comparison = Comparison(findings, engine, device, described["dtype"], bool(exact))
     for name, cuts in CUTS[device].items():
-        comparison.add(name, cuts, EVERY_STEP, name in exact)
-    for check in CHECKS if "--check" in flags else ():
-        comparison.add(f"under DBO_CHECK={check}", None, {**EVERY_STEP, "DBO_CHECK": check})
+        if name in exact or not exact:
+            comparison.add(name, cuts, EVERY_STEP)
+            if "--check" in flags:
+                comparison.add(f"{name}, each step compared", cuts, {**EVERY_STEP, "DBO_CHECK": "1"})
+    if "--check" in flags:
+        comparison.add("by settings, watched for races", None, {**EVERY_STEP, "DBO_CHECK": "races"})
     findings.note("equal", comparison.is_equal)
     findings.note("split steps", comparison.steps if comparison.is_equal else 0)
     findings.note("declined", engine.count()["declined"])
@@ -58,28 +62,42 @@ class Comparison:
         engine: that answers.
         device: whose requests.
         dtype: of the model.
+        is_exact: whether rounding explains nothing but what requests differ by that are alone.
 
     Attributes:
         is_equal: whether all were so far.
         steps: split steps so far.
     """
 
-    def __init__(self, findings: Findings, engine: Engine, device: str, dtype: str) -> None:
+    def __init__(self, findings: Findings, engine: Engine, device: str, dtype: str, is_exact: bool = False) -> None:
         self.is_equal = True
         self.steps = 0
         self._findings, self._engine, self._device = findings, engine, device
         engine.configure(UNSPLIT)
         answer(engine, device)  # kernels are compiled
         self._expected: Answers = answer(engine, device)
-        alone = answer(engine, device, is_alone=True)
-        noise = compare(self._expected, alone, 0.0)
-        self._tolerance = find_tolerance(noise, dtype)
-        findings.note("unsplit, each request alone", noise.as_dict())
+        alone = self._measure("each request alone", is_alone=True)
+        self._tolerance = alone if is_exact else find_tolerance(max([alone, *self._measure_others()]), dtype)
         findings.note("tolerance", self._tolerance)
 
-    def add(self, name: str, cuts: Cuts, settings: dict[str, str], is_exact: bool = False) -> None:
-        """Answer split, and compare, to the bit if asked to; under DBO_CHECK vLLM's step raises an error itself."""
-        tolerance = 0.0 if is_exact else self._tolerance
+    def _measure(self, name: str, **options: Any) -> float:
+        """Return how far unsplit answers are apart that vLLM computes in another way."""
+        noise = compare(self._expected, answer(self._engine, self._device, **options), 0.0)
+        self._findings.note(f"unsplit, {name}", noise.as_dict())
+        return noise.largest
+
+    def _measure_others(self) -> Iterator[float]:
+        """Yield that for prompts that vLLM cuts itself, and for a model's own code where vLLM compiles it."""
+        for tokens in SHORT[self._device] if self._engine.cuts_prompts else ():
+            with self._engine.with_short_steps(tokens):
+                yield self._measure(f"steps of {tokens} tokens")
+        if self._engine.is_compiled:
+            with self._engine.without_compilation():
+                yield self._measure("not compiled")
+
+    def add(self, name: str, cuts: Cuts, settings: dict[str, str]) -> None:
+        """Answer split, and compare; under DBO_CHECK vLLM's step raises an error itself."""
+        tolerance = self._tolerance
         before = self._engine.count()["split"]
         try:
             self._engine.configure(settings, cuts)
