@@ -26,11 +26,15 @@ def make_engine(backend: str, runner: str = "first", is_equal: bool = True, step
     }
 
 
-def make_part(results: Any, failed: str | None = None, jobs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the entry of one part."""
-    ending = {"seconds": 12.5, "exit": 1 if failed else 0, "failed": failed}
-    at = {"at": "2026-11-27T10:00:00+00:00", "source": "abc"}
-    return {**ending, **at, "results": results, "jobs": jobs or {}}
+def make_part(results: Any, name: str = "", failed: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the entry of a part: of the job with its *name* alone, or of a job for each of its results."""
+    reasons = failed or {}
+    jobs = {
+        job: {"seconds": 12.5, "exit": int(job in reasons), "failed": reasons.get(job)}
+        for job in ([name] if name else results)
+    }
+    ending = {"exit": int(bool(reasons)), "failed": "; ".join(f"{job}: {reasons[job]}" for job in reasons) or None}
+    return {**ending, "at": "2026-11-27T10:00:00+00:00", "source": "abc", "results": results, "jobs": jobs}
 
 
 def make_results() -> dict[str, Any]:
@@ -52,13 +56,21 @@ def make_results() -> dict[str, Any]:
         "ms communicating": 20.25,
         "ms one after the other": 60.75,
         "ms overlapped": 43.5,
+        "ms predicted": 42.5,
         "gain": 1.397,
         "gain at the bound": 1.45,
         "us an instruction": 4.5,
     }
     link = {"link": {"share": 1.0, "GB/s": 26.4}, "1x8000": TIMES, "timeline": {"drawn": [" compute |0101|"]}}
+    step = {
+        "predicted ms": {"unsplit": 99.0, "split": 80.0},
+        "measured ms": {"unsplit": 101.0, "split": 78.0},
+        "auto": "split",
+        "faster": "split",
+        "right": True,
+    }
     parts = {
-        "smoke": make_part({"rates": {"FLOP/s": 6.5e14}, "rms_norm": 0.0016, "complete": True}),
+        "smoke": make_part({"rates": {"FLOP/s": 6.5e14}, "rms_norm": 0.0016, "complete": True}, "smoke"),
         "core": make_part(
             {
                 "measured": {
@@ -79,13 +91,12 @@ def make_results() -> dict[str, Any]:
                 "mla": make_engine("FLASH_ATTN_MLA", is_equal=False),
                 "mla-triton": {},
             },
-            "mla: by settings: differs by 2.5, 3 other tokens",
-            {"mla": {"exit": 1, "failed": "by settings: differs by 2.5, 3 other tokens"}},
+            failed={"mla": "by settings: differs by 2.5, 3 other tokens"},
         ),
         "frees": make_part(
             {"schedules": {"watched by": "compute-sanitizer", "report": ["== ERROR SUMMARY: 0 errors"]}}
         ),
-        "trace": make_part({"said": ["rank 0: 12.00 ms | lanes"]}),
+        "trace": make_part({"said": ["rank 0: 12.00 ms | lanes"]}, "trace"),
         "link": make_part({"8 layers of 4096": link, "61 layers of 2048": {"link": "FAILED: out of memory"}}),
         "two-ranks": make_part(
             {
@@ -102,19 +113,9 @@ def make_results() -> dict[str, Any]:
                     "ratio of both priorities": 5.67,
                 },
                 "a schedule": {"priority 0": {"gain": 1.1}, "priority -1": {"gain": 1.2}},
-            }
+            },
+            "priority",
         ),
-        "auto": make_part(
-            {
-                "1x8000": {
-                    "predicted ms": {"unsplit": 99.0, "split": 80.0},
-                    "measured ms": {"unsplit": 101.0, "split": 78.0},
-                    "auto": "split",
-                    "faster": "split",
-                    "right": True,
-                },
-                "right choices": "1 of 1",
-            }
-        ),
+        "auto": make_part({"61 layers of 2048": {"1x8000": step, "right choices": "1 of 1"}}),
     }
     return {"machine": machine, "parts": parts}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ pytest.importorskip("torch")
 from dbo_runtime.batch import Batch
 from tools.gpu_kit.parts.answers import MOST, Difference, compare, find_tolerance
 from tools.gpu_kit.parts.engine import find_middle
-from tools.gpu_kit.parts.equal import CUTS, EXACT, Comparison
+from tools.gpu_kit.parts.equal import CUTS, EXACT, SHORT, Comparison
 from tools.gpu_kit.parts.findings import Findings
 
 ANSWERS = {"0": [{1: -0.5, 2: -1.0}, {3: -0.25, 4: -2.0}], "1": [{5: -0.1, 6: -3.0}]}
@@ -65,9 +67,9 @@ def test_what_is_no_number_is_never_equal(value: float) -> None:
 
 
 def test_what_rounding_explains_follows_from_unsplit_answers_within_bounds() -> None:
-    assert find_tolerance(Difference(0.0, 0, 0), "bfloat16") == 0.05
-    assert find_tolerance(Difference(0.1, 0, 0), "bfloat16") == pytest.approx(0.2)
-    assert find_tolerance(Difference(3.0, 0, 0), "float32") == MOST
+    assert find_tolerance(0.0, "bfloat16") == 0.05
+    assert find_tolerance(0.1, "bfloat16") == pytest.approx(0.2)
+    assert find_tolerance(3.0, "float32") == MOST
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,14 @@ def test_each_flag_names_cuts_that_there_are() -> None:
 class FakeEngine:
     """Gives answers in turn; each step is split where settings say so."""
 
+    cuts_prompts = True
+    is_compiled = True
+
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
         self.split = 0
         self.is_split = False
+        self.ways: list[Any] = []
 
     def configure(self, settings: dict[str, str], cuts: Any = None) -> None:
         self.is_split = settings["DBO_MODE"] == "always"
@@ -101,28 +107,65 @@ class FakeEngine:
         self.split += self.is_split
         return self._answers.pop(0)
 
+    @contextmanager
+    def with_short_steps(self, tokens: int) -> Iterator[None]:
+        self.ways.append(tokens)
+        yield
+
+    @contextmanager
+    def without_compilation(self) -> Iterator[None]:
+        self.ways.append("not compiled")
+        yield
+
+
+FAR, FARTHER = change("0", 1, w3=-0.26, w4=-2.0), change("0", 1, w3=-0.9, w4=-2.0)
+
+
+def compare_with(
+    folder: Path, patch: pytest.MonkeyPatch, engine: FakeEngine, is_exact: bool = False
+) -> tuple[Comparison, Findings]:
+    """Return what the engine's last answers, split ones, are found to be."""
+    patch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
+    findings = Findings(folder / "result.json")
+    comparison = Comparison(findings, engine, "cuda", "bfloat16", is_exact)  # type: ignore[arg-type]
+    comparison.add("by settings", None, {"DBO_MODE": "always"})
+    return comparison, findings
+
 
 @pytest.mark.parametrize(
-    ("found", "is_exact", "is_equal"),
-    [
-        (ANSWERS, True, True),
-        (change("0", 1, w3=-0.26, w4=-2.0), True, False),
-        (change("0", 1, w3=-0.26, w4=-2.0), False, True),
-        (change("0", 1, w3=-0.9, w4=-2.0), False, False),
-    ],
-    ids=["equal to the bit", "not to the bit", "within rounding", "beyond rounding"],
+    ("found", "is_equal"),
+    [(ANSWERS, True), (FAR, True), (FARTHER, False)],
+    ids=["equal to the bit", "within rounding", "beyond rounding"],
 )
 def test_split_answers_are_equal_or_the_part_fails(
-    found: Any, is_exact: bool, is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Any, is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = FakeEngine(ANSWERS, ANSWERS, ANSWERS, found)
-    monkeypatch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
-    findings = Findings(tmp_path / "result.json")
-    comparison = Comparison(findings, engine, "cpu", "bfloat16")  # type: ignore[arg-type]
-    comparison.add("by settings", None, {"DBO_MODE": "always"}, is_exact)
+    engine = FakeEngine(*[ANSWERS] * 6, found)
+    comparison, findings = compare_with(tmp_path, monkeypatch, engine)
     assert comparison.is_equal is is_equal
     assert bool(findings.failed) is not is_equal
     assert findings.found["split by settings"]["split steps"] == comparison.steps == 1
+
+
+@pytest.mark.parametrize("way", range(4), ids=["alone", "long steps", "short steps", "not compiled"])
+def test_rounding_is_what_any_way_of_vllms_own_differs_by(
+    way: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise: list[Any] = [ANSWERS] * 4
+    noise[way] = change("0", 1, w3=-0.45, w4=-2.0)
+    engine = FakeEngine(ANSWERS, ANSWERS, *noise, change("0", 1, w3=-0.6, w4=-2.0))
+    comparison, findings = compare_with(tmp_path, monkeypatch, engine)
+    assert comparison.is_equal
+    assert findings.found["tolerance"] == pytest.approx(0.4)
+    assert engine.ways == [*SHORT["cuda"], "not compiled"]
+
+
+@pytest.mark.parametrize(("alone", "is_equal"), [(ANSWERS, False), (FAR, True)])
+def test_kernels_that_take_no_notice_of_the_batch_may_differ_by_what_vllms_own_answers_do(
+    alone: Any, is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison, _ = compare_with(tmp_path, monkeypatch, FakeEngine(ANSWERS, ANSWERS, alone, FAR), is_exact=True)
+    assert comparison.is_equal is is_equal
 
 
 @pytest.mark.parametrize("cuts", [None, (5, 10)])
@@ -132,7 +175,7 @@ def test_answers_that_no_step_was_split_for_prove_nothing(
     engine = FakeEngine(*[ANSWERS] * 4)
     monkeypatch.setattr("tools.gpu_kit.parts.equal.answer", engine.answer)
     findings = Findings(tmp_path / "result.json")
-    comparison = Comparison(findings, engine, "cpu", "float32")  # type: ignore[arg-type]
-    comparison.add("by settings", cuts, {"DBO_MODE": "off"}, is_exact=True)
+    comparison = Comparison(findings, engine, "cpu", "float32", is_exact=True)  # type: ignore[arg-type]
+    comparison.add("by settings", cuts, {"DBO_MODE": "off"})
     assert not comparison.is_equal
     assert findings.failed == ["by settings: no step was split"]

@@ -24,6 +24,7 @@ MODULES = (
     "vllm.v1.attention.backends.mla.flashmla",
     "vllm.v1.attention.backends.mla.triton_mla",
     "vllm.model_executor.layers.fused_moe",
+    "vllm.model_executor.layers.quantization.online.base",  # by its loader, whatever the model
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.deepseek_v2",
     "vllm.distributed.device_communicators.pynccl",
@@ -65,6 +66,12 @@ def test_a_library_that_was_cut_loads_and_registers_its_operators(name: str) -> 
     for operator in OPERATORS[name]:
         space, _, own = operator.partition(".")
         assert callable(getattr(getattr(torch.ops, space), own))
+
+
+def test_vllms_sampler_is_made_without_packages_that_the_kit_lacks() -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    Sampler()
 
 
 def test_vllm_finds_flash_attention_3_and_no_other() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_kit.gpu_results import CHIP, make_engine, make_results
+from tests.gpu_kit.gpu_results import CHIP, make_engine, make_part, make_results
 from tools.gpu_kit import page as program
 from tools.gpu_kit.evidence import (
     FOLDER,
@@ -22,7 +22,7 @@ from tools.gpu_kit.evidence import (
 from tools.gpu_kit.page import PAGE, compose, main
 from tools.gpu_kit.plan import PARTS
 from tools.gpu_kit.record import NOT_HERE
-from tools.gpu_kit.tables import ROWS, describe_allowed, write_page
+from tools.gpu_kit.tables import ROWS, write_page
 
 
 def test_the_page_and_the_evidence_are_what_the_command_writes_from_the_stored_results() -> None:
@@ -54,10 +54,10 @@ def test_the_page_has_rows_of_every_part_with_date_chip_and_versions() -> None:
     text = write_page([make_results()])
     assert "No GPU has run it yet" not in text
     assert f"## {CHIP}, 2026-11-27" in text
-    assert "driver 580.65.06, Python 3.12.3, torch 2.11.0+cu130, vLLM 0.30.0; commit 0123456789ab" in text
+    assert "driver 580.65.06, Python 3.12.3, torch 2.11.0+cu130, vLLM 0.30.0. " in text
     for row in (
         "| rms_norm against torch's | relative error 0.0016 |",
-        "| 0.5 | 40.5 | 20.25 | 60.75 | 43.5 | 1.397 | 1.45 | 4.5 |",
+        "| 0.5 | 40.5 | 20.25 | 60.75 | 43.5 | 42.5 | 1.397 | 1.45 | 4.5 |",
         "| tests of races | 9 passed, 0 failed, 2 skipped |",
         "| tests of graphs | not here: pytest is not installed |",
         "| llama | FLASH_ATTN | first | NONE | 0.0125 | 0.05 | 37 | yes |",
@@ -96,20 +96,15 @@ def test_times_of_two_ranks_are_told_with_what_divides_the_gpu() -> None:
     assert "| 4x1000 | 100 | 104 | 77.5 | 1.29 | yes |" in text
 
 
-def test_cuts_at_which_nothing_may_differ_are_named() -> None:
-    between, inside = {"allowed": 0.0}, {"allowed": 0.05}
-    assert describe_allowed({"tolerance": 0.05, "split by settings": {}}) == 0.05
-    assert describe_allowed({"tolerance": 0.05, "split between requests": between}) == 0
-    found = {"tolerance": 0.05, "split between requests": between, "split inside requests": inside, "split steps": 3}
-    assert describe_allowed(found) == "0.05; 0 between requests"
-
-
 @pytest.mark.parametrize("part", [part.name for part in PARTS])
 @pytest.mark.parametrize("results", [{}, f"{NOT_HERE}any", {"a": None}, {"a": "FAILED: any", "complete": True}, None])
 def test_a_part_that_has_found_little_is_a_section_all_the_same(part: str, results: Any) -> None:
     content = make_results()
-    content["parts"] = {part: {"exit": None, "failed": "no time left", "results": results}}
-    assert f"### {part}: " in write_page([content])
+    content["parts"] = {part: {"exit": 1, "failed": "killed", "results": results, "jobs": {}}}
+    text = write_page([content]).partition("## What is ready")[0]
+    assert f"### {part}: " in text
+    assert "**FAILED**: killed" in text
+    assert "Not run: " in text
 
 
 def test_engines_that_were_equal_are_evidence_and_others_are_not() -> None:
@@ -177,15 +172,29 @@ def test_a_machine_without_a_device_that_works_is_refused_with_its_reason(tmp_pa
         read_results(write(tmp_path / "results.json", {"machine": machine, "parts": {}}))
 
 
-def test_a_second_run_of_a_day_keeps_the_parts_that_it_lacks(tmp_path: Path) -> None:
-    stored = store_results(make_results(), tmp_path)
+def test_a_second_run_of_a_day_adds_what_it_ran_with_its_commit(tmp_path: Path) -> None:
+    first, again = make_results(), make_results()
+    stored = store_results(first, tmp_path)
     assert stored.name == "2026-11-27-nvidia-h100-80gb-hbm3.json"
-    again = make_results()
-    again["parts"] = {"smoke": {**again["parts"]["smoke"], "seconds": 3.0}}
+    again["machine"]["commit"] = "fedcba9876543210"
+    engines = make_part({"mla": make_engine("FLASH_ATTN_MLA"), "llama": {}})
+    engines["jobs"]["llama"] |= {"exit": None, "failed": "no time left"}
+    again["parts"] = {"equal": engines}
     assert store_results(again, tmp_path) == stored
     (content,) = read_all(tmp_path)
-    assert content["parts"]["smoke"]["seconds"] == 3.0
     assert content["parts"].keys() == {part.name for part in PARTS}
+    equal = content["parts"]["equal"]
+    assert equal["failed"] is None
+    assert equal["results"]["mla"]["equal"] is True
+    assert equal["results"]["llama"] == first["parts"]["equal"]["results"]["llama"]
+    assert [equal["jobs"][name]["commit"][:3] for name in ("llama", "mla")] == ["012", "fed"]
+
+
+def test_a_part_that_was_not_run_is_not_stored(tmp_path: Path) -> None:
+    results = make_results()
+    for ending in results["parts"]["auto"]["jobs"].values():
+        ending["exit"] = None
+    assert "auto" not in json.loads(store_results(results, tmp_path).read_text())["parts"]
 
 
 def test_a_commit_is_told_only_if_its_sources_are_those_that_ran(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .machine import ROOT, digest_sources
+from .record import add_job
 
 FOLDER = Path(__file__).parent / "results"
 EVIDENCE = ROOT / "dbo_runtime" / "vllm_plugin" / "platforms" / "cuda_evidence.json"
@@ -54,15 +55,29 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def store_results(content: dict[str, Any], folder: Path = FOLDER) -> Path:
-    """Store results under their date and chip; parts of another run on that day that these lack stay."""
+    """Store results under their date and chip; what another run on that day has shown, and these did not, stays."""
     machine = content["machine"]
     if not machine.get("commit"):
         machine = {**machine, "commit": find_commit(machine.get("source"))}
     path = folder / f"{machine['date']}-{make_slug(machine['chip'])}.json"
-    before = read_results(path)["parts"] if path.is_file() else {}
+    parts = dict(read_results(path)["parts"]) if path.is_file() else {}
+    for name, part in content["parts"].items():
+        if any(ending["exit"] is not None for ending in part["jobs"].values()):
+            parts[name] = add_part(parts.get(name, {}), name, part, machine["commit"])
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine, "parts": {**before, **content["parts"]}}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": machine, "parts": parts}, indent=1) + "\n")
     return path
+
+
+def add_part(before: Mapping[str, Any], name: str, part: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
+    """Return a part as it was shown before, with the jobs that were run since, each with the commit that was run."""
+    about = {key: value for key, value in part.items() if key not in ("exit", "failed", "results", "jobs")}
+    found = {**before, **about}
+    for job, ending in part["jobs"].items():
+        if ending["exit"] is not None:  # it was run
+            results = part["results"] if job == name else part["results"].get(job, {})
+            found = add_job(found, name, job, {"commit": commit, **ending, "results": results})
+    return found
 
 
 def find_commit(source: str | None) -> str | None:

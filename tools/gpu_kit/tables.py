@@ -57,16 +57,19 @@ def describe_machine(machine: Mapping[str, Any]) -> str:
         for name, key in (("driver", "driver"), ("Python", "python"), ("torch", "torch"), ("vLLM", "vllm"))
         if machine.get(key)
     )
-    commit = str(machine.get("commit") or "not known")[:12]
-    return f"## {machine['chip']}, {machine['date']}\n\n{versions}; commit {commit}. `{COMMAND}`\n"
+    return f"## {machine['chip']}, {machine['date']}\n\n{versions}. `{COMMAND}`\n"
 
 
 def describe_part(part: Part, found: Mapping[str, Any]) -> str:
-    """Return what one part has shown on a machine: when, how it is run again, whether it failed, and its rows."""
-    when = f"{found.get('at', MISSING)[:16].replace('T', ' ')} UTC, {found.get('seconds', MISSING)} s"
-    lines = [f"### {part.name}: {part.shows}\n", f"{when}: `{COMMAND} {part.name}`\n"]
+    """Return what one part has shown on a machine: when, how it is run again, what failed or was not run, its rows."""
+    jobs = found.get("jobs", {})
+    commits = ", ".join(dict.fromkeys(str(each.get("commit") or "not known")[:12] for each in jobs.values()))
+    when = f"{found.get('at', MISSING)[:16].replace('T', ' ')} UTC"
+    lines = [f"### {part.name}: {part.shows}\n", f"{when}, commit {commits}: `{COMMAND} {part.name}`\n"]
     if found.get("failed"):
         lines.append(f"**FAILED**: {escape(found['failed'])}\n")
+    if missing := [job.name for job in part.jobs if job.name not in jobs]:
+        lines.append(f"Not run: {', '.join(missing)}.\n")
     results = found.get("results")
     if isinstance(results, str):
         lines.append(f"{results}\n")
@@ -102,7 +105,8 @@ def list_core(found: Mapping[str, Any]) -> list[str]:
     """Return overlap by share, then single figures, then tests."""
     measured = get(found, "measured")
     shares = [(name.split()[1], each) for name, each in measured.items() if name.startswith("communication ")]
-    keys = ("ms computing", "ms communicating", "ms one after the other", "ms overlapped", "gain", "gain at the bound")
+    times = ("computing", "communicating", "one after the other", "overlapped", "predicted")
+    keys = (*(f"ms {name}" for name in times), "gain", "gain at the bound")
     heads = ("communication / computation", *keys, "us an instruction")
     rows = [(share, *(show(get(each).get(key)) for key in heads[1:])) for share, each in shares]
     empty, graph = get(measured, "us an instruction of empty ops"), get(measured, "graph")
@@ -134,19 +138,9 @@ def describe_engine(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     compared = [get(each) for key, each in found.items() if key.startswith("split ") and isinstance(each, dict)]
     largest = max((each["largest"] for each in compared), default=None)
     backends = ", ".join(engine.get("backends", ())) or MISSING
-    allowed = describe_allowed(found)
+    allowed = found.get("tolerance")
     cells = (engine.get("runner"), engine.get("graphs"), largest, allowed, found.get("split steps"))
     return name, backends, *map(show, cells), show(found.get("equal"))
-
-
-def describe_allowed(found: Mapping[str, Any]) -> Any:
-    """Return which difference is allowed; where none is at some cuts, these are named."""
-    compared = {key.removeprefix("split "): each for key, each in found.items() if key.startswith("split ")}
-    allowed = {name: each["allowed"] for name, each in compared.items() if isinstance(each, dict) and "allowed" in each}
-    exact = [name for name, value in allowed.items() if value == 0]
-    if not exact:
-        return found.get("tolerance")
-    return 0 if len(exact) == len(allowed) else f"{show(found.get('tolerance'))}; 0 {', '.join(exact)}"
 
 
 def list_link(found: Mapping[str, Any]) -> list[str]:
@@ -205,15 +199,23 @@ def list_priority(found: Mapping[str, Any]) -> list[str]:
 
 
 def list_auto(found: Mapping[str, Any]) -> list[str]:
-    """Return predicted against measured steps."""
-    rows = []
-    for name, each in found.items():
-        if isinstance(each, dict) and "right" in each:
-            pairs = [f"{show(get(each, 'predicted ms').get(way))} / {show(get(each, 'measured ms').get(way))}"
-                     for way in ("unsplit", "split")]  # fmt: skip
-            rows.append((name, *pairs, show(each.get("auto")), show(each.get("faster"))))
+    """Return predicted against measured steps, by model."""
+    lines = []
     heads = ("prompts", "unsplit: predicted / measured ms", "split: predicted / measured ms", "auto", "faster")
-    return [make_table(heads, rows), f"Right choices: {show(found.get('right choices'))}.\n"]
+    for name, steps in found.items():
+        rows = [
+            (prompts, *(compare(each, way) for way in ("unsplit", "split")), show(each["auto"]), show(each["faster"]))
+            for prompts, each in get(steps).items()
+            if isinstance(each, dict) and "right" in each
+        ]
+        right = show(get(steps).get("right choices"))
+        lines += [f"{name}: right choices: {right}.\n", *([make_table(heads, rows)] if rows else [])]
+    return lines
+
+
+def compare(step: Mapping[str, Any], way: str) -> str:
+    """Return what was predicted of a step, and what was measured."""
+    return " / ".join(show(get(step, key).get(way)) for key in ("predicted ms", "measured ms"))
 
 
 def make_times(found: Mapping[str, Any]) -> str:
