@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple, SupportsFloat
 
 from dbo_runtime.program import COMPUTING, SIDE
@@ -105,6 +106,23 @@ class Timeline:
             seconds = _interpolate(covered, span.end) - _interpolate(covered, span.start)
             concurrent.append(min(seconds, span.end - span.start))  # rounding must not make it longer
         return concurrent
+
+    def find_queued(self) -> list[bool]:
+        """Return for each span whether the host had issued all of it when it began [spans].
+
+        Otherwise its lane may have waited for the host between its kernels. The host has when it goes on to the next
+        op. For the last one it is assumed to take what it takes for others. Without times of issue, all were queued.
+        """
+        issued = sorted(span.issued for span in self.spans if span.issued is not None)
+        if len(issued) < len(self.spans) or len(issued) < 2:
+            return [True] * len(self.spans)
+        following = dict(pairwise([*issued, issued[-1] + self.measure_issue()]))
+        return [following[span.issued] <= span.start for span in self.spans if span.issued is not None]
+
+    def measure_issue(self) -> float:
+        """Return the seconds that the host took for an op: the median between one and the next; 0 if not recorded."""
+        issued = sorted(span.issued for span in self.spans if span.issued is not None)
+        return median(later - earlier for earlier, later in pairwise(issued)) if len(issued) > 1 else 0.0
 
     def measure_concurrent_share(self, op: str, other: str, same: bool = False) -> float:
         """Return the share of its time in which *op* of one micro-batch ran concurrently with *other* of another.

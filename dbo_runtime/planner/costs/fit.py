@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, OpCost
-from dbo_runtime.planner.costs.samples import Sample, get_lane, group_by_op
+from dbo_runtime.planner.costs.samples import MIN_SIZES, Sample, get_lane, group_by_op
 from dbo_runtime.program import COMM
 
 _Array = npt.NDArray[np.float64]
@@ -116,7 +116,7 @@ def _reduce_repeats(op: str, samples: Sequence[Sample]) -> _Measurements:
         (features, median(s for _, s in repeats)) for features, repeats in groupby(alone, key=lambda item: item[0])
     ]
     sizes = sorted({features.tokens for features, _ in medians})
-    if len(sizes) < 2:
+    if len(sizes) < MIN_SIZES:
         measured = f"at {sizes[0]} tokens only" if sizes else "only concurrently with another lane, never alone"
         raise ConfigError(f"op {op} was measured {measured}; measure unsplit steps of at least two sizes.")
     return _Measurements(tuple(features for features, _ in medians), np.array([seconds for _, seconds in medians]))

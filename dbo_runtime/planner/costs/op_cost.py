@@ -154,7 +154,8 @@ class HostCost(_Numbers):
     """The time that the host adds.
 
     Attributes:
-        issue: seconds to issue one op.
+        issue: seconds to issue one op of a split step.
+        unsplit_issue: the same of an unsplit step; 0 if that takes as long.
         handover: seconds from an op's end until one on another lane that waits for it can start.
         computes: the compute lane is the issuing thread itself (CPU), so nothing is issued while it computes.
         unsplit: seconds of an unsplit step outside its ops; negative if the step is compiled as one graph and its
@@ -170,6 +171,11 @@ class HostCost(_Numbers):
     unsplit_per_token: float = field(default=0.0, metadata=_in_file("whole_us_per_token", -math.inf, optional=True))
     split_per_token: float = field(default=0.0, metadata=_in_file("split_us_per_token", -math.inf, optional=True))
     handover: float = field(default=0.0, metadata=_in_file("handover_us", optional=True))
+    unsplit_issue: float = field(default=0.0, metadata=_in_file("whole_issue_us", optional=True, is_new=True))
+
+    def issue_unsplit(self, ops: int) -> float:
+        """Return the seconds to issue so many ops of an unsplit step, which lasts that long at least."""
+        return (self.unsplit_issue or self.issue) * ops
 
 
 def to_microseconds(seconds: float) -> float:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 
+MIN_SIZES = 2  # at which an op must be measured: its cost is a line at least
+
 
 class Sample(NamedTuple):
     """One measured run of an op."""
@@ -19,6 +21,19 @@ class Sample(NamedTuple):
     features: BatchFeatures
     seconds: float
     concurrent: float = 0.0  # seconds of it while another lane ran; see `Timeline.measure_concurrent`
+    was_queued: bool = True  # all of it was issued before it began, so that no lane waited for the host within it
+
+
+def keep_queued(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples that say what ops take, and not what the host takes to issue their kernels.
+
+    An op that was never queued at enough sizes keeps all its samples: it takes no longer than these.
+    """
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for sample in samples:
+        if sample.was_queued and not sample.concurrent:
+            sizes[sample.op].add(sample.features.tokens)
+    return [sample for sample in samples if sample.was_queued or len(sizes[sample.op]) < MIN_SIZES]
 
 
 def group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:

@@ -57,7 +57,7 @@ class Predictor:
     def predict_unsplit(self, features: BatchFeatures) -> float:
         """Return the seconds of an unsplit step: of its ops in sequence, or of issuing them if that is longer."""
         host = self._table.host
-        issued = host.issue * len(self._program.ops)
+        issued = host.issue_unsplit(len(self._program.ops))
         seconds = max(self._times.sum(features), issued) + host.unsplit + host.unsplit_per_token * features.tokens
         return max(seconds, 0.0)
 

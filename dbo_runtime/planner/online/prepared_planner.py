@@ -236,7 +236,7 @@ class PreparedPlanner(Planner):
         host = self.table.host
         ops = self._tables.sum_ops(np.array([features], dtype=np.float64))[:, 0]
         outside = host.unsplit + host.unsplit_per_token * features.tokens
-        seconds: Vector = np.maximum(np.maximum(ops, host.issue * len(self.program.ops)) + outside, 0.0)
+        seconds: Vector = np.maximum(np.maximum(ops, host.issue_unsplit(len(self.program.ops))) + outside, 0.0)
         return seconds * self.correction.factor(UNSPLIT)
 
     def _list_cuts_of(self, batch: Batch, parts: Sequence[int]) -> list[_Cut]:

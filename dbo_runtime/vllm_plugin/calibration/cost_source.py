@@ -19,6 +19,7 @@ from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.fit import fit_costs
 from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
+from dbo_runtime.planner.costs.samples import keep_queued
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.runtime import MicroBatchRuntime
@@ -47,6 +48,8 @@ class Report:
         step_errors: median relative errors of predicted steps, by mode (`unsplit` and `split`).
         split_error: see `CostTable`.
         contention: factor by which a lane is slower while another runs, by lane.
+        largest: tokens of the largest step that was measured; what larger ones take is extrapolated.
+        left_out: how many sizes of batches no time was left for.
         stage: name of the pipeline's stage whose costs these are, such as `pp0`.
     """
 
@@ -56,6 +59,8 @@ class Report:
     step_errors: Mapping[str, float]
     split_error: float
     contention: Mapping[str, float]
+    largest: int
+    left_out: int
     stage: str | None = None
 
     def __str__(self) -> str:
@@ -68,7 +73,9 @@ class Report:
             f"relative to unsplit steps, split ones take {self.split_error:.1%} longer than predicted (upper quartile)"
         )
         factors = ", ".join(f"{lane} {factor:.2f}" for lane, factor in self.contention.items())
-        return "\n".join([*rows, longer, f"slower while another lane runs, by a factor of: {factors}"])
+        rest = f"; {self.left_out} sizes of batches were left out for lack of time" if self.left_out else ""
+        slower = f"slower while another lane runs, by a factor of: {factors}"
+        return "\n".join([*rows, longer, slower, f"measured up to {self.largest} tokens a step{rest}"])
 
 
 class CostSource:
@@ -170,7 +177,18 @@ class CostSource:
             self._save(table, name_stage_file(path, self._stage))
         op_errors, contention = dict(table.errors), dict(table.contention)
         seconds = time.perf_counter() - start
-        return Report(seconds, table.digest, op_errors, errors, table.split_error, contention, self._stage)
+        largest = max(sum(load.tokens for load in step.loads) for step in measurements.steps)
+        return Report(
+            seconds,
+            table.digest,
+            op_errors,
+            errors,
+            table.split_error,
+            contention,
+            largest,
+            len(measurements.left_out),
+            self._stage,
+        )
 
     def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
         try:
@@ -187,7 +205,9 @@ class CostSource:
     def _fit(self, measurements: Measurements) -> tuple[str, dict[str, float]]:
         """Return the costs as the text of a file, and their relative errors for steps by mode."""
         program = self._runtime.program
-        costs, errors = fit_costs(measurements.samples, self._identity.bytes_per_token)
+        # Where the host computes, it is never late: what runs is what it runs.
+        samples = measurements.samples if self._host_computes else keep_queued(measurements.samples)
+        costs, errors = fit_costs(samples, self._identity.bytes_per_token)
         identity = self._identity
         origin = Provenance(
             kind="measured",
@@ -199,7 +219,7 @@ class CostSource:
             versions=identity.versions,
         )
         host = HostCost(computes=self._host_computes)
-        contention = fit_contention(costs, measurements.samples)
+        contention = fit_contention(costs, samples)
         table = CostTable(origin, describe_program(program), costs, contention, host, errors)
         table, step_errors = fit_steps(table, program, measurements.steps)
         return format_costs(table), step_errors

@@ -28,6 +28,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.serial import SerialDevice
+from dbo_runtime.observe.gaps import HOST, find_gaps
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
@@ -60,6 +61,11 @@ class StepSample(NamedTuple):
     loads: tuple[BatchFeatures, ...]  # of its micro-batches; one for an unsplit step
     seconds: float  # of the forward call
     idle: float  # seconds between its first op and the last in which no lane ran anything; 0 for an unsplit step
+    late: float = 0.0  # seconds of that in which the host had not issued the next op
+    issue: float = 0.0  # seconds that the host took for an op
+
+
+TIMES = ("seconds", "idle", "late", "issue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +147,15 @@ def merge_ranks(samples: Sequence[Sample]) -> Sample:
     if samples[0].lane == COMM:
         return min(samples, key=lambda sample: sample.seconds)
     return samples[0]._replace(
-        seconds=fmean(s.seconds for s in samples), concurrent=fmean(s.concurrent for s in samples)
+        seconds=fmean(s.seconds for s in samples),
+        concurrent=fmean(s.concurrent for s in samples),
+        was_queued=all(s.was_queued for s in samples),
     )
+
+
+def measure_late(timeline: Timeline) -> float:
+    """Return the seconds in which a lane could have gone on, but the host had not issued its next op."""
+    return sum(gap.seconds for gap in find_gaps(timeline) if gap.cause == HOST)
 
 
 def overlaps_itself(program: Program) -> bool:
@@ -151,12 +164,9 @@ def overlaps_itself(program: Program) -> bool:
 
 
 class _Run(NamedTuple):
-    """One run of a shape on one rank; see `StepSample`."""
+    """One run of a shape on one rank."""
 
-    mode: str
-    loads: tuple[BatchFeatures, ...]
-    seconds: float
-    idle: float
+    step: StepSample
     samples: list[Sample]  # in an order that is the same on all ranks
 
 
@@ -168,7 +178,9 @@ class _Harness:
         self._work = work
         self._vocabulary = runner.model_config.get_vocab_size()
         self._seconds = 0.0
+        self._issued = 0.0
         self._device = device = served.runtime.device
+        self._ops = len(served.runtime.program.ops)
         program = served.runtime.program
         self._forwards = {
             "unsplit": _copy_forward(served, device, "sequential", group),
@@ -201,6 +213,7 @@ class _Harness:
         self._device.synchronize()
         start = time.perf_counter()
         results = self._forward(tokens, positions, intermediate_tensors, **kwargs)
+        self._issued = time.perf_counter() - start
         self._device.synchronize()
         self._seconds = time.perf_counter() - start
         return results
@@ -221,13 +234,15 @@ class _Harness:
         finally:
             model.forward = served
         if mode == "unsplit":
-            return _Run(mode, (shape.measure_features(),), self._seconds, 0.0, [])
+            issue = self._issued / self._ops
+            return _Run(StepSample(mode, (shape.measure_features(),), self._seconds, 0.0, issue=issue), [])
         timeline = self._forward.recording.timeline
         if timeline is None:
             reasons = ", ".join(self._forward.runtime.statistics.declined)
             raise DeclineError("vLLM's dummy batch cannot be split", f"{shape}: {reasons}")
         loads = shape.measure_parts(cut)
-        return _Run(mode, loads, self._seconds, timeline.idle, _read_samples(timeline, loads))
+        step = StepSample(mode, loads, self._seconds, timeline.idle, measure_late(timeline), timeline.measure_issue())
+        return _Run(step, _read_samples(timeline, loads))
 
 
 def _fill(received: IntermediateTensors | None) -> None:
@@ -250,9 +265,10 @@ def _gather_runs(work: JointWork, own: Sequence[_Run]) -> list[list[_Run]]:
     return [[_read_run(*run) for run in runs] for runs in work.gather(own)]
 
 
-def _read_run(mode: str, loads: Sequence[Any], seconds: float, idle: float, samples: Sequence[Any]) -> _Run:
-    read = [Sample(op, lane, BatchFeatures(*features), *times) for op, lane, features, *times in samples]
-    return _Run(mode, tuple(BatchFeatures(*load) for load in loads), seconds, idle, read)
+def _read_run(step: Sequence[Any], samples: Sequence[Any]) -> _Run:
+    mode, loads, *times = step
+    read = [Sample(op, lane, BatchFeatures(*features), *more) for op, lane, features, *more in samples]
+    return _Run(StepSample(mode, tuple(BatchFeatures(*load) for load in loads), *times), read)
 
 
 def _agree_on_limits(work: JointWork, own: Limits) -> Limits:
@@ -267,17 +283,19 @@ def _agree_on_time(work: JointWork, start: float) -> float:
 
 def _read_samples(timeline: Timeline, loads: Sequence[BatchFeatures]) -> list[Sample]:
     """Return the spans of a timeline as samples, by micro-batch and op: their order in time differs between ranks."""
-    spans = zip(timeline.spans, timeline.measure_concurrent(), strict=True)
-    return [
-        Sample(span.op.rpartition(".")[2], span.lane, loads[span.micro_batch], span.end - span.start, concurrent)
-        for span, concurrent in sorted(spans, key=lambda item: (item[0].micro_batch, item[0].op))
-    ]
+    measured = zip(timeline.spans, timeline.measure_concurrent(), timeline.find_queued(), strict=True)
+    samples = {}
+    for span, concurrent, was_queued in measured:
+        name, load, seconds = span.op.rpartition(".")[2], loads[span.micro_batch], span.end - span.start
+        samples[span.micro_batch, span.op] = Sample(name, span.lane, load, seconds, concurrent, was_queued)
+    return [samples[name] for name in sorted(samples)]
 
 
 def _add(measurements: Measurements, runs_of_ranks: Sequence[Sequence[_Run]]) -> None:
     """Add the runs of one shape on all ranks [ranks][runs]."""
     for runs in zip(*runs_of_ranks, strict=True):
         measurements.samples.extend(map(merge_ranks, zip(*(run.samples for run in runs), strict=True)))
-        if runs[0].mode != "serial":  # in which no step is served
-            seconds, idle = fmean(run.seconds for run in runs), fmean(run.idle for run in runs)
-            measurements.steps.append(StepSample(runs[0].mode, runs[0].loads, seconds, idle))
+        steps = [run.step for run in runs]
+        if steps[0].mode != "serial":  # in which no step is served
+            times = {name: fmean(getattr(step, name) for step in steps) for name in TIMES}
+            measurements.steps.append(steps[0]._replace(**times))

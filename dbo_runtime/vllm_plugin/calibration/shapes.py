@@ -32,6 +32,11 @@ class Shape:
         return self.requests * self.tokens
 
     @property
+    def is_single_prefill(self) -> bool:
+        """Whether it is one prompt with nothing in the KV cache."""
+        return self.requests == 1 and not self.context
+
+    @property
     def cuts(self) -> tuple[int, ...]:
         """The tokens at which to cut it in two: in the middle; and so that nearly all tokens are in one part.
 
@@ -58,11 +63,11 @@ class Shape:
 
 
 def choose_shapes(limits: Limits) -> list[Shape]:
-    """Return the batches to measure, small ones first.
+    """Return the batches to measure: single prefills of all sizes first, so that a short calibration knows all sizes.
 
     One prefill, which has as many query-key pairs as its tokens can have; several, which have few; one after a long
     context; and decodes after a short and after a long one. Together they separate the fixed cost from the costs per
-    token, per pair and of the context.
+    token, per pair and of the context. Of both, small ones come first.
     """
     longest = min(limits.tokens, limits.length, limits.blocks * limits.block_size)
     lengths = list(_grow(MIN_PREFILL_TOKENS, longest))
@@ -73,7 +78,8 @@ def choose_shapes(limits: Limits) -> list[Shape]:
         room = limits.blocks // requests * limits.block_size
         long_context = min(longest, limits.length, room) - 1
         shapes |= {Shape(requests, 1, min(SHORT_CONTEXT_TOKENS, long_context)), Shape(requests, 1, long_context)}
-    return sorted((shape for shape in shapes if _fits(shape, limits)), key=lambda s: (s.total, s.context, s.requests))
+    fitting = (shape for shape in shapes if _fits(shape, limits))
+    return sorted(fitting, key=lambda s: (not s.is_single_prefill, s.total, s.context, s.requests))
 
 
 def _grow(first: int, last: int) -> Iterator[int]:

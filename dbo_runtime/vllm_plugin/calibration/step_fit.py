@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 from statistics import median
@@ -25,20 +26,27 @@ _Predicted = tuple[StepSample, float]  # and its predicted seconds
 def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tuple[CostTable, dict[str, float]]:
     """Return *table* with what steps take in addition to their ops, and the median relative errors by mode.
 
-    Between sequential micro-batches all lanes are idle only while control passes from one to the next. What then
-    remains of measured steps, less the predicted, is a constant and an amount per token (the embedding, which is no op
-    of the program, is reduced as well). The remaining error of split relative to unsplit steps is unexplained:
-    decisions take it into account.
+    Between sequential micro-batches all lanes are idle only while control passes from one to the next, or where the
+    host is late. What then remains of measured steps, less the predicted, is a constant and an amount per token (the
+    embedding, which is no op of the program, is reduced as well). The remaining error of split relative to unsplit
+    steps is unexplained: decisions take it into account.
     """
     in_turn = lower((program,) * 2, sequential((program,) * 2))
     handovers = sum(bool(step.waits) for step in in_turn.instructions)
-    idle = [step.idle for step in steps if step.mode == "sequential"]
+    host = table.host
+    idle = [step.idle - (0.0 if host.computes else step.late) for step in steps if step.mode == "sequential"]
     handover = max(median(idle), 0.0) / handovers if idle and handovers else 0.0
-    table = replace(table, host=replace(table.host, handover=handover))
+    host = replace(host, handover=handover)
+    if not host.computes:
+        issue, unsplit_issue = (
+            find_issue(step for step in steps if (step.mode == "unsplit") is is_unsplit) for is_unsplit in (False, True)
+        )
+        host = replace(host, issue=issue, unsplit_issue=unsplit_issue)
+    table = replace(table, host=host)
     unsplit, split = _predict(Planner(program, table), steps)
     (unsplit_fixed, unsplit_per_token), (split_fixed, split_per_token) = fit_rest(unsplit), fit_rest(split)
     host = replace(
-        table.host,
+        host,
         unsplit=unsplit_fixed,
         unsplit_per_token=unsplit_per_token,
         split=split_fixed,
@@ -50,6 +58,16 @@ def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tu
     }
     table = replace(table, host=host)
     return replace(table, split_error=compute_split_error(*_predict(Planner(program, table), steps))), errors
+
+
+def find_issue(steps: Iterable[StepSample]) -> float:
+    """Return the seconds that the host takes for an op, of the batch for which it took least; 0 without any.
+
+    Of repeats the median counts. With large batches queues fill, and the host waits for the lanes.
+    """
+    by_loads = sorted(steps, key=lambda step: step.loads)
+    repeats = groupby(by_loads, key=lambda step: step.loads)
+    return min((median(step.issue for step in alike) for _, alike in repeats), default=0.0)
 
 
 def compute_split_error(unsplit: list[_Predicted], split: list[_Predicted]) -> float:

@@ -86,7 +86,7 @@ def test_a_start_that_is_asked_to_calibrates_and_writes_what_it_plans_by(tmp_pat
 
 
 REPORT = Report(
-    6.6, "0123456789abcdef", {"attention": 0.031}, {"unsplit": 0.01, "split": 0.02}, 0.05, {"compute": 1.25}
+    6.6, "0123456789abcdef", {"attention": 0.031}, {"unsplit": 0.01, "split": 0.02}, 0.05, {"compute": 1.25}, 8192, 0
 )
 
 

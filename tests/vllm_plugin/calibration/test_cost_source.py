@@ -35,7 +35,7 @@ from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.phase import Phase
 from tests.planner.machines import make_table, record_layers
 from tests.planner.online.test_planner import COSTS
-from tests.vllm_plugin.costs import Lines, calibrate_few, forget_costs, get_costs, make_planner, measure_few
+from tests.vllm_plugin.costs import FEW_SHAPES, Lines, calibrate_few, forget_costs, get_costs, make_planner, measure_few
 from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import TINY, find_transport
 
@@ -113,17 +113,19 @@ def test_the_file_names_machine_model_ranks_and_versions(calibrated: tuple[Path,
 def test_the_report_says_how_far_costs_are_off_for_each_op_and_for_steps(calibrated: tuple[Path, str, str]) -> None:
     path, report, digest = calibrated
     table = load_costs(path)
-    head, *rows, longer, last = str(Report(**report)).splitlines()
+    head, *rows, longer, slower, last = str(Report(**report)).splitlines()
     assert re.fullmatch(rf"calibrated in \d+ s; costs {digest}; median errors of the fit:", head)
     named = {" ".join(words): error for *words, error in map(str.split, rows)}
     assert named.keys() == {*table.ops, "unsplit step", "split step"}
     assert all(named[op] == f"{error:.1%}" for op, error in table.errors.items())
     assert f"take {table.split_error:.1%} longer than predicted" in longer
-    assert re.fullmatch(r"slower while another lane runs, by a factor of: compute \d+\.\d\d, comm \d+\.\d\d", last)
+    assert re.fullmatch(r"slower while another lane runs, by a factor of: compute \d+\.\d\d, comm \d+\.\d\d", slower)
+    assert last == f"measured up to {max(shape.total for shape in FEW_SHAPES)} tokens a step"
 
 
 def test_a_report_reads_as_a_table() -> None:
-    report = Report(31.6, "0123", {"attention": 0.0613}, {"unsplit": 0.05, "split": 1.0}, 0.034, {"comm": 1.5})
+    errors = {"unsplit": 0.05, "split": 1.0}
+    report = Report(31.6, "0123", {"attention": 0.0613}, errors, 0.034, {"comm": 1.5}, largest=512, left_out=3)
     assert str(report).splitlines() == [
         "calibrated in 32 s; costs 0123; median errors of the fit:",
         "  attention              6.1%",
@@ -131,6 +133,7 @@ def test_a_report_reads_as_a_table() -> None:
         "  split step           100.0%",
         "relative to unsplit steps, split ones take 3.4% longer than predicted (upper quartile)",
         "slower while another lane runs, by a factor of: comm 1.50",
+        "measured up to 512 tokens a step; 3 sizes of batches were left out for lack of time",
     ]
 
 

@@ -69,15 +69,18 @@ def assert_complete(found: Measurements, ops: Counter[str]) -> None:
 
 
 @given(limits)
-def test_shapes_are_within_the_limits_and_grow(limit: Limits) -> None:
+def test_shapes_are_within_the_limits_and_grow_single_prefills_first(limit: Limits) -> None:
     found = choose_shapes(limit)
     for shape in found:
         assert 1 < shape.total <= limit.tokens
         assert shape.tokens + shape.context <= limit.length
         assert shape.requests <= limit.requests
         assert shape.requests * -(-(shape.tokens + shape.context) // limit.block_size) <= limit.blocks
-    totals = [shape.total for shape in found]
-    assert totals == sorted(totals)
+    single = [shape for shape in found if shape.is_single_prefill]
+    assert found[: len(single)] == single
+    for alike in (single, found[len(single) :]):
+        totals = [shape.total for shape in alike]
+        assert totals == sorted(totals)
     assert len(set(found)) == len(found)
 
 
@@ -150,6 +153,8 @@ def test_of_ranks_the_mean_computation_and_the_shortest_communication_count() ->
     compute = [Sample("mlp", "compute", load, seconds, concurrent) for seconds, concurrent in ((3.0, 1.0), (5.0, 0.0))]
     comm = [Sample("reduce", "comm", load, seconds, concurrent) for seconds, concurrent in ((3.0, 1.0), (2.0, 0.5))]
     assert merge_ranks(compute) == Sample("mlp", "compute", load, 4.0, 0.5)
+    late = compute[0]._replace(was_queued=False)
+    assert not merge_ranks([late, compute[1]]).was_queued  # the mean has that of a rank whose lane waited for its host
     assert merge_ranks(comm) == comm[1]
 
 
