@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from tests.observe.profiles.handmade import (
 )
 
 HERE = Path(__file__).parent
-SPLIT, VLLM = HERE / "split.json.gz", HERE / "vllm.json.gz"
+SPLIT, VLLM, H100 = HERE / "split.json.gz", HERE / "vllm.json.gz", HERE / "h100.json.gz"
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -101,6 +102,27 @@ def test_gaps_of_a_real_profile_have_causes() -> None:
         assert {gap.cause for gap in gaps} > {"wait", "start"}
         assert "unknown" not in {gap.cause for gap in gaps}
         assert all(span.issued is not None and span.issued <= span.start for span in step["rank 0"].spans)
+
+
+def test_a_real_profile_of_a_gpu_has_the_times_of_the_copies_that_communicated() -> None:
+    """Each of the 32 reduces was a copy to the host and one back, on a stream of their own."""
+    profile = read_recorded(H100)
+    assert profile.notes == (
+        "rank 0, 1 steps: lanes and micro-batches by ranges of dbo_runtime, times by the kernels launched in them",
+    )
+    timeline = get_only(profile)
+    assert Counter(span.lane for span in timeline.spans) == {"compute": 66, "comm": 32}
+    events = json.loads(gzip.decompress(H100.read_bytes()))["traceEvents"]
+    copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
+    (stream, count), *_ = Counter(event["args"]["stream"] for event in copies).most_common()
+    assert count == 2 * 32
+    of_stream = sorted((each["ts"], each["dur"]) for each in copies if each["args"]["stream"] == stream)
+    lasting = [back + taken - there for (there, _), (back, taken) in zip(of_stream[::2], of_stream[1::2], strict=True)]
+    spans = sorted((span for span in timeline.spans if span.lane == "comm"), key=lambda span: span.start)
+    assert [(span.end - span.start) * 1e6 for span in spans] == pytest.approx(lasting, abs=0.01)
+    communicated, hidden = timeline.measure_hidden()
+    assert hidden / communicated == pytest.approx(0.584, abs=0.001)
+    assert {gap.cause for gap in find_gaps(timeline)} == {"wait", "host", "start", "fill", "drain", "nothing left"}
 
 
 def test_a_real_profile_of_vllm_alone_hides_nothing() -> None:

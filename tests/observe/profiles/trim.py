@@ -1,6 +1,6 @@
-"""Make the profiles that tests read of what vLLM's profiler wrote: two real ones, without what nothing reads.
+"""Make the profiles that tests read of what vLLM's profiler wrote: real ones, without what nothing reads.
 
-They were made on 2026-11-25 on a machine without accelerators, on two cores, from `examples/tiny-deepseek` with
+Two were made on 2026-11-25 on a machine without accelerators, on two cores, from `examples/tiny-deepseek` with
 vLLM 0.30.0 (CPU), torch 2.13.0 and two tensor parallel ranks over gloo:
 
     python -m tests.observe.profiles.record split FOLDER     # VLLM_ASCEND_ENABLE_DBO=1 DBO_MODE=always
@@ -8,7 +8,12 @@ vLLM 0.30.0 (CPU), torch 2.13.0 and two tensor parallel ranks over gloo:
     python -m tests.observe.profiles.trim FOLDER/*rank-0*.gz tests/observe/profiles/split.json.gz
 
 Both answer four prompts of 60 tokens with three tokens each, between `start_profile` and `stop_profile`; the file is
-that of rank 0. Left out are events inside other events of PyTorch's own ops (`aten::`), arguments that only number
+that of rank 0. The third is of an H100 on 2026-11-26, from part `trace` of the GPU kit (docs/hardware.md): a prefill of
+two prompts of 1,000 tokens, eight layers, with copies to the host and back for all-reduces:
+
+    python -m tests.observe.profiles.trim profile.pt.trace.json.gz tests/observe/profiles/h100.json.gz
+
+Left out are events inside other events of PyTorch's own ops (`aten::`), arguments that only number
 events, and the host's name. Times are as they were recorded.
 """
 
