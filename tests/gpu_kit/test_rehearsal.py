@@ -65,9 +65,11 @@ def test_all_parts_run_on_vllms_cpu_build(tmp_path: Path) -> None:
     (step,) = parts["trace"]["figures"].values()
     assert step["rank 0"]["busy"]["comm"] > 0
     assert (tmp_path / "out" / "profile.pt.trace.json.gz").stat().st_size > 0
-    assert parts["auto"]["bytes of the cost file"] > 0
-    for name in ("1x800", "4x200"):
-        assert all(-0.9 < error < 9 for error in parts["auto"][name]["error"].values())
+    for model, steps in zip(("deep", "wide"), parts["auto"].values(), strict=True):
+        assert (tmp_path / "out" / f"costs-{model}.json").stat().st_size > 0
+        assert steps["calibration"]["largest"] == 1024
+        for name in ("1x800", "4x200"):
+            assert all(-0.9 < error < 9 for error in steps[name]["error"].values())
     assert parts["priority"].startswith(NOT_HERE)
     with pytest.raises(ResultsError, match="is of a rehearsal"):
         read_results(tmp_path / "out" / "results.json")

@@ -6,7 +6,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from .engine import Engine, get_work
+from .engine import Engine, get_work, keep
 from .findings import Findings, run_part
 
 BUDGET_SECONDS = {"cuda": 20.0, "cpu": 8.0}
@@ -28,7 +28,7 @@ def run(findings: Findings, device: str, words: list[str]) -> None:
     path = get_work("costs") / "costs.json"
     (report,) = engine.llm.collective_rpc("dbo_calibrate", args=(str(path), BUDGET_SECONDS[device]))
     findings.note("calibration", report)
-    findings.note("bytes of the cost file", path.stat().st_size)
+    keep(path, f"costs-{model}.json")
     for lengths in STEPS[device]:
         findings.attempt(f"{len(lengths)}x{lengths[0]}", partial(compare_step, engine, lengths))
     found = [step for step in findings.found.values() if isinstance(step, dict) and "right" in step]

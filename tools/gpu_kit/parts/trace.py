@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from dbo_runtime.__main__ import main as run_program
 
-from .engine import EVERY_STEP, Engine, get_work
+from .engine import EVERY_STEP, Engine, get_work, keep
 from .findings import Findings, run_part
 
 LENGTHS = {"cuda": (1000, 1000), "cpu": (200, 200)}
@@ -39,16 +37,9 @@ def run(findings: Findings, device: str, _: list[str]) -> None:
     if not files:
         findings.fail("the profiler wrote no file")
         return
-    keep(files[0])
+    keep(files[0], "profile.pt.trace.json.gz")  # the recorded ones of this project are of CPUs and of one GPU
     findings.attempt("said", lambda: print_trace(files[0]).splitlines())
     findings.attempt("figures", lambda: check(json.loads(print_trace(files[0], "--json"))))
-
-
-def keep(path: Path) -> None:
-    """Keep a profile: the recorded ones of this project are of CPUs."""
-    folder = os.environ.get("GPU_KIT_KEEP")
-    if folder is not None:
-        shutil.copyfile(path, Path(folder) / "profile.pt.trace.json.gz")
 
 
 def print_trace(path: Path, *options: str) -> str:
