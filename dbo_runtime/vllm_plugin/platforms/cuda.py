@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class CudaPlatform(Platform):
-    """NVIDIA GPUs. What is proven is a release of vLLM with one of its model runners and an attention backend."""
+    """NVIDIA GPUs. What is proven is a release of vLLM with one of its model runners and an attention backend.
+
+    What else a model has, such as drafts or quantized weights, the first steps of each kind show where it is served.
+    """
 
     has_device = True
     is_proven = True
@@ -46,6 +49,13 @@ class CudaPlatform(Platform):
                 "attention backend not proven on 'cuda' yet", f"{backend}; proven: {', '.join(sorted(proven))}"
             )
 
+    def check_encoder(self, encoder: str) -> Decline | None:
+        """Return that it is not: a model's attention backend says nothing of its encoder, and no GPU has run one yet.
+
+        Once the kit shows one, evidence is to name it.
+        """
+        return Decline("vision encoder not proven on 'cuda' yet", encoder)
+
     def describe(self, vllm_config: VllmConfig) -> Iterator[str]:
         """Yield what vLLM's defaults on CUDA mean for split steps: its runner, graphs, and asynchronous scheduling."""
         from dbo_runtime.vllm_plugin.api.attention import name_backends
@@ -65,6 +75,8 @@ class CudaPlatform(Platform):
         if not name_backends(vllm_config):
             names = ", ".join(sorted({each.backend for each in read_evidence()})) or "none without DBO_CHECK=1"
             yield f"vLLM chooses the attention backend when it loads the model; those that are split: {names}"
+        if vllm_config.model_config.multimodal_config is not None:
+            yield "vision encoders are split with DBO_CHECK=1 only: no GPU has run one yet"
 
 
 def _find_release() -> str | None:
