@@ -35,10 +35,18 @@ class CudaPlatform(Platform):
         return Decline("not proven on 'cuda' yet", detail)
 
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
-        """Yield the model runner, or the attention backends, with which no GPU has compared steps."""
+        """Yield the model runner, or the attention backends, with which no GPU has compared steps.
+
+        AMD's GPUs are vLLM's device type `cuda`, too, and some of their backends have the same names and other kernels.
+        """
+        from vllm.platforms import current_platform
+
         from dbo_runtime.vllm_plugin.api.attention import name_backends
         from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 
+        if current_platform.is_rocm():
+            yield Decline("not proven on AMD's GPUs yet")
+            return
         runner = SECOND if uses_second_runner(vllm_config) else FIRST
         proven = {each.backend for each in read_evidence() if (each.vllm, each.runner) == (_find_release(), runner)}
         if not proven:

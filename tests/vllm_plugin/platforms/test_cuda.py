@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
@@ -112,6 +113,16 @@ def test_a_runner_and_a_backend_are_split_that_a_gpu_has_compared_together(
 ) -> None:
     monkeypatch.setattr(cuda, "version", lambda name: "0.30.0")
     assert list(get_platform("cuda").list_unproven(config)) == expected
+
+
+@pytest.mark.usefixtures("_evidence")
+def test_what_nvidias_gpus_have_shown_says_nothing_of_amds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM both are `cuda`, and AITER's backend is called FLASH_ATTN."""
+    monkeypatch.setattr(cuda, "version", lambda name: "0.30.0")
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    assert list(get_platform("cuda").list_unproven(make_config("FLASH_ATTN"))) == [
+        Decline("not proven on AMD's GPUs yet")
+    ]
 
 
 @pytest.mark.usefixtures("_evidence")
