@@ -14,7 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tools.gpu_kit import plugin  # noqa: E402 - parts need torch
+from dbo_runtime.config import RuntimeConfig  # noqa: E402 - parts need torch
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform  # noqa: E402
+from tools.gpu_kit import plugin  # noqa: E402
 from tools.gpu_kit.machine import describe_end, digest_sources, find_machine  # noqa: E402
 from tools.gpu_kit.parts import frees  # noqa: E402
 from tools.gpu_kit.parts.checkpoints import SMALL, get_checkpoint, make_weights  # noqa: E402
@@ -138,6 +140,15 @@ def test_the_plugin_does_nothing_unless_a_variable_says_so(monkeypatch: pytest.M
     monkeypatch.setenv(plugin.LINK, "0.5")
     plugin.register()
     assert called == ["proven", "link 0.5"]
+
+
+def test_the_kit_splits_what_is_still_to_be_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "replace", monkeypatch.setattr)
+    plugin.call_proven()
+    platform, served = get_platform("cuda"), SimpleNamespace()
+    assert platform.check_support(RuntimeConfig(enabled=True)) is None
+    assert list(platform.list_unproven(served)) == []  # type: ignore[arg-type]
+    assert platform.check_encoder("Qwen3_VisionTransformer") is None
 
 
 def test_a_name_that_vllm_no_longer_has_is_an_error() -> None:

@@ -31,6 +31,7 @@ def call_proven() -> None:
 
     replace(CudaPlatform, "check_version", lambda self: None)
     replace(CudaPlatform, "list_unproven", lambda self, vllm_config: iter(()))
+    replace(CudaPlatform, "check_encoder", lambda self, encoder: None)
     replace(CudaPlatform, "compares_first_steps", False)
 
 

@@ -55,11 +55,13 @@ class Proven(NamedTuple):
         models: architectures.
         quantizations: of weights and indexers, as ModelSlim names them, and of caches.
         drafters: methods of speculative decoding; `suffix` drafts on the host, as `ngram` does.
+        encoders: classes of vision encoders.
     """
 
     models: tuple[str, ...]
     quantizations: tuple[str, ...] = ()
     drafters: tuple[str, ...] = ()
+    encoders: tuple[str, ...] = ()
 
 
 LATEST_ASCEND = "0.30.0rc2"
@@ -77,6 +79,7 @@ PROVEN_ON_ASCEND = {
             "int8 cache of sparse attention",
         ),
         drafters=("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle3"),
+        encoders=("Qwen2_5_VisionTransformer", "Qwen3_VisionTransformer"),
     ),
     "0.23.0.post1": Proven(("DeepseekV3ForCausalLM",)),
 }

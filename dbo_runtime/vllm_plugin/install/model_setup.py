@@ -35,6 +35,7 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement, format_ranks, 
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
 from dbo_runtime.vllm_plugin.parallel.stage import any_stage
+from dbo_runtime.vllm_plugin.platforms.platform import tell_to_compare
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -115,7 +116,11 @@ def _record_encoder(
     has_encoder = rank.vllm_config.model_config.multimodal_config is not None and rank.stage.is_first
     if not has_encoder or rank.platform.check_support(rank.config) is not None:
         return None
-    return record_encoder(model, rank.vllm_config, rank.platform, collectives)
+    encoder = record_encoder(model, rank.vllm_config, rank.platform, collectives)
+    if isinstance(encoder, Decline) or rank.config.check:
+        return encoder
+    unproven = rank.platform.check_encoder(type(encoder.module).__name__)
+    return encoder if unproven is None else tell_to_compare(unproven)
 
 
 def _compare_settings(

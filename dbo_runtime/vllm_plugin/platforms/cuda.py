@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class CudaPlatform(Platform):
-    """NVIDIA GPUs. What is proven is a release of vLLM with one of its model runners and an attention backend."""
+    """NVIDIA GPUs. What is proven is a release of vLLM with one of its model runners and an attention backend.
+
+    What else a model has, such as drafts or quantized weights, the first steps of each kind show where it is served.
+    """
 
     has_device = True
     is_proven = True
@@ -32,10 +35,18 @@ class CudaPlatform(Platform):
         return Decline("not proven on 'cuda' yet", detail)
 
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
-        """Yield the model runner, or the attention backends, with which no GPU has compared steps."""
+        """Yield the model runner, or the attention backends, with which no GPU has compared steps.
+
+        AMD's GPUs are vLLM's device type `cuda`, too, and some of their backends have the same names and other kernels.
+        """
+        from vllm.platforms import current_platform
+
         from dbo_runtime.vllm_plugin.api.attention import name_backends
         from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 
+        if current_platform.is_rocm():
+            yield Decline("not proven on AMD's GPUs yet")
+            return
         runner = SECOND if uses_second_runner(vllm_config) else FIRST
         proven = {each.backend for each in read_evidence() if (each.vllm, each.runner) == (_find_release(), runner)}
         if not proven:
@@ -45,6 +56,13 @@ class CudaPlatform(Platform):
             yield Decline(
                 "attention backend not proven on 'cuda' yet", f"{backend}; proven: {', '.join(sorted(proven))}"
             )
+
+    def check_encoder(self, encoder: str) -> Decline | None:
+        """Return that it is not: a model's attention backend says nothing of its encoder, and no GPU has run one yet.
+
+        Once the kit shows one, evidence is to name it.
+        """
+        return Decline("vision encoder not proven on 'cuda' yet", encoder)
 
     def describe(self, vllm_config: VllmConfig) -> Iterator[str]:
         """Yield what vLLM's defaults on CUDA mean for split steps: its runner, graphs, and asynchronous scheduling."""
@@ -65,6 +83,8 @@ class CudaPlatform(Platform):
         if not name_backends(vllm_config):
             names = ", ".join(sorted({each.backend for each in read_evidence()})) or "none without DBO_CHECK=1"
             yield f"vLLM chooses the attention backend when it loads the model; those that are split: {names}"
+        if vllm_config.model_config.multimodal_config is not None:
+            yield "vision encoders are split with DBO_CHECK=1 only: no GPU has run one yet"
 
 
 def _find_release() -> str | None:

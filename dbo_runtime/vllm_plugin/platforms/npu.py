@@ -11,7 +11,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.program import SIDE
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
-from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND, Proven
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
@@ -77,8 +77,13 @@ class NpuPlatform(Platform):
         """Yield the architecture, the quantized weights and the drafter that were not run with vllm-ascend."""
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
 
-        # What another release was not compared with is declined with the release itself.
-        return list_unproven(vllm_config, PROVEN_ON_ASCEND.get(find_release() or "", PROVEN_ON_ASCEND[LATEST_ASCEND]))
+        return list_unproven(vllm_config, _find_proven())
+
+    def check_encoder(self, encoder: str) -> Decline | None:
+        """Return why a vision encoder of this class is not split without being compared, or None: it ran here."""
+        if encoder in _find_proven().encoders:
+            return None
+        return Decline("this vision encoder is not proven with vllm-ascend yet", encoder)
 
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield each feature of vllm-ascend in use that splitting does not support."""
@@ -127,8 +132,10 @@ class NpuPlatform(Platform):
 
         return open_device(self.name, groups=process_groups, core_limits={SIDE: CoreLimit(*config.side_cores)})
 
-    def get_encoder_attention(self) -> type[EncoderAttention]:
-        """Return the attention of encoders that takes lengths from the host."""
+    def get_encoder_attention(self) -> type[EncoderAttention] | None:
+        """Return the attention of encoders that takes lengths from the host, where an encoder has run."""
+        if not _find_proven().encoders:
+            return None
         from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
 
         return NpuAttention
@@ -183,6 +190,11 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_experts import without_loads
 
         return without_loads()
+
+
+def _find_proven() -> Proven:
+    """Return what was compared with the installed release; another one is declined itself, if not for DBO_CHECK=1."""
+    return PROVEN_ON_ASCEND.get(find_release() or "", PROVEN_ON_ASCEND[LATEST_ASCEND])
 
 
 def find_release() -> str | None:

@@ -109,6 +109,10 @@ class Platform:
         if uses_second_runner(vllm_config):
             yield Decline("not proven with vLLM's second model runner yet")
 
+    def check_encoder(self, encoder: str) -> Decline | None:
+        """Return why a vision encoder of this class is not split on this platform without being compared, or None."""
+        return None
+
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield each feature of this platform in use that splitting does not support."""
         return iter(())

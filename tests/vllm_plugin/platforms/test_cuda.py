@@ -1,4 +1,7 @@
-"""On GPUs steps are split as far as evidence goes: a release of vLLM, a model runner, an attention backend."""
+"""On GPUs steps are split as far as evidence goes: a release of vLLM, a model runner, an attention backend.
+
+Forwards of vision encoders are not, for there is none.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram
+from dbo_runtime.vllm_plugin.install import model_setup
 from dbo_runtime.vllm_plugin.install.model_setup import _make_first_steps
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL
 from dbo_runtime.vllm_plugin.platforms import cuda
 from dbo_runtime.vllm_plugin.platforms.cuda_evidence import Evidence, read_evidence
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
@@ -36,6 +43,7 @@ def make_config(
     second: bool = False,
     graphs: CUDAGraphMode = CUDAGraphMode.NONE,
     overlaps_steps: bool = False,
+    multimodal: object | None = None,
 ) -> Any:
     layers = {f"layers.{number}": Layer(name) for number, name in enumerate(loaded)}
     compilation = {"cudagraph_mode": graphs, "max_cudagraph_capture_size": 512}
@@ -43,6 +51,7 @@ def make_config(
         compilation_config=SimpleNamespace(static_forward_context={**layers, "experts": object()}, **compilation),
         attention_config=SimpleNamespace(backend=None if asked is None else SimpleNamespace(name=asked)),
         scheduler_config=SimpleNamespace(async_scheduling=overlaps_steps),
+        model_config=SimpleNamespace(multimodal_config=multimodal),
         use_v2_model_runner=second,
     )
 
@@ -107,6 +116,60 @@ def test_a_runner_and_a_backend_are_split_that_a_gpu_has_compared_together(
 
 
 @pytest.mark.usefixtures("_evidence")
+def test_what_nvidias_gpus_have_shown_says_nothing_of_amds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM both are `cuda`, and AITER's backend is called FLASH_ATTN."""
+    monkeypatch.setattr(cuda, "version", lambda name: "0.30.0")
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    assert list(get_platform("cuda").list_unproven(make_config("FLASH_ATTN"))) == [
+        Decline("not proven on AMD's GPUs yet")
+    ]
+
+
+@pytest.mark.usefixtures("_evidence")
+@pytest.mark.parametrize(
+    ("platform", "check", "declined"),
+    [("cuda", False, "Qwen3_VisionTransformer; with DBO_CHECK=1 "), ("cuda", True, None), ("cpu", False, None)],
+)
+def test_evidence_of_a_model_says_nothing_of_its_vision_encoder(
+    platform: str, check: bool, declined: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "version", lambda name: "0.30.0")
+    encoder = record(platform, RuntimeConfig(enabled=True, check=check), monkeypatch)
+    if declined is None:
+        assert encoder is RECORDED
+    else:
+        assert isinstance(encoder, Decline)
+        assert (encoder.reason, encoder.detail[: len(declined)]) == (
+            "vision encoder not proven on 'cuda' yet",
+            declined,
+        )
+
+
+@pytest.mark.usefixtures("_evidence")
+def test_what_comparing_does_not_help_against_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = Decline("no adapter is registered for the encoder")
+    monkeypatch.setattr(cuda, "version", lambda name: "0.30.0")
+    assert record("cuda", RuntimeConfig(enabled=True), monkeypatch, unknown) == unknown
+
+
+class Qwen3_VisionTransformer:
+    """An encoder as far as its name goes."""
+
+
+RECORDED: Any = EncoderProgram(Qwen3_VisionTransformer(), None, None)  # type: ignore[arg-type]
+
+
+def record(
+    platform: str, config: RuntimeConfig, monkeypatch: pytest.MonkeyPatch, recorded: Any = RECORDED
+) -> EncoderProgram | Decline | None:
+    """Return what is made of the encoder of a multimodal model where *recorded* is its program, or none."""
+    monkeypatch.setattr(model_setup, "record_encoder", lambda *_: recorded)
+    served = make_config("FLASH_ATTN", multimodal=object())
+    rank: Any = SimpleNamespace(vllm_config=served, stage=WHOLE_MODEL, platform=get_platform(platform), config=config)
+    return model_setup._record_encoder(rank, rank, rank)
+
+
+@pytest.mark.usefixtures("_evidence")
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -118,8 +181,9 @@ def test_a_runner_and_a_backend_are_split_that_a_gpu_has_compared_together(
         ),
         (make_config("FLASH_ATTN", overlaps_steps=True), ["asynchronous scheduling: steps are split as without it"]),
         (make_config(), ["vLLM chooses the attention backend when it loads the model; those that are split: FLASH_"]),
+        (make_config("FLASH_ATTN", multimodal=object()), ["vision encoders are split with DBO_CHECK=1 only: no GPU"]),
     ],
-    ids=["eager", "second runner", "graphs", "asynchronous", "backend"],
+    ids=["eager", "second runner", "graphs", "asynchronous", "backend", "images"],
 )
 def test_the_doctor_says_what_vllms_defaults_mean(config: Any, expected: list[str]) -> None:
     said = list(get_platform("cuda").describe(config))

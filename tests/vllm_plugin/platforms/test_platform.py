@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.platforms import npu
+from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
 from dbo_runtime.vllm_plugin.platforms.registry import PLATFORMS, get_platform
 
 PLUGIN = Path(__file__).parents[3] / "dbo_runtime" / "vllm_plugin"
@@ -129,6 +131,31 @@ def test_drafters_are_proven_by_name(drafter: str, is_proven: bool) -> None:
     served = make_served("DeepseekV3ForCausalLM", None, drafter=drafter)
     expected = {} if is_proven else {"this drafter is not proven with vllm-ascend yet": drafter}
     assert tell_unproven(served) == expected
+
+
+@pytest.mark.parametrize(
+    ("release", "encoder", "is_proven"),
+    [
+        ("0.30.0rc2", "Qwen2_5_VisionTransformer", True),
+        ("0.30.0rc2", "Qwen3_VisionTransformer", True),
+        ("0.30.0rc2", "OtherVisionTransformer", False),
+        ("0.23.0.post1", "Qwen3_VisionTransformer", False),
+    ],
+)
+def test_vision_encoders_are_proven_by_class_with_a_release_of_vllm_ascend(
+    release: str, encoder: str, is_proven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(npu, "version", lambda name: release)
+    expected = Decline("this vision encoder is not proven with vllm-ascend yet", encoder)
+    assert get_platform("npu").check_encoder(encoder) == (None if is_proven else expected)
+
+
+@pytest.mark.parametrize(("release", "attention"), [("0.30.0rc2", NpuAttention), ("0.23.0.post1", None)])
+def test_attention_of_encoders_takes_host_lengths_where_an_encoder_ran(
+    release: str, attention: type | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(npu, "version", lambda name: release)
+    assert get_platform("npu").get_encoder_attention() is attention
 
 
 def tell_unproven(served: Any, platform: str = "npu") -> dict[str, str]:
