@@ -132,8 +132,7 @@ bench: setup ## run the benchmarks that need one host; docs/benchmarks.md names 
 		--ignore tests/benchmarks/bench_two_hosts.py --ignore tests/benchmarks/bench_serving.py \
 		--ignore tests/benchmarks/bench_step_time.py \
 		--ignore tests/benchmarks/bench_prefill_node.py
-	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m pytest tests/benchmarks/bench_streams.py \
-		tests/benchmarks/bench_graphs.py -q -s; fi
+	@if $(MAKE) setup-npu; then $(NPU_BIN)/python -m pytest tests/benchmarks/bench_streams.py -q -s; fi
 
 bench-two-hosts: setup ## measure overlap between two hosts, serving over them, and step times; two hours (root); writes docs/benchmarks.md
 	$(BIN)/python -m tests.benchmarks.bench_two_hosts --write-page

@@ -51,13 +51,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "doctor": Command("dbo_runtime.doctor.doctor_command", "report what keeps vLLM from splitting steps here"),
         "plan": Command(
-            "dbo_runtime.planner.whatif.plan_command", "predict from a cost file what splitting gains; needs no device"
+            "dbo_runtime.lab.whatif.plan_command", "predict from a cost file what splitting gains; needs no device"
         ),
         "simulate": Command(
-            "dbo_runtime.planner.cluster.simulate_command",
+            "dbo_runtime.lab.simulate.simulate_command",
             "simulate an instance that serves: requests/s at a service level, with and without overlap",
             "simpy",
-            "simulate",
+            "lab",
         ),
         "calibrate": Command(
             "dbo_runtime.vllm_plugin.calibration.calibrate_command",
@@ -66,21 +66,21 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             passes_on=True,
         ),
         "adapter": Command(
-            "dbo_runtime.vllm_plugin.verify.adapter_command",
+            "dbo_runtime.lab.verify.adapter_command",
             "verify a model's adapter against the model",
             "vllm",
         ),
         "soak": Command(
-            "dbo_runtime.vllm_plugin.equivalence.soak_command",
+            "dbo_runtime.lab.soak.soak_command",
             "answer random traffic split and unsplit, and compare",
             "vllm",
             passes_on=True,
         ),
         "trace": Command(
-            "dbo_runtime.observe.trace_command", "summarize traces, or profiles of torch's profiler, and draw a step"
+            "dbo_runtime.lab.trace.trace_command", "summarize traces, or profiles of torch's profiler, and draw a step"
         ),
         "render": Command(
-            "dbo_runtime.planner.whatif.render_command", "print the schedule of a cost file's program, or check one"
+            "dbo_runtime.lab.whatif.render_command", "print the schedule of a cost file's program, or check one"
         ),
     }
 )

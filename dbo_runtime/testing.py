@@ -3,9 +3,9 @@
 See docs/write-an-adapter.md and docs/reliability.md. Importing this module imports vLLM.
 """
 
-from dbo_runtime.vllm_plugin.equivalence.check import check_equivalence
-from dbo_runtime.vllm_plugin.equivalence.report import Bug, EquivalenceReport, Tally
-from dbo_runtime.vllm_plugin.verify.comparing_forward import Mismatch, Verification
-from dbo_runtime.vllm_plugin.verify.verification import verify_adapter
+from dbo_runtime.lab.soak.check import check_equivalence
+from dbo_runtime.lab.soak.report import Bug, EquivalenceReport, Tally
+from dbo_runtime.lab.verify.comparing_forward import Mismatch, Verification
+from dbo_runtime.lab.verify.verification import verify_adapter
 
 __all__ = ["Bug", "EquivalenceReport", "Mismatch", "Tally", "Verification", "check_equivalence", "verify_adapter"]

@@ -60,7 +60,7 @@ def draw_timeline(llm: Any, prompts: int, tokens: int) -> str:
     """Return the lanes of one more prefill with overlap, where they lost time, and which ops ran concurrently."""
     from vllm import SamplingParams
 
-    from dbo_runtime.observe.summary import summarize
+    from dbo_runtime.lab.trace.summary import summarize
     from dbo_runtime.observe.timeline import Timeline
 
     llm.collective_rpc("dbo_configure", args=(MODES["dual-batch overlap"],))

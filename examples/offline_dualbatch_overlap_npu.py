@@ -235,7 +235,7 @@ def report_timeline(found: dict[str, Any] | None) -> None:
     """Print the lanes of one split step on the first rank, and where they lost time."""
     if found is None:
         return
-    from dbo_runtime.observe.summary import summarize
+    from dbo_runtime.lab.trace.summary import summarize
     from dbo_runtime.observe.timeline import Timeline
 
     timeline = Timeline.from_dict(found)

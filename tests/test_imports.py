@@ -22,7 +22,7 @@ CORE = [
     "dbo_runtime.devices.cpu",
     "dbo_runtime.devices.event_loop",
     "dbo_runtime.devices.virtual",
-    "dbo_runtime.devices.multi_rank_simulator",
+    "dbo_runtime.lab.simulate.multi_rank_simulator",
     "dbo_runtime.devices.serial",
     "dbo_runtime.doctor",
     *(f"dbo_runtime.doctor.{path.stem}" for path in sorted(ROOT.glob("doctor/*.py")) if path.stem not in NOT_CORE),

@@ -17,12 +17,12 @@ import pytest
 
 import dbo_runtime
 from dbo_runtime import __main__ as program
+from dbo_runtime.lab.whatif import plan_command
+from dbo_runtime.lab.whatif.measurements import MEASUREMENTS
+from dbo_runtime.lab.whatif.published_cases import get_case
+from dbo_runtime.lab.whatif.scale import set_layers
+from dbo_runtime.lab.whatif.whatif import BreakEven
 from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
-from dbo_runtime.planner.whatif import plan_command
-from dbo_runtime.planner.whatif.measurements import MEASUREMENTS
-from dbo_runtime.planner.whatif.published_cases import get_case
-from dbo_runtime.planner.whatif.scale import set_layers
-from dbo_runtime.planner.whatif.whatif import BreakEven
 
 ROOT = Path(dbo_runtime.__file__).parents[1]
 FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "matplotlib")

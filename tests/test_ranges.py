@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.quiet_log import Log
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
@@ -18,14 +19,12 @@ from dbo_runtime.errors import ProgramError, get_context
 from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.executor import Executor
 from dbo_runtime.generated_executor import GeneratedExecutor
-from dbo_runtime.graphs import Graphs
 from dbo_runtime.observe.ranges import is_step, name_ops, read_op
 from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from tests.executors import EXECUTORS, Prepare, make_prepare
-from tests.graph_logs import Log
 from tests.programs import lower_toy, record_toy
 
 torch = pytest.importorskip("torch")
@@ -201,20 +200,6 @@ def test_a_runtime_shows_its_steps_around_their_ops(cpu: Device) -> None:
     assert all(step.time_range.start <= op.time_range.start <= op.time_range.end <= step.time_range.end for op in ops)
     runtime.config = RuntimeConfig(mode="always", ranges="off")
     assert profile(lambda: runtime.run(plan, inputs)) == []
-
-
-def test_a_replayed_graph_is_one_range() -> None:
-    from tests.test_graphs import BUCKETS, RepeatingDevice, prepare, record
-
-    device: Any = RepeatingDevice()
-    graphs, executor = Graphs(device, Log(), BUCKETS), prepare(device, record())  # type: ignore[arg-type]
-    inputs = [(torch.ones(3, 2),), (torch.ones(4, 2),)]
-    eager, replayed = Journal(), Journal()
-    graphs.run(executor, inputs, open_range=eager)
-    graphs.run(executor, inputs, open_range=replayed)
-    assert len(eager.opened) == len(executor.schedule.instructions)
-    assert [name for name, _ in replayed.opened] == ["dbo: replay"]
-    device.close()
 
 
 def test_a_devices_own_marks_are_inside_the_range_of_torch() -> None:

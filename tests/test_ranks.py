@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dbo_runtime.devices.multi_rank_simulator import simulate_ranks
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from dbo_runtime.lowering import lower
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from derive_decode_cases import HANDOVER, HEAD, HEADS, KERNEL, KV_RANK, MLP, Q_RANK, ROTARY, VALUE, list_layers
 from derived_costs import round_cost, write_files
 
+from dbo_runtime.lab.whatif.expert_models import EXPERT_MODELS, ExpertModel
+from dbo_runtime.lab.whatif.fabrics import FABRICS
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
-from dbo_runtime.planner.whatif.expert_models import EXPERT_MODELS, ExpertModel
-from dbo_runtime.planner.whatif.fabrics import FABRICS
 
 RANKS = 32  # of the published prefills (EP 32); `dbo plan --scale` scales from there
 

@@ -98,16 +98,6 @@ class Timer(Protocol):
         """Return the seconds between start and stop, or None before the stop is reached. Never waits."""
 
 
-class Graph(Protocol):
-    """A captured run: what was launched on all its lanes, and the memory that this reads and writes."""
-
-    def replay(self) -> None:
-        """Run it once more, in the order of the current stream, on the present contents of that memory."""
-
-    def reset(self) -> None:
-        """Release the memory. No replay may still run, and none may follow."""
-
-
 class Device(Protocol):
     """Runs lanes concurrently."""
 
@@ -118,10 +108,6 @@ class Device(Protocol):
     @property
     def is_capturing(self) -> bool:
         """Whether launches are being captured into a graph."""
-
-    @property
-    def can_capture(self) -> bool:
-        """Whether runs can be captured into graphs."""
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
         """Return the lanes of these names, `compute` first; make those that are new.
@@ -154,23 +140,6 @@ class Device(Protocol):
 
     def abort(self) -> None:
         """End a failed run: return when no task runs any more, ready for `begin`."""
-
-    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
-        """Call *run* twice: once to initialize what is made at first use, and once to capture what it launches.
-
-        Args:
-            run: begins, issues and ends a run.
-            shared_with: a graph to share memory with, which is never replayed at the same time. Results of a replay
-                hold until either graph is replayed.
-
-        Returns:
-            The graph, and what *run* returned while it was captured: each replay writes that memory anew.
-
-        Raises:
-            DeviceError: if the device cannot capture, or is capturing already.
-            What *run* or the device raises. The current stream is restored, and runs go on as before; but releases of
-            torch before 2.13 have lost the shared memory: share with no older graph then.
-        """
 
     def synchronize(self) -> None:
         """Wait until everything launched is done."""
@@ -218,11 +187,6 @@ def _open_first() -> Device:
             return device
     open_log().info("device chosen", device=_AUTO[-1], reason=" ".join(missing))
     return open_device(_AUTO[-1])
-
-
-def make_capture_error(name: str) -> DeviceError:
-    """Return what the `capture` of a device without graphs raises."""
-    return DeviceError(f"device {name!r} cannot capture graphs: run the schedule eagerly there.")
 
 
 def check_recorded(recorded: int, run: int, waiter: str) -> None:

@@ -18,14 +18,11 @@ from typing import Any
 
 from dbo_runtime.devices import (
     DirectCalls,
-    Graph,
     Lane,
     Note,
-    Result,
     Task,
     Values,
     check_recorded,
-    make_capture_error,
 )
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.ranges import OpenRange
@@ -189,7 +186,6 @@ class CpuDevice:
 
     name = "cpu"
     is_capturing = False
-    can_capture = False
 
     def __init__(self, capture_state: Callable[[], ThreadState] | None = None, inline: Collection[str] = ()) -> None:
         self.run = 0
@@ -253,10 +249,6 @@ class CpuDevice:
         self.fail(DeviceError("the run was aborted."))
         self.synchronize()
         self._failure = None
-
-    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
-        """Raise DeviceError: threads cannot be captured into a graph."""
-        raise make_capture_error(self.name)
 
     def synchronize(self) -> None:
         """Wait until the workers are idle."""

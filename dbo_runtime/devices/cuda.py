@@ -38,9 +38,7 @@ class CudaDevice(StreamDevice):
         if not torch.cuda.is_available():
             reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
             raise DeviceError(f"{reason}; install a CUDA build of torch and its driver, or use device 'cpu'.")
-        super().__init__(
-            "cuda", torch.cuda, torch.cuda.CUDAGraph, Marks(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
-        )
+        super().__init__("cuda", torch.cuda, Marks(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end))
         self._priorities = priorities
 
     def make_stream(self, lane: str) -> Any:

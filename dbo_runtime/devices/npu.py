@@ -45,7 +45,7 @@ class NpuDevice(StreamDevice):
 
     def __init__(self, groups: Sequence[Any] = (), core_limits: Mapping[str, CoreLimit] | None = None) -> None:
         npu = import_npu()
-        super().__init__("npu", npu, npu.NPUGraph, find_marks(npu))
+        super().__init__("npu", npu, find_marks(npu))
         self._groups = tuple(groups)
         self._core_limits = dict(core_limits or {})
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dbo_runtime.devices import Device, Event, Graph, Lane, Result, Timer, make_capture_error
+from dbo_runtime.devices import Device, Event, Lane, Timer
 from dbo_runtime.observe.ranges import OpenRange
 
 
 class SerialDevice:
     """The first lane of another device, under every lane's name."""
-
-    can_capture = False
 
     def __init__(self, device: Device) -> None:
         self.name = device.name
@@ -54,10 +52,6 @@ class SerialDevice:
     def abort(self) -> None:
         """Abort a run of the other device."""
         self._device.abort()
-
-    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
-        """Raise DeviceError: ops are measured one by one, which a graph does not allow."""
-        raise make_capture_error(self.name)
 
     def synchronize(self) -> None:
         """Wait for the other device."""

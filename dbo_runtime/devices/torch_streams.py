@@ -7,14 +7,12 @@ kernels.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from dbo_runtime.devices import Graph, Lane, Result
+from dbo_runtime.devices import Lane
 from dbo_runtime.devices.ranges import Marks, find_ranges
 from dbo_runtime.devices.stream_clock import Moment, StreamClock, StreamTimer
 from dbo_runtime.devices.stream_lane import StreamEvent, StreamLane
@@ -31,22 +29,17 @@ class StreamDevice:
     Args:
         name: that `open_device` takes, and torch's name of the device type.
         backend: `torch.npu` or `torch.cuda`.
-        make_graph: returns a new graph of the backend.
         marks: how ranges are marked for the backend's own profilers.
 
     Attributes:
         run: number of runs begun.
     """
 
-    can_capture = True
-
-    def __init__(self, name: str, backend: Any, make_graph: Callable[[], Any], marks: Marks | None = None) -> None:
+    def __init__(self, name: str, backend: Any, marks: Marks | None = None) -> None:
         self.name = name
         self.backend = backend
-        self._make_graph = make_graph
         self._marks = marks
         self._has_tried_marks = marks is None
-        self._capture_stream: Any = None
         self.run = 0
         self._lanes: dict[str, StreamLane] = {}
         self._current: StreamLane | None = None
@@ -166,28 +159,6 @@ class StreamDevice:
             elif lane is not first and self._is_captured(lane):
                 first.stream.wait_stream(lane.stream)
 
-    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
-        """Capture on a separate stream; see `Device.capture`.
-
-        All captures use one stream, because memory within a pool belongs to a stream. Other threads are ignored
-        (`thread_local`): a watchdog that queries an event must neither break a capture nor fail because of it.
-        """
-        if self.is_capturing:
-            raise DeviceError("a capture is in progress already: end it first, or leave out the inner one.")
-        stream, before = self._get_capture_stream(), self.backend.current_stream()
-        pool = self.backend.graph_pool_handle() if shared_with is None else cast(Any, shared_with).pool()
-        graph = self._make_graph()
-        with _without_collection():
-            try:
-                stream.wait_stream(before)
-                with self.backend.stream(stream):
-                    run()
-                with self.backend.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    result = run()
-            finally:
-                self.backend.set_stream(before)  # if the end of a capture fails, both backends leave theirs
-        return graph, result
-
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
         self.backend.synchronize()
@@ -270,26 +241,9 @@ class StreamDevice:
     def _get_first(self) -> StreamLane | None:
         return next(iter(self._lanes.values()), None)
 
-    def _get_capture_stream(self) -> Any:
-        if self._capture_stream is None or self._capture_stream.stream_id in self.list_reserved():
-            self._capture_stream = self.draw_stream("capture")
-        return self._capture_stream
-
     def _is_captured(self, lane: StreamLane) -> bool:
         with self.backend.stream(lane.stream):
             return self.is_capturing
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Disable the garbage collector: freeing a graph or tensors could break a capture."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _list_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dbo_runtime.devices import Graph, Lane, Note, Result, Task, Values, check_recorded, make_capture_error
+from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
 from dbo_runtime.devices.event_loop import Machine, run_ahead, run_schedule
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.schedule import Instruction, Schedule
@@ -76,7 +76,6 @@ class VirtualDevice:
 
     name = "virtual"
     is_capturing = False
-    can_capture = False
 
     def __init__(self, cost: Callable[[Task], float] = lambda task: 1.0) -> None:
         self.cost = cost
@@ -117,10 +116,6 @@ class VirtualDevice:
 
     def abort(self) -> None:
         """Do nothing: there is nothing to undo."""
-
-    def capture(self, run: Callable[[], Result], shared_with: Graph | None = None) -> tuple[Graph, Result]:
-        """Raise DeviceError: tasks run on the host only."""
-        raise make_capture_error(self.name)
 
     def synchronize(self) -> None:
         """Do nothing: tasks have run when they were launched."""

@@ -1,1 +1,1 @@
-"""Timelines, their summaries and traces, counts, and the log."""
+"""Timelines, their gaps, traces as they are written, counts, and the log."""

@@ -76,11 +76,6 @@ def open_step(open_range: OpenRange | None, plan: Plan) -> AbstractContextManage
     return open_range(name_step([piece.size for piece in plan.slices], plan.digest))
 
 
-def open_replay(open_range: OpenRange | None) -> AbstractContextManager[object]:
-    """Open the range of a graph that is replayed; do nothing without profilers."""
-    return nullcontext() if open_range is None else open_range(f"{PREFIX}replay")
-
-
 def read_op(name: str) -> RangedOp | None:
     """Return what the name of an op's range says, or None if it is no such name."""
     found = _OP.fullmatch(name)

@@ -14,12 +14,12 @@ import random
 import time
 from statistics import mean, quantiles
 
+from dbo_runtime.lab.whatif.published_cases import get_case, list_cases
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import MAX_SHORT_SEARCH_STATES
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import PeriodSearch
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.planner.whatif.published_cases import get_case, list_cases
 from tests.planner.online.served_orders import OrderJudge, draw_features
 from tests.planner.search.orders import measure_order
 

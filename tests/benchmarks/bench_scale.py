@@ -22,12 +22,12 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.events import EventTable
 from dbo_runtime.executor import Executor
+from dbo_runtime.lab.whatif.scale import set_layers
 from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.whatif.scale import set_layers
 from dbo_runtime.policies import alternate
 from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.validate import validate

@@ -174,8 +174,8 @@ def record_in(architecture: str, vllm_config: Any) -> dict[str, str]:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     from dbo_runtime.decline import Decline
+    from dbo_runtime.lab.verify.verification import fill_weights
     from dbo_runtime.vllm_plugin.api.model_classes import find_adapter
-    from dbo_runtime.vllm_plugin.verify.verification import fill_weights
 
     torch.set_default_dtype(vllm_config.model_config.dtype)
     try:
@@ -260,7 +260,7 @@ def run_in_pieces(
     requests: Sequence[slice] | None = None,
 ) -> str:
     """Run a program on pieces of inputs; return why vLLM's *own* forward does not run here either, empty if it does."""
-    from dbo_runtime.vllm_plugin.verify.watched_run import run_ops
+    from dbo_runtime.lab.verify.watched_run import run_ops
 
     try:
         own()

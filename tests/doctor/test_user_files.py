@@ -12,8 +12,8 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.finding import Finding, is_ok
 from dbo_runtime.doctor.model import check_model
 from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
+from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.cost_file import save_costs
-from dbo_runtime.planner.whatif.published_cases import get_case
 from tests.doctor.surroundings import Surroundings
 
 

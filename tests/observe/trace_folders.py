@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dbo_runtime.observe.trace_file import read_trace
+from dbo_runtime.lab.trace.trace_file import read_trace
 from tests.observe import overlap_script
 from tests.observe.trace_format import check_format
 

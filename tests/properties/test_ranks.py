@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.devices.multi_rank_simulator import simulate_ranks
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.ranks import Groups, RankPlan, find_deadlock, validate_ranks
 from dbo_runtime.schedule import Schedule

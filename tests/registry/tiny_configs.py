@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dbo_runtime.vllm_plugin.verify.tiny_config import LAYERS, TINY, shrink
+from dbo_runtime.lab.verify.tiny_config import LAYERS, TINY, shrink
 from tests.vllm_plugin.families import ATTENTION, EXPERTS, FAMILIES, LATENT, SIZES, VOCABULARY
 
 WIDTH = TINY["hidden_size"]

@@ -151,8 +151,8 @@ def serve(engine: Any, fault: str, check: str, seeds: Iterator[int]) -> str:
 
 def verify(model: str, name: str) -> str:
     """Verify the adapter with a fault; return the mismatches."""
+    from dbo_runtime.lab.verify import verification
     from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
-    from dbo_runtime.vllm_plugin.verify import verification
 
     record, split = verification.record_program, ContextSplitter.split
     with ExitStack() as patches:

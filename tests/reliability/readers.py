@@ -23,13 +23,13 @@ from dbo_runtime.doctor.model import check_model
 from dbo_runtime.doctor.serve_command import read_command
 from dbo_runtime.doctor.settings import check_costs, check_trace
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.verify.tiny_config import make_config
 from dbo_runtime.observe.counts import FOLDER, SHARED, statistics
 from dbo_runtime.observe.trace import make_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.render import parse, render
 from dbo_runtime.validate import validate
-from dbo_runtime.vllm_plugin.verify.tiny_config import make_config
-from tests.observe.profiles.handmade import make_split_step, make_ubatched_step
+from tests.lab.trace.profiles.handmade import make_split_step, make_ubatched_step
 from tests.observe.test_trace import TOY, record_run
 from tests.programs import lower_toy
 from tests.reliability.hostile_adapters import make_adapter, make_class
@@ -98,7 +98,7 @@ def list_plugin_readers() -> list[Reader]:
 
 @cache
 def _load_cases() -> list[Any]:
-    folder = files("dbo_runtime.planner.whatif") / "published"
+    folder = files("dbo_runtime.lab.whatif") / "published"
     return [json.loads((folder / f"{name}.json").read_text()) for name in CASES]
 
 

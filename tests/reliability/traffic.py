@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; read when torch is imported
 
+from dbo_runtime.lab.soak.comparison import TOLERANCE
 from dbo_runtime.testing import EquivalenceReport, check_equivalence
-from dbo_runtime.vllm_plugin.equivalence.comparison import TOLERANCE
 from tests.benchmarks.page import ROOT, make_table, tell_section
 from tests.vllm_plugin.end_to_end.test_lora import make_lora
 from tests.vllm_plugin.engines import TINY

@@ -100,7 +100,7 @@ def make_engine(name: str, model: str, *options: str, limit: float = 170, cpu: s
 LINK = {"GPU_KIT_PROVEN": "1", "GPU_KIT_LINK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 PROVEN = {"GPU_KIT_PROVEN": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 VLLM = {"npu": NO_VLLM}
-SUITES = ("contract", "streams", "races", "graphs")
+SUITES = ("contract", "streams", "races")
 
 SMOKE = Part(
     "smoke",

@@ -12,10 +12,9 @@ _PLUGIN = f"{_CORE}.vllm_plugin"
 TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         f"{_CORE}.batch": ("test_batch.py",),
-        f"{_CORE}.buffers": ("test_buffers.py", "test_graphs.py"),
         f"{_CORE}.codegen": ("test_codegen.py", "properties/test_codegen.py", "test_executor.py"),
         f"{_CORE}.devices.multi_rank_simulator": ("devices/test_multi_rank_simulator.py", "test_ranks.py"),
-        f"{_CORE}.devices.virtual": ("devices/test_virtual.py", "devices/test_contract.py", "test_graphs.py"),
+        f"{_CORE}.devices.virtual": ("devices/test_virtual.py", "devices/test_contract.py"),
         f"{_CORE}.dispatch": ("test_dispatch.py",),
         f"{_CORE}.executor": ("test_executor.py", "test_equivalence.py", "devices/test_races.py", "test_ranges.py"),
         f"{_CORE}.generated_executor": (
@@ -24,7 +23,6 @@ TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "test_executor.py",
             "test_ranges.py",
         ),
-        f"{_CORE}.graphs": ("test_graphs.py", "test_ranges.py"),
         f"{_CORE}.lowering": ("test_schedule.py", "test_validate.py", "properties/test_lowering.py", "test_layers.py"),
         f"{_CORE}.policies": ("test_policies.py", "test_validate.py"),
         f"{_CORE}.program": ("test_program.py", "planner/online/test_placements.py"),

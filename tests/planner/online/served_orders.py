@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.lab.whatif.published_cases import PublishedCase
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
@@ -17,7 +18,6 @@ from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.orders import Orders
 from dbo_runtime.planner.online.planner import ONLINE_SEARCH_STATES
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.whatif.published_cases import PublishedCase
 
 CONTEXTS = (0, 0, 512, 2048, 8192)  # tokens that a request has in the KV cache
 

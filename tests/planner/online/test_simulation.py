@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.devices.multi_rank_simulator import simulate_ranks
 from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.op_cost import HostCost

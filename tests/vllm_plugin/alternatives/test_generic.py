@@ -15,12 +15,12 @@ from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapter import StageAdapter, record_program
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.executor import run_sequential
+from dbo_runtime.lab.verify.watched_run import run_watched
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives import generic
 from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapter
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results
-from dbo_runtime.vllm_plugin.verify.watched_run import run_watched
 from tests.vllm_plugin.end_to_end.test_equivalence import run_cut
 from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_answers_as_unsplit
 from tests.vllm_plugin.engine import Engine

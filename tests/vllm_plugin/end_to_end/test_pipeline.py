@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import dbo_runtime
+from dbo_runtime.lab.trace.trace_file import read_trace
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
 from tests.vllm_plugin.costs import calibrate_few, forget_costs, get_costs
 from tests.vllm_plugin.end_to_end.test_equivalence import (

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion
-from dbo_runtime.vllm_plugin.equivalence.comparison import TOLERANCE, compare_answers, compare_log_probs
-from dbo_runtime.vllm_plugin.equivalence.request import Prompt, Request
+from dbo_runtime.lab.soak.answer import Answer, Completion
+from dbo_runtime.lab.soak.comparison import TOLERANCE, compare_answers, compare_log_probs
+from dbo_runtime.lab.soak.request import Prompt, Request
 
 VOCABULARY, ASKED = 12, 3
 Rows = list[list[float]]  # log-probabilities of the whole vocabulary at each position

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dbo_runtime.errors import DeviceError
-from dbo_runtime.vllm_plugin.equivalence.engine_process import EngineProcess
-from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Prompt, Request, Round
+from dbo_runtime.lab.soak.engine_process import EngineProcess
+from dbo_runtime.lab.soak.request import Abilities, Prompt, Request, Round
 
 STEPS = 5  # that each request takes
 
@@ -56,7 +56,7 @@ class FakeLLM:
 @pytest.mark.vllm
 @pytest.mark.parametrize("pause", [2, 20, None])
 def test_costs_are_measured_once_while_nothing_runs_and_prefixes_stay(pause: int | None) -> None:
-    from dbo_runtime.vllm_plugin.equivalence.engine import Engine
+    from dbo_runtime.lab.soak.engine import Engine
 
     engine, llm = Engine.__new__(Engine), FakeLLM()
     vars(engine).update(_llm=llm, _loras=[], abilities=Abilities(320, frozenset(), 64), _calibrated=0)
@@ -77,7 +77,7 @@ def test_costs_are_measured_once_while_nothing_runs_and_prefixes_stay(pause: int
 
 @pytest.mark.vllm
 def test_a_step_that_schedules_nothing_runs_a_dummy_batch_for_the_other_ranks() -> None:
-    from dbo_runtime.vllm_plugin.equivalence.engine import _keep_ranks_together
+    from dbo_runtime.lab.soak.engine import _keep_ranks_together
 
     ran: list[str] = []
     core = SimpleNamespace(execute_dummy_batch=lambda: ran.append("dummy"))

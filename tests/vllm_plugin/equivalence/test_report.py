@@ -11,17 +11,17 @@ import pytest
 
 from dbo_runtime import __main__ as program
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.vllm_plugin.equivalence import check, judge
-from dbo_runtime.vllm_plugin.equivalence.answer import Answer, Completion, Counts
-from dbo_runtime.vllm_plugin.equivalence.comparison import Difference
-from dbo_runtime.vllm_plugin.equivalence.judge import (
+from dbo_runtime.lab.soak import check, judge
+from dbo_runtime.lab.soak.answer import Answer, Completion, Counts
+from dbo_runtime.lab.soak.comparison import Difference
+from dbo_runtime.lab.soak.judge import (
     contradicts_itself,
     find_own_differences,
     is_own,
     starts_from_others,
 )
-from dbo_runtime.vllm_plugin.equivalence.report import Bug, EquivalenceReport, Tally
-from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Prompt, Request, Round
+from dbo_runtime.lab.soak.report import Bug, EquivalenceReport, Tally
+from dbo_runtime.lab.soak.request import Abilities, Prompt, Request, Round
 
 REQUEST = Request(Prompt(4, 0), {"temperature": 0.0, "max_tokens": 1, "logprobs": 1}, arrives=2)
 
@@ -204,4 +204,4 @@ def test_without_hypothesis_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: None)
     assert program.main(["soak", "model"]) == 2
-    assert "needs hypothesis, which is not installed: pip install 'dbo-runtime[soak]'" in capfd.readouterr().err
+    assert "needs hypothesis, which is not installed: pip install 'dbo-runtime[lab]'" in capfd.readouterr().err

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dbo_runtime.vllm_plugin.equivalence.request import Abilities, Request, Round
-from dbo_runtime.vllm_plugin.equivalence.traffic import ALLOWED_EVERY, PAUSES, TINY, TURNS, draw_round
+from dbo_runtime.lab.soak.request import Abilities, Request, Round
+from dbo_runtime.lab.soak.traffic import ALLOWED_EVERY, PAUSES, TINY, TURNS, draw_round
 
 FULL = Abilities(320, frozenset({0, 1, 7}), 256, tuple("abcdef"), "an <image>", loras=2)
 BARE = Abilities(320, frozenset(), 64)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from dbo_runtime.lab.trace.recorded_file import read_recorded
 from dbo_runtime.observe.ranges import name_ops
-from dbo_runtime.observe.recorded_file import read_recorded
 from tests.vllm_plugin.engine import make_prompt
 from tests.vllm_plugin.engines import Engines
 

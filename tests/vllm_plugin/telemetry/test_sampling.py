@@ -15,10 +15,10 @@ import pytest
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.devices.virtual import VirtualDevice, VirtualLane
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.trace.trace_file import read_trace
 from dbo_runtime.observe.counts import HELP
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.observe.trace import prepare_folder
-from dbo_runtime.observe.trace_file import read_trace
 from dbo_runtime.vllm_plugin.telemetry import traces
 from dbo_runtime.vllm_plugin.telemetry.sampling import PERIOD_STEPS, READ_STEP, SAMPLED_STEP, Recording
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder, measure_recording

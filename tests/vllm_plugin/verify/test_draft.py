@@ -15,12 +15,12 @@ from dbo_runtime.__main__ import main
 from dbo_runtime.adapter import record_program
 from dbo_runtime.errors import ConfigError, ProgramError
 from dbo_runtime.executor import run_sequential
+from dbo_runtime.lab.verify.draft.calls import Recording
+from dbo_runtime.lab.verify.draft.folding import fold
+from dbo_runtime.lab.verify.draft.package import DraftNames, write_package, write_source
+from dbo_runtime.lab.verify.draft.recording import find_layers, record_forward
+from dbo_runtime.lab.verify.tiny_config import make_config, shrink
 from dbo_runtime.program import Program
-from dbo_runtime.vllm_plugin.verify.draft.calls import Recording
-from dbo_runtime.vllm_plugin.verify.draft.folding import fold
-from dbo_runtime.vllm_plugin.verify.draft.package import DraftNames, write_package, write_source
-from dbo_runtime.vllm_plugin.verify.draft.recording import find_layers, record_forward
-from dbo_runtime.vllm_plugin.verify.tiny_config import make_config, shrink
 from tests.vllm_plugin.verify.toy_decoders import (
     HIDDEN,
     AlternatingLayer,

@@ -14,8 +14,8 @@ from dbo_models.post_norm import PostNormAdapter
 from dbo_models.sandwich import Gemma2Adapter, Gemma3Adapter, Glm4Adapter
 from dbo_runtime.adapter import ModelAdapter
 from dbo_runtime.executor import run_sequential
+from dbo_runtime.lab.verify.verification import verify_adapter
 from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.vllm_plugin.verify.verification import verify_adapter
 from tests.vllm_plugin.families import ATTENTION, FAMILIES, IDS, SIZES, SLIDING, Family
 
 OTHERS = {  # verified, not registered

@@ -125,7 +125,7 @@ class Core:
         decoder.elements = decoder.all_elements
         executor = self._prepare(alternate)
         expected = decoder.compute(executor)
-        graph, outputs = decoder.device.capture(lambda: executor.run(decoder.inputs))
+        graph, outputs = decoder.capture(executor)
         graph.replay()
         decoder.synchronize()
         equal = all(torch.equal(one.cpu(), other) for (one,), other in zip(outputs, expected, strict=True))

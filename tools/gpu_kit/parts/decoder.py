@@ -118,6 +118,16 @@ class Decoder:
             seconds.append(time.perf_counter() - start)
         return median(seconds[2:]), median(issued[2:])
 
+    def capture(self, executor: Executor) -> tuple[Any, Any]:
+        """Return a graph of a run, and the outputs that each replay writes."""
+        backend = self.device.backend
+        graph = {"npu": "NPUGraph", "cuda": "CUDAGraph"}[self.device.name]
+        captured = getattr(backend, graph)()
+        self.synchronize()
+        with backend.graph(captured, stream=backend.Stream()):
+            outputs = executor.run(self.inputs)
+        return captured, outputs
+
     def record(self, executor: Executor) -> Timeline:
         """Return when each op of a run began and ended."""
         self.synchronize()

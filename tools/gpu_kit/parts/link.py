@@ -86,7 +86,7 @@ def describe_times(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def draw(engine: Engine, prefill: str) -> dict[str, Any]:
     """Return the lanes of one more prefill with overlap, as a drawing and as figures."""
-    from dbo_runtime.observe.summary import summarize
+    from dbo_runtime.lab.trace.summary import summarize
     from dbo_runtime.observe.timeline import Timeline
 
     drawing = import_example("compare_modes").draw_timeline(engine.llm, *map(int, prefill.split("x")))

@@ -1,0 +1,100 @@
+"""An instance unsplit against the same instance with overlap, on the same requests, for several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+from dbo_runtime.lab.simulate.disturbance import Disturbances
+from dbo_runtime.lab.simulate.instance import Layout, serve
+from dbo_runtime.lab.simulate.service_level import Capacity, ServiceLevel, Verdict, find_capacity
+from dbo_runtime.lab.simulate.step_times import StepPricer
+from dbo_runtime.lab.simulate.workload import Workload, draw_requests
+from dbo_runtime.lab.whatif.ranges import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is served, by what, and how well.
+
+    Attributes:
+        workload: the requests.
+        layout: the instance.
+        disturbances: stragglers and uneven experts.
+        level: the service level.
+        requests: how many are served in a run.
+    """
+
+    workload: Workload
+    layout: Layout
+    disturbances: Disturbances
+    level: ServiceLevel
+    requests: int
+
+
+class Trial(NamedTuple):
+    """What one seed showed: the capacity unsplit and with overlap."""
+
+    unsplit: Capacity
+    overlapped: Capacity
+
+
+class Comparison(NamedTuple):
+    """All seeds.
+
+    Attributes:
+        trials: one for each seed.
+    """
+
+    trials: tuple[Trial, ...]
+
+    @property
+    def unsplit(self) -> Range:
+        """Requests a second, unsplit: the median over the seeds, and the range."""
+        return _span([trial.unsplit.rate for trial in self.trials])
+
+    @property
+    def overlapped(self) -> Range:
+        """The same with overlap."""
+        return _span([trial.overlapped.rate for trial in self.trials])
+
+    @property
+    def gain(self) -> Range | None:
+        """How many times as many requests a second, seed by seed; None if there is a seed with which none is served."""
+        if not all(trial.unsplit.rate for trial in self.trials):
+            return None
+        return _span([trial.overlapped.rate / trial.unsplit.rate for trial in self.trials])
+
+
+def run_once(scenario: Scenario, pricer: StepPricer, seed: int, rate: float) -> Verdict:
+    """Return what requests get at *rate* a second."""
+    requests = draw_requests(scenario.workload, rate, scenario.requests, seed)
+    outcome = serve(requests, scenario.layout, pricer, scenario.disturbances, seed + 1)
+    return scenario.level.judge(outcome)
+
+
+def estimate_throughput(workload: Workload, layout: Layout, pricer: StepPricer) -> float:
+    """Return about how many requests a second the instance can do, in full steps of prefills and of decodes."""
+    prefill = pricer.price(layout.budget, 0)[0] / layout.budget * workload.prompt
+    decode = pricer.price(0, layout.sequences)[0] / layout.sequences * (workload.output - 1)
+    return layout.ranks / (prefill + decode)
+
+
+def compare_capacity(
+    scenario: Scenario, unsplit: StepPricer, overlapped: StepPricer, seeds: Sequence[int]
+) -> Comparison:
+    """Return the most requests a second within the service level, unsplit and with overlap, for each seed."""
+    start = estimate_throughput(scenario.workload, scenario.layout, unsplit)
+    return Comparison(
+        tuple(
+            Trial(*(find_capacity(partial(run_once, scenario, each, seed), start) for each in (unsplit, overlapped)))
+            for seed in seeds
+        )
+    )
+
+
+def _span(values: Sequence[float]) -> Range:
+    return Range(min(values), median(values), max(values))

@@ -1,0 +1,166 @@
+"""`dbo simulate`: how many requests a second an instance serves at a service level, with and without overlap."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+
+from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.simulate.cluster_report import describe_comparison, list_comparison
+from dbo_runtime.lab.simulate.comparison import Scenario, compare_capacity, estimate_throughput
+from dbo_runtime.lab.simulate.disturbance import Disturbances
+from dbo_runtime.lab.simulate.instance import Layout
+from dbo_runtime.lab.simulate.service_level import ServiceLevel
+from dbo_runtime.lab.simulate.step_times import StepPricer, predict_step_times
+from dbo_runtime.lab.simulate.workload import Workload
+from dbo_runtime.lab.whatif.corners import Corner
+from dbo_runtime.lab.whatif.published_cases import open_costs
+from dbo_runtime.lab.whatif.scale_cases import SCALE_CASES, USABLE, ScaleCase
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.setting_values import read_count
+
+MOST_SEQUENCES = 256  # that a rank runs, where memory does not say fewer
+LEAST_REQUESTS = 20  # for each rank
+RUN_BY_TTFT = 12  # how many times longer than the time to the first token a run at full load lasts
+LARGEST = 1 << 20  # of any count on the command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
+    parser.add_argument("--chips", default="32", help="over which experts are spread (default: 32)")
+    requests = parser.add_argument_group("the requests (default: the means that DeepSeek served on 2025-02-28)")
+    requests.add_argument("--prompt", default="1915", help="mean tokens of a prompt that are computed")
+    requests.add_argument("--output", default="1211", help="mean tokens of an answer; 1 for an instance that prefills")
+    requests.add_argument("--context", default="2468", help="tokens of each that are in the KV cache before")
+    requests.add_argument("--spread", default="0.5", help="standard deviation of lengths by their mean")
+    server = parser.add_argument_group("the server")
+    server.add_argument("--budget", default="1024", help="tokens of a rank in a step, max_num_batched_tokens")
+    server.add_argument("--sequences", help="sequences of a rank, max_num_seqs (default: what memory has room for)")
+    server.add_argument("--micro-batches", default="2", help="the setting DBO_MICRO_BATCHES")
+    server.add_argument("--margin", default="0.02", help="the setting DBO_MARGIN")
+    truth = parser.add_argument_group("what the costs do not know")
+    truth.add_argument("--contention", default="1", help="of compute and communication, at least")
+    truth.add_argument("--imbalance", default="1.3", help="of experts in the most uneven step; uniform from 1")
+    truth.add_argument("--stragglers", default="0.001", help="probability that a rank is slow in a step")
+    truth.add_argument("--slowdown", default="1.5", help="by which factor it is")
+    level = parser.add_argument_group("the service level")
+    level.add_argument("--ttft", default="2", help="seconds to the first token")
+    level.add_argument("--tpot", default="0.1", help="seconds from one token to the next")
+    level.add_argument("--quantile", default="0.99", help="share of the requests that have both")
+    runs = parser.add_argument_group("the runs")
+    runs.add_argument("--requests", help="for each rank (default: enough for a steady state)")
+    runs.add_argument("--seeds", default="3", help="how many times")
+    runs.add_argument("--json", action="store_true", help="print figures for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, and print.
+
+    Raises:
+        ConfigError: naming the argument, if one is not as it must be.
+    """
+    table, _ = open_costs(arguments.costs)
+    chips, case = _read("--chips", arguments.chips), _find_case(arguments.costs)
+    table, ranks = _spread(table, case, chips)
+    workload = Workload(
+        _number("--prompt", arguments.prompt),
+        _number("--output", arguments.output),
+        _read("--context", arguments.context, least=0),
+        _number("--spread", arguments.spread),
+    )
+    length = round(workload.context + workload.prompt + workload.output / 2)
+    layout = Layout(ranks, _read("--budget", arguments.budget), _count_sequences(arguments, case, ranks, length))
+    level = ServiceLevel(
+        _number("--ttft", arguments.ttft),
+        _number("--tpot", arguments.tpot),
+        _number("--quantile", arguments.quantile),
+    )
+    disturbances = Disturbances(
+        _number("--stragglers", arguments.stragglers), _number("--slowdown", arguments.slowdown)
+    )
+    seeds = range(_read("--seeds", arguments.seeds))
+    truth = Corner(
+        contention=_number("--contention", arguments.contention), imbalance=_number("--imbalance", arguments.imbalance)
+    )
+    times = predict_step_times(table, _read_settings(arguments), layout.budget, layout.sequences, length, truth)
+    requests = _count_requests(arguments, workload, layout, level, times[1])
+    scenario = Scenario(workload, layout, disturbances, level, requests)
+    comparison = compare_capacity(scenario, *times, seeds)
+    where = f"{chips} {case.chip}" if case else f"{chips} chips"
+    if arguments.json:
+        return _print(json.dumps(list_comparison(arguments.costs, scenario, comparison), indent=2))
+    return _print(describe_comparison(arguments.costs, where, scenario, comparison))
+
+
+def _find_case(name: str) -> ScaleCase | None:
+    return next((each for each in SCALE_CASES if each.case == name), None)
+
+
+def _spread(table: CostTable, case: ScaleCase | None, chips: int) -> tuple[CostTable, int]:
+    """Return the costs on so many chips, and the data parallel ranks; other files are taken as they are."""
+    if case is not None:
+        return case.spread(chips), case.count_ranks(chips)
+    known = table.provenance.parallel.get("data", 1)
+    if known > chips:
+        raise ConfigError(f"--chips is {chips}, but the costs are of {known} data parallel ranks and cannot be scaled.")
+    return table, known
+
+
+def _count_sequences(arguments: argparse.Namespace, case: ScaleCase | None, ranks: int, length: int) -> int:
+    if arguments.sequences is not None:
+        return _read("--sequences", arguments.sequences)
+    if case is None:
+        return MOST_SEQUENCES
+    room = case.experts.count_sequences(case.memory * USABLE, ranks, length)
+    if room < 1:
+        raise ConfigError(
+            f"--chips is {arguments.chips}: the weights leave no room for a sequence of {length} tokens. "
+            "Take more chips, or shorter requests."
+        )
+    return min(room, MOST_SEQUENCES)
+
+
+def _count_requests(
+    arguments: argparse.Namespace, workload: Workload, layout: Layout, level: ServiceLevel, pricer: StepPricer
+) -> int:
+    """Return how many requests a run serves, if not said: so many that what they wait is not that the run is short.
+
+    A queue that grows must have the time to become longer than users wait, and sequences that run the time to end.
+    """
+    if arguments.requests is not None:
+        return _read("--requests", arguments.requests) * layout.ranks
+    waited = RUN_BY_TTFT * level.ttft * estimate_throughput(workload, layout, pricer)
+    running = 2 * layout.sequences * layout.ranks if workload.output > 1 else 0
+    return min(max(round(waited), running, LEAST_REQUESTS * layout.ranks), LARGEST)
+
+
+def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
+    return read_environment(
+        {"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_MARGIN": arguments.margin, "DBO_SIDE": "off"}
+    )
+
+
+def _read(name: str, text: str, least: int = 1) -> int:
+    count = read_count(text.strip())
+    if count is None or not least <= count <= LARGEST:
+        raise ConfigError(f"{name} is {text[:100]!r}; it takes a whole number from {least} to {LARGEST}.")
+    return count
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} is {text[:100]!r}; it takes a number such as 1.5.")
+    return number
+
+
+def _print(text: str) -> int:
+    sys.stdout.write(text + "\n")
+    return 0

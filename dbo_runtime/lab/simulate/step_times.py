@@ -1,0 +1,115 @@
+"""Seconds of a step by what is in it, unsplit and as the runtime would run it: a grid of predictions, interpolated."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
+
+from dbo_runtime.batch import Batch, slice_batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.lab.whatif.corners import Corner, move_to
+from dbo_runtime.lab.whatif.estimate import ESTIMATE_SEARCH_STATES
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.program_spec import build_program
+from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.predictor import Predictor
+from dbo_runtime.planner.online.split_choice import SplitChoice
+
+PREFILL_GRID = (0, 256, 1024, 2048, 4096, 8192, 16384)
+DECODE_GRID = (0, 16, 64, 128, 256, 512)
+Point = tuple[int, int, bool]  # prefill tokens, decodes, whether experts are as uneven as they get
+
+
+class StepPricer(Protocol):
+    """Tells how long a step takes."""
+
+    def price(self, prefill_tokens: int, decodes: int) -> tuple[float, float]:
+        """Return seconds with even experts, and with the most uneven ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """A grid of seconds, interpolated linearly in each direction.
+
+    Attributes:
+        prefill_grid, decode_grid: ascending from 0; larger numbers take the last value's, in proportion.
+        seconds: of each point.
+    """
+
+    prefill_grid: tuple[int, ...]
+    decode_grid: tuple[int, ...]
+    seconds: Mapping[Point, float]
+
+    def price(self, prefill_tokens: int, decodes: int) -> tuple[float, float]:
+        """See `StepPricer`. A step with nothing in it takes no time."""
+        rows = _weigh(self.prefill_grid, prefill_tokens)
+        columns = _weigh(self.decode_grid, decodes)
+        corners = [
+            (row * column, tokens, count) for (tokens, row), (count, column) in product(rows, columns) if row * column
+        ]
+        even, uneven = (
+            sum(weight * self.seconds[tokens, count, is_uneven] for weight, tokens, count in corners)
+            for is_uneven in (False, True)
+        )
+        return even, uneven
+
+
+def predict_step_times(
+    table: CostTable, config: RuntimeConfig, budget: int, sequences: int, context: int, truth: Corner
+) -> tuple[StepTimes, StepTimes]:
+    """Return the times of unsplit steps, and of steps as the runtime decides them from these costs.
+
+    A prefill is one chunk of a prompt with half of *context* before it, decodes have *context* each. Decisions are made
+    from the costs as they are; steps then take what the same orders take in the corner *truth*, with even load of
+    experts and with its imbalance.
+
+    Args:
+        table: costs of a rank.
+        config: the settings of the runtime.
+        budget: most tokens of a step, `max_num_batched_tokens`.
+        sequences: most sequences, `max_num_seqs`.
+        context: mean tokens in the KV cache.
+        truth: what costs really are.
+    """
+    prefill, decodes = _end_at(PREFILL_GRID, budget), _end_at(DECODE_GRID, sequences)
+    planner = Planner(build_program(table.program), table, ESTIMATE_SEARCH_STATES)
+    corners = truth._replace(imbalance=1.0), truth
+    even, uneven = (Predictor(planner.program, move_to(table, corner)) for corner in corners)
+    unsplit: dict[Point, float] = {}
+    decided: dict[Point, float] = {}
+    for tokens, count in product(prefill, decodes):
+        batch = _fill_batch(tokens, count, context)
+        choice = planner.choose(batch, config) if batch.query_lens else None
+        (features,) = measure_slices(batch, slice_batch(batch, ())) if batch.query_lens else (None,)
+        for is_uneven, predictor in ((False, even), (True, uneven)):
+            seconds = predictor.predict_unsplit(features) if features else 0.0
+            unsplit[tokens, count, is_uneven] = decided[tokens, count, is_uneven] = seconds
+            if isinstance(choice, SplitChoice):
+                slices = measure_slices(batch, choice.slices)
+                decided[tokens, count, is_uneven] = predictor.predict_split(choice.order, slices)
+    return StepTimes(prefill, decodes, unsplit), StepTimes(prefill, decodes, decided)
+
+
+def _fill_batch(prefill_tokens: int, decodes: int, context: int) -> Batch:
+    chunk = (prefill_tokens,) if prefill_tokens else ()
+    contexts = (context,) * decodes + ((context // 2,) if chunk else ())
+    return Batch((1,) * decodes + chunk, prefill_tokens, context_lens=contexts)
+
+
+def _end_at(grid: Sequence[int], last: int) -> tuple[int, ...]:
+    """Return the grid up to *last*, which is its last value."""
+    return *(value for value in grid if value < last), last
+
+
+def _weigh(grid: Sequence[int], value: int) -> tuple[tuple[int, float], ...]:
+    """Return the two grid values around *value* with their weights; beyond the last one, the last in proportion."""
+    if value >= grid[-1]:
+        return ((grid[-1], value / grid[-1] if grid[-1] else 1.0),)
+    upper = bisect_right(grid, value)
+    low, high = grid[upper - 1], grid[upper]
+    share = (value - low) / (high - low)
+    return (low, 1 - share), (high, share)

@@ -1,0 +1,91 @@
+"""`dbo soak MODEL`: random traffic on real engines, split against unsplit."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from typing import Any
+
+from dbo_runtime.config import ENABLE, PREFIX
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.soak.check import REQUESTS, check_equivalence
+from dbo_runtime.lab.soak.comparison import TOLERANCE
+from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
+
+EXIT_DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command; all others are those of vLLM's engine."""
+    parser.add_argument("model", help="directory or name of the model, as for `vllm serve`")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="how many, for each number of micro-batches")
+    parser.add_argument("--micro-batches", default="2", metavar="N,...", help="numbers of them to split steps into")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument("--rounds", metavar="N,...", help="run these rounds only, to repeat what a report names")
+    parser.add_argument("--lora", action="append", default=[], metavar="DIR", help="a LoRA adapter; may be repeated")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of log-probabilities")
+    parser.add_argument("--calibrate-between", action="store_true", help="measure costs of ops between requests")
+    parser.add_argument("--first-steps", action="store_true", help="compare first steps, as with an untested vLLM")
+    parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
+    parser.set_defaults(program=parser.prog)
+    parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the traffic and print the report; return 1 if split steps are not what unsplit ones are.
+
+    Settings of overlap are those of the environment.
+
+    Raises:
+        ConfigError: if a list of numbers is none, or hypothesis is not installed.
+    """
+    micro_batches = _read_numbers("--micro-batches", arguments.micro_batches, 2)
+    rounds = None if arguments.rounds is None else _read_numbers("--rounds", arguments.rounds, 0)
+    if arguments.requests < 1:
+        raise ConfigError(f"--requests: {arguments.requests} is none; write 1 or more.")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    with divert_output():
+        options = _read_options(arguments)
+        settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+        report = check_equivalence(
+            arguments.model,
+            settings,
+            arguments.requests,
+            micro_batches,
+            arguments.seed,
+            rounds,
+            arguments.lora,
+            arguments.tolerance,
+            arguments.calibrate_between,
+            arguments.first_steps,
+            **options,
+        )
+    print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
+    return 0 if report else EXIT_DIFFERENT
+
+
+def _read_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that are the engine's, if they are not what vLLM takes without them."""
+    if not arguments.passed_on:
+        return {}
+    os.environ[ENABLE] = "0"
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=arguments.program))
+    default = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model]))
+    given = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model, *arguments.passed_on]))
+    names = [field.name for field in dataclasses.fields(given)]
+    return {name: value for name in names if (value := getattr(given, name)) != getattr(default, name)}
+
+
+def _read_numbers(name: str, text: str, least: int) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{name}: {text!r} is no list of numbers, such as 2,3,4.") from None
+    if min(numbers) < least:
+        raise ConfigError(f"{name}: {min(numbers)} is too small; write {least} or more.")
+    return numbers

@@ -1,0 +1,84 @@
+"""Read a profile file as timelines of its steps, and say what they rest on."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from dbo_runtime.lab.trace.profiles.events import Event, Events, Kernel, read_events
+from dbo_runtime.lab.trace.profiles.ranged import make_ranged
+from dbo_runtime.lab.trace.profiles.steps import Step, find_steps
+from dbo_runtime.lab.trace.profiles.unranged import make_by_streams, make_by_threads
+from dbo_runtime.observe.timeline import Timeline
+
+E = TypeVar("E")
+
+MAX_LABEL = 60  # characters of a step's name that are shown
+ON_KERNELS = "lanes and micro-batches by ranges of dbo_runtime, times by the kernels launched in them"
+ON_RANGES = "lanes, micro-batches and times by ranges of dbo_runtime"
+ON_STREAMS = (
+    "no ranges of dbo_runtime: lanes by stream, communication by names of kernels, waits by what ended just before"
+)
+ON_THREADS = "no ranges of dbo_runtime and no kernels: one thread, communication by names of ops"
+
+
+class Profile(NamedTuple):
+    """The steps of a profile.
+
+    Attributes:
+        steps: timelines by name of the step, and of the rank.
+        notes: what the timelines rest on, and of how many steps.
+    """
+
+    steps: dict[str, dict[str, Timeline]]
+    notes: tuple[str, ...]
+
+
+class _InTime(Generic[E]):
+    """Events in order of a time."""
+
+    def __init__(self, events: Sequence[E], get_time: Callable[[E], float]) -> None:
+        self._events = sorted(events, key=get_time)
+        self._times = [get_time(event) for event in self._events]
+
+    def find(self, step: Step) -> Sequence[E]:
+        """Return those in the time of a step."""
+        return self._events[bisect_left(self._times, step.start) : bisect_right(self._times, step.end)]
+
+
+def make_profile(content: Any) -> Profile:
+    """Return the steps of a profile, of which `keep_fields` has kept all that is needed.
+
+    Raises:
+        ConfigError: naming the field that is not as it must be.
+    """
+    events = read_events(content)
+    host: _InTime[Event] = _InTime(events.host, lambda event: event.start)
+    kernels: _InTime[Kernel] = _InTime(events.kernels, _get_issue)
+    steps: dict[str, dict[str, Timeline]] = {}
+    bases: dict[str, int] = {}
+    for step in find_steps(events):
+        timeline, basis = _make_timeline(step, events, host.find(step), kernels.find(step))
+        if timeline.spans:
+            steps[f"{len(steps)}: {step.label[:MAX_LABEL]}"] = {events.rank: timeline}
+            bases[basis] = bases.get(basis, 0) + 1
+    if not steps:  # such as a profile of vLLM's API server
+        return Profile({}, (f"{events.rank}: no step that ran an op",))
+    return Profile(steps, tuple(f"{events.rank}, {count} steps: {basis}" for basis, count in bases.items()))
+
+
+def _make_timeline(
+    step: Step, events: Events, host: Sequence[Event], kernels: Sequence[Kernel]
+) -> tuple[Timeline, str]:
+    if step.is_split:
+        timeline, is_on_device = make_ranged(step, host, kernels)
+        return timeline, ON_KERNELS if is_on_device else ON_RANGES
+    if events.kernels:
+        return make_by_streams(step, kernels), ON_STREAMS
+    return make_by_threads(step, host), ON_THREADS
+
+
+def _get_issue(kernel: Kernel) -> float:
+    """Return when a kernel was launched, or where that is not known, when it started."""
+    return kernel.start if kernel.launch is None else kernel.launch.time

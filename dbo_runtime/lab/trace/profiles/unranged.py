@@ -1,0 +1,147 @@
+"""The timeline of a step without ranges of this package: of unsplit vLLM, of its own DBO, of SGLang's TBO.
+
+What communicates is told by name (`kinds`). On a device the stream with most computation is `compute`, other streams
+that compute are `side`, and each stream that communicates is a lane of its own: what one stream runs never overlaps.
+If several threads besides that of the step launched what computes, as vLLM's DBO has one for each micro-batch, these
+are the micro-batches. Without kernels, ops of the step's thread are `compute`, and those that communicate, on any
+thread, are `comm`.
+
+Profiles do not say what an op waited for. It is taken to have waited for the op of another lane that ended last before
+it started, if it could run before that; on a device, only if it started soon after that.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from dbo_runtime.lab.trace.profiles.events import Event, Kernel, Track
+from dbo_runtime.lab.trace.profiles.kinds import is_communication, is_host_copy
+from dbo_runtime.lab.trace.profiles.steps import Step
+from dbo_runtime.observe.timeline import Span, Timeline
+from dbo_runtime.program import COMM, COMPUTE, SIDE
+
+WAKE_SECONDS = 20e-6  # from the end of a kernel to the start of one that a stream let wait for it
+MAX_COMM_LANES = 8
+
+
+def make_by_streams(step: Step, kernels: Iterable[Kernel]) -> Timeline:
+    """Return the timeline of the kernels of a step."""
+    ran = [kernel for kernel in kernels if not is_host_copy(kernel.name)]
+    communicates = {kernel.name: is_communication(kernel.name) for kernel in ran}
+    computing: dict[Track, float] = {}
+    for kernel in ran:
+        if not communicates[kernel.name]:
+            computing[kernel.track] = computing.get(kernel.track, 0.0) + kernel.end - kernel.start
+    main = max(computing, key=lambda track: computing[track], default=None)
+    streams = list(dict.fromkeys(kernel.track for kernel in ran if communicates[kernel.name]))
+    threads = _find_micro_batches(step, [kernel for kernel in ran if not communicates[kernel.name]])
+    spans = []
+    for kernel, name in zip(ran, _number([kernel.name for kernel in ran]), strict=True):
+        if communicates[kernel.name]:
+            lane = _name_comm(streams.index(kernel.track))
+        else:
+            lane = COMPUTE if kernel.track == main else SIDE
+        micro_batch = 0 if kernel.launch is None else threads.get(kernel.launch.track, 0)
+        issued = None if kernel.launch is None else kernel.launch.time
+        spans.append(Span(lane, name, micro_batch, kernel.start, kernel.end, issued))
+    return Timeline(_add_waits(spans, WAKE_SECONDS))
+
+
+def make_by_threads(step: Step, host: Iterable[Event]) -> Timeline:
+    """Return the timeline of what the host ran in a step, where no device ran anything."""
+    communicating, computing = list[Event](), list[Event]()
+    for event in host:
+        if is_communication(event.name):
+            communicating.append(event)
+        elif event.track == step.track and "::" in event.name:  # not an annotation, nor a part of the compiler
+            computing.append(event)
+    own = _join([event for event in communicating if event.track == step.track])
+    pieces = [piece for event in _take_outermost(computing) for piece in _subtract(event, own)]
+    events = [(COMPUTE, event) for event in pieces] + [(COMM, event) for event in _join(communicating)]
+    events.sort(key=lambda each: each[1].start)
+    names = _number([event.name for _, event in events])
+    spans = [
+        Span(lane, name, 0, event.start, event.end, event.start)
+        for (lane, event), name in zip(events, names, strict=True)
+    ]
+    return Timeline(_add_waits(spans, math.inf))
+
+
+def _find_micro_batches(step: Step, kernels: Iterable[Kernel]) -> dict[Track, int]:
+    """Return the micro-batch of each thread, if several besides that of the step launched kernels."""
+    launching = sorted((kernel.launch for kernel in kernels if kernel.launch), key=lambda launch: launch.time)
+    threads = dict.fromkeys(launch.track for launch in launching if launch.track != step.track)
+    if step.track is None or len(threads) < 2:
+        return {}
+    return {track: number for number, track in enumerate(threads)}
+
+
+def _name_comm(number: int) -> str:
+    number = min(number, MAX_COMM_LANES - 1)
+    return COMM if number == 0 else f"{COMM}_{number + 1}"
+
+
+def _number(names: Sequence[str]) -> list[str]:
+    """Return names of which no two are alike."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        seen[name] += 1
+        numbered.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return numbered
+
+
+def _add_waits(spans: Sequence[Span], soon: float) -> tuple[Span, ...]:
+    """Return spans by start, with what each is taken to have waited for: what ended at most *soon* seconds before."""
+    ends = sorted((span.end, span.lane, span.op, span.micro_batch) for span in spans)
+    free: dict[str, float] = {}
+    found = []
+    for span in sorted(spans, key=lambda each: each.start):
+        since = free.get(span.lane, -math.inf)
+        last = bisect_right(ends, span.start, key=lambda each: each[0]) - 1
+        while last >= 0 and ends[last][0] > since and ends[last][1] == span.lane:
+            last -= 1
+        if last >= 0 and ends[last][0] > since and span.start - ends[last][0] <= soon:
+            span = span._replace(waits=((ends[last][2], ends[last][3]),))
+        free[span.lane] = max(since, span.end)
+        found.append(span)
+    return tuple(found)
+
+
+def _take_outermost(events: Iterable[Event]) -> list[Event]:
+    """Return the events of one thread that are in no other; events come by start, and the longer one first."""
+    outermost: list[Event] = []
+    for event in sorted(events, key=lambda each: (each.start, -each.end)):
+        if not outermost or event.start >= outermost[-1].end:
+            outermost.append(event)
+    return outermost
+
+
+def _join(events: Iterable[Event]) -> list[Event]:
+    """Join events that touch or overlap; the longest one names them."""
+    joined: list[tuple[Event, Event]] = []  # the whole, and the longest
+    for event in sorted(events, key=lambda each: each.start):
+        if joined and event.start <= joined[-1][0].end:
+            whole, longest = joined[-1]
+            longest = max(longest, event, key=lambda each: each.end - each.start)
+            joined[-1] = whole._replace(name=longest.name, end=max(whole.end, event.end)), longest
+        else:
+            joined.append((event, event))
+    return [whole for whole, _ in joined]
+
+
+def _subtract(event: Event, others: Sequence[Event]) -> list[Event]:
+    """Return the pieces of an event that are in none of *others*, which are in order and apart."""
+    pieces, start = [], event.start
+    for other in others[max(0, bisect_right(others, event.start, key=lambda each: each.start) - 1) :]:
+        if other.start >= event.end:
+            break
+        if other.start > start:
+            pieces.append(event._replace(start=start, end=other.start))
+        start = max(start, other.end)
+    if start < event.end:
+        pieces.append(event._replace(start=start))
+    return pieces

@@ -1,0 +1,94 @@
+"""Verify an adapter's programs of two stages of a pipeline on a complete model, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.sequence import IntermediateTensors
+
+from dbo_runtime.adapter import POSITIONS, ModelAdapter, StageAdapter, X, name_adapter, record_program
+from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.errors import ProgramError
+from dbo_runtime.lab.verify.results import TOLERANCE, compute_relative_error
+from dbo_runtime.lab.verify.watched_run import run_ops
+from dbo_runtime.program import Op, Program, Value
+from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage, take_inputs
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
+    from vllm.model_executor.models.llama import LlamaModel
+
+
+class StageVerification(NamedTuple):
+    """The programs of a first and a second stage, of about half of the layers each."""
+
+    first: Program
+    second: Program
+
+    def compare(
+        self, program: Program, unsplit: dict[Value, Any], x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[Op, float] | None:
+        """Return the first op whose results are not those of the complete model's *program*, and the error."""
+        expected = {op.label: [unsplit[value] for value in op.writes] for op in program.ops}
+        before = run_ops(self.first, self.first.order_inputs({X: x.clone(), POSITIONS: positions}))
+        results = (before[value].clone() for value in self.first.outputs)
+        passed = IntermediateTensors(dict(zip((HIDDEN, *self.first.named), results, strict=True)))
+        inputs = {**take_inputs(self.second, passed), POSITIONS: positions}
+        after = run_ops(self.second, self.second.order_inputs(inputs))
+        for stage, actual in ((self.first, before), (self.second, after)):
+            for op in stage.ops:
+                error = _compute_error([actual[value] for value in op.writes], expected.get(op.label))
+                if error > TOLERANCE:
+                    return op, error
+        error = _compute_error([after[self.second.outputs[0]]], [unsplit[program.outputs[0]]])
+        return (self.second.ops[-1], error) if error > TOLERANCE else None
+
+
+def record_stages(
+    adapter: ModelAdapter, model: VllmModel, collectives: ModelCollectives, has_side: bool = False
+) -> StageVerification | None:
+    """Return the programs of two stages; None if the adapter takes none, or the model has fewer than two layers.
+
+    Raises:
+        DeclineError: if the adapter declines a stage.
+        ProgramError: if the adapter takes stages, but not the tensors that they pass on.
+    """
+    decoder = next((part for part in model.modules() if hasattr(part, "start_layer")), None)
+    if not (isinstance(adapter, StageAdapter) and adapter.takes_stages) or decoder is None or len(decoder.layers) < 2:
+        return None
+    count = len(decoder.layers)
+    weight = next(model.parameters())
+    empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=weight.dtype, device=weight.device)
+    programs = []
+    for number, layers in enumerate((range((count + 1) // 2), range((count + 1) // 2, count))):
+        with _as_stage(decoder, layers):
+            program = record_program(adapter, model, collectives, has_side)
+        if isinstance(program, Decline):
+            raise DeclineError(program.reason, program.detail)
+        decline = Stage(number, 2, layers, tuple(empty.tensors)).check_program(program)
+        if decline is not None:
+            raise ProgramError(f"{name_adapter(adapter)}: {decline}")
+        programs.append(program)
+    return StageVerification(*programs)
+
+
+@contextmanager
+def _as_stage(decoder: LlamaModel, layers: range) -> Iterator[None]:
+    """Within the context, let a complete decoder (of any family, like Llama's) look like a stage."""
+    kept = decoder.start_layer, decoder.end_layer
+    decoder.start_layer, decoder.end_layer = layers.start, layers.stop
+    try:
+        yield
+    finally:
+        decoder.start_layer, decoder.end_layer = kept
+
+
+def _compute_error(actual: list[Any], expected: list[Any] | None) -> float:
+    """Return the largest relative error of an op's results; 0 if they are no tensors, or nothing is expected."""
+    pairs = zip(actual, expected or (), strict=False)
+    tensors = [pair for pair in pairs if all(isinstance(item, torch.Tensor) for item in pair)]
+    return max((compute_relative_error(one, other) for one, other in tensors), default=0.0)

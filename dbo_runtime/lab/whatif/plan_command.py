@@ -1,0 +1,257 @@
+"""`python -m dbo_runtime plan`: predict from a cost file what splitting gains; needs no device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.trace.figure import draw_figure
+from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
+from dbo_runtime.lab.whatif.fleet import CHIPS, predict_fleet
+from dbo_runtime.lab.whatif.fleet_report import describe_fleet, list_rows
+from dbo_runtime.lab.whatif.measurements import MEASUREMENTS, compare, describe_comparisons
+from dbo_runtime.lab.whatif.plan_report import describe_cases, describe_whatif, list_figures
+from dbo_runtime.lab.whatif.published_cases import find_network, list_cases, open_costs
+from dbo_runtime.lab.whatif.scale import (
+    MODELS,
+    Network,
+    parse_bandwidth,
+    parse_network,
+    scale_bandwidth,
+    scale_tensor,
+    set_imbalance,
+    set_model,
+)
+from dbo_runtime.lab.whatif.scale_cases import find_scale_cases
+from dbo_runtime.lab.whatif.sweep import GRIDS, GridPoint, has_sizes, parse_axes, sweep
+from dbo_runtime.lab.whatif.sweep_report import describe_sweep, list_cells
+from dbo_runtime.lab.whatif.whatif import WhatIf, compute_break_even, predict_step
+from dbo_runtime.observe.trace import save_trace
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.setting_values import read_count
+
+DEFAULT_TOKENS = 8192
+MAX_TOKENS = 1 << 22  # in a step; larger numbers are errors
+MAX_REQUESTS = 1 << 14
+MAX_BREAK_EVEN_TOKENS = 32_768  # up to which a break-even is searched, or as many as the step has
+MAX_BREAK_EVEN_DECODES = 1_024  # the same for steps of decodes, which have one token each
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
+    parser.add_argument("--list", action="store_true", help="list the published cases with their sources, and stop")
+    parser.add_argument(
+        "--measurements", action="store_true", help="compare predictions with published measurements, and stop"
+    )
+    step = parser.add_argument_group("the step")
+    step.add_argument(
+        "--tokens", help=f"tokens in the step (default: those of the published case, or {DEFAULT_TOKENS})"
+    )
+    step.add_argument("--requests", help="prompts that share them evenly (default: those of the case, or 1)")
+    step.add_argument("--query-lens", metavar="N,N,...", help="instead: the tokens of each request; 1 is a decode")
+    step.add_argument("--decodes", help="instead: so many decodes")
+    step.add_argument(
+        "--context", help="tokens that each request has in the KV cache already (default: 0, or the case's)"
+    )
+    machine = parser.add_argument_group("the machine and the model")
+    machine.add_argument("--model", help=f"take this model's number of layers: {', '.join(MODELS)}")
+    machine.add_argument("--tp", help="scale to so many tensor parallel ranks, a power of two")
+    machine.add_argument("--bandwidth", help="scale the network: a factor such as 0.5x, or a rate such as 100GB/s")
+    machine.add_argument(
+        "--network",
+        metavar="RANKS:RATE:RATE",
+        help="for --tp: ranks of a host, and rates within a host and between hosts, such as 8:121.3GB/s:25GB/s "
+        "(default: those of the published case, or one level)",
+    )
+    machine.add_argument(
+        "--imbalance", metavar="X", help="tokens that the busiest rank's experts get, by the mean, such as 1.3"
+    )
+    settings = parser.add_argument_group("the settings, as DBO_MICRO_BATCHES, DBO_MARGIN, DBO_POLICY and DBO_SIDE are")
+    settings.add_argument("--micro-batches", default="auto")
+    settings.add_argument("--margin", default="0.02")
+    settings.add_argument("--policy", default="optimal")
+    settings.add_argument("--side", default="auto")
+    output = parser.add_argument_group("the output")
+    output.add_argument("--sweep", metavar="AXES", help=f"print a table instead, over some of {','.join(GRIDS)}")
+    output.add_argument(
+        "--scale",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help=f"print instead what overlap brings on {CHIPS[0]} to {CHIPS[-1]} chips: of r1, of qwen3-235b, of all if "
+        "none is named, or of the case that --costs names",
+    )
+    output.add_argument("--trace", metavar="FILE", help="write the split step's timeline for ui.perfetto.dev, as JSON")
+    output.add_argument("--figure", metavar="FILE", help="draw the step unsplit and split, as PNG (needs matplotlib)")
+    output.add_argument("--json", action="store_true", help="print figures for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer, and print.
+
+    Raises:
+        ConfigError: naming the argument, if one is not as it must be.
+    """
+    if arguments.list:
+        return _print(describe_cases(list_cases()))
+    if arguments.measurements:
+        return _print(describe_comparisons([compare(each) for each in MEASUREMENTS]))
+    if arguments.scale is not None:
+        return _print_fleet(arguments)
+    if arguments.costs is None:
+        raise ConfigError("--costs is missing: name a cost file, or a published case (--list shows them).")
+    table, usual = open_costs(arguments.costs)
+    table, batch, config = _scale(table, arguments), _make_batch(arguments, usual), _read_settings(arguments)
+    if arguments.sweep is not None:
+        return _print_sweep(arguments, table, batch, config)
+    return _print_answer(arguments, table, batch, config)
+
+
+def _print_fleet(arguments: argparse.Namespace) -> int:
+    """Print a row for each case and number of chips; all ops that compute stay on one lane."""
+    cases = find_scale_cases(model=arguments.scale or None, name=arguments.costs)
+    config = replace(_read_settings(arguments), side="off")
+    step = None
+    if arguments.costs is not None and (arguments.tokens or arguments.decodes or arguments.query_lens):
+        step = _make_batch(arguments, open_costs(arguments.costs)[1])
+    points = [(case, chips) for case in cases for chips in CHIPS]
+    rows = [predict_fleet(case, chips, config, step) for case, chips in points]
+    return _print(json.dumps(list_rows(rows), indent=2) if arguments.json else describe_fleet(rows))
+
+
+def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
+    if arguments.trace or arguments.figure:
+        raise ConfigError("--trace and --figure show one step; leave out --sweep.")
+    axes, estimator = parse_axes(arguments.sweep), Estimator(table)
+    cells = sweep(table, batch, config, axes, _show_progress, estimator, _find_network(arguments))
+    if arguments.json:
+        return _print(json.dumps(list_cells(cells, config.margin), indent=2))
+    searched_to = int(max(cells[-1].values.values()))
+    break_evens = (
+        [compute_break_even(estimator, batch, config, searched_to, parts) for parts in (1, 2)]
+        if has_sizes(axes)
+        else []
+    )
+    return _print(describe_sweep(cells, config.margin, break_evens))
+
+
+def _show_progress(points: Sequence[GridPoint]) -> Iterable[GridPoint]:
+    """Yield *points*, with a progress bar if standard error is a terminal and tqdm, which vLLM installs, is there."""
+    if find_spec("tqdm") is None:
+        return points
+    from tqdm import tqdm
+
+    bar: Iterable[GridPoint] = tqdm(points, desc="sweeping", unit="point", leave=False, disable=None)
+    return bar
+
+
+def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
+    answer = predict_step(table, batch, config)
+    furthest = max(batch.tokens, MAX_BREAK_EVEN_TOKENS if batch.prefill_tokens else MAX_BREAK_EVEN_DECODES)
+    break_even = compute_break_even(Estimator(table), batch, config, furthest)
+    what = arguments.costs, table, answer, break_even, config.margin
+    _print(json.dumps(list_figures(*what), indent=2) if arguments.json else describe_whatif(*what))
+    _write_pictures(arguments, answer)
+    return 0
+
+
+def _write_pictures(arguments: argparse.Namespace, answer: WhatIf) -> None:
+    title = f"{arguments.costs}, {answer.batch.tokens} tokens (predicted)"
+    shown = answer.best.timeline if answer.best else answer.timeline
+    if arguments.trace:
+        save_trace({title: shown}, arguments.trace)
+    if arguments.figure:
+        panels = {"unsplit": answer.timeline}
+        if answer.best:
+            panels[f"split in {len(answer.best.sizes)}"] = shown
+        draw_figure(panels, arguments.figure, title)
+
+
+def _print(text: str) -> int:
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _scale(table: CostTable, arguments: argparse.Namespace) -> CostTable:
+    if arguments.model is not None:
+        table = set_model(table, arguments.model)
+    if arguments.tp is not None:
+        table = scale_tensor(table, _parse_count("--tp", arguments.tp), _find_network(arguments))
+    if arguments.bandwidth is not None:
+        table = scale_bandwidth(table, parse_bandwidth(arguments.bandwidth))
+    if arguments.imbalance is not None:
+        table = set_imbalance(table, _parse_factor("--imbalance", arguments.imbalance))
+    return table
+
+
+def _find_network(arguments: argparse.Namespace) -> Network | None:
+    return find_network(arguments.costs) if arguments.network is None else parse_network(arguments.network)
+
+
+def _parse_factor(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text[:100]!r}; it takes a number such as 1.3.") from None
+
+
+def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
+    return read_environment(
+        {
+            "DBO_MICRO_BATCHES": arguments.micro_batches,
+            "DBO_MARGIN": arguments.margin,
+            "DBO_POLICY": arguments.policy,
+            "DBO_SIDE": arguments.side,
+        }
+    )
+
+
+def _make_batch(arguments: argparse.Namespace, usual: Batch | None) -> Batch:
+    usual = usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS)
+    given = arguments.context
+    context = max(usual.contexts) if given is None else _parse_count("--context", given, least=0)
+    for name in ("query_lens", "decodes"):
+        if getattr(arguments, name) is not None and (arguments.tokens is not None or arguments.requests is not None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} says everything about the requests; leave out --tokens and --requests."
+            )
+    if arguments.query_lens is not None:
+        if arguments.decodes is not None:
+            raise ConfigError("--query-lens says everything about the requests; leave out --decodes.")
+        return _fill_batch([_parse_count("--query-lens", word) for word in arguments.query_lens.split(",")], context)
+    if arguments.decodes is not None:
+        return _fill_batch([1] * _parse_count("--decodes", arguments.decodes), context)
+    lengths = list(usual.query_lens)
+    if not usual.prefill_tokens and arguments.requests is None:
+        return _fill_batch([1] * _parse_count("--tokens", arguments.tokens or str(len(lengths))), context)
+    tokens = sum(lengths) if arguments.tokens is None else _parse_count("--tokens", arguments.tokens)
+    if arguments.requests is not None:
+        lengths = [1] * _parse_count("--requests", arguments.requests)
+        if len(lengths) > tokens:
+            raise ConfigError(f"--requests is {len(lengths)}, but there are {tokens} tokens to share.")
+    return resize_batch(replace(_fill_batch(lengths, context), prefill_tokens=tokens), tokens)
+
+
+def _fill_batch(lengths: Sequence[int], context: int) -> Batch:
+    prefill = sum(length for length in lengths if length > 1)
+    if len(lengths) > MAX_REQUESTS or sum(lengths) > MAX_TOKENS:
+        raise ConfigError(
+            f"a step of {len(lengths)} requests and {sum(lengths)} tokens is too large: it has at most {MAX_REQUESTS} "
+            f"requests and {MAX_TOKENS} tokens."
+        )
+    return Batch(tuple(lengths), prefill, context_lens=(context,) * len(lengths))
+
+
+def _parse_count(name: str, text: str, least: int = 1) -> int:
+    number = read_count(text.strip())
+    if number is None or not least <= number <= MAX_TOKENS:
+        raise ConfigError(f"{name} has {text[:100]!r}; it takes whole numbers from {least} to {MAX_TOKENS}.")
+    return number

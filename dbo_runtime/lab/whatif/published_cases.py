@@ -1,0 +1,106 @@
+"""Cost files of cases that others published: modelled from their figures, not measured by this project."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from types import MappingProxyType
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.whatif.scale import Network
+from dbo_runtime.planner.costs.cost_file import load_costs
+from dbo_runtime.planner.costs.cost_table import CostTable
+
+
+def _fill_prompts(count: int, tokens: int) -> Batch:
+    return Batch((tokens,) * count, count * tokens)
+
+
+def _fill_decodes(count: int, context: int) -> Batch:
+    return Batch((1,) * count, 0, context_lens=(context,) * count)
+
+
+# The step of each case; docs/planner.md and docs/scale.md say what of it is given and what is assumed.
+_STEPS: Mapping[str, Batch] = MappingProxyType(
+    {
+        "a3-layer-4894": _fill_prompts(4, 1024),
+        "910b-profile-4894": _fill_prompts(4, 1536),
+        "910b-share-5591": _fill_prompts(2, 4096),
+        "910c-share-5591": _fill_prompts(2, 4096),
+        "r1-tp16-941": _fill_prompts(4, 4096),
+        "r1-ep16-1589": _fill_prompts(16, 1024),
+        "qwen3-tp4-44677": _fill_prompts(4, 4096),
+        "r1-decode-910b": _fill_decodes(96, 4096),
+        "r1-decode-910c": _fill_decodes(96, 4096),
+        "r1-decode-12708": _fill_decodes(96, 4096),
+        "qwen36-tp4-56126": _fill_decodes(128, 1024),
+        "llama70b-tp8-11329": _fill_prompts(1, 4096),
+        "r1-prefill-910b": _fill_prompts(2, 4096),
+        "r1-prefill-910c": _fill_prompts(2, 4096),
+        "r1-prefill-h800": _fill_prompts(2, 4096),
+        "r1-decode-h800": _fill_decodes(128, 4096),
+        "qwen3-235b-910b": _fill_prompts(2, 4096),
+        "qwen3-235b-910c": _fill_prompts(2, 4096),
+        "qwen3-235b-prefill-h800": _fill_prompts(2, 4096),
+        "qwen3-235b-decode-h800": _fill_decodes(128, 4096),
+    }
+)
+
+# 8 chips a host: 121.3 GB/s within it, from #4894's profile, and 200 Gbit/s RoCE between hosts.
+_HOSTS_OF_910B = Network(8, 121.3e9, 25e9)
+_NETWORKS: Mapping[str, Network] = MappingProxyType(dict.fromkeys(("r1-tp16-941", "r1-ep16-1589"), _HOSTS_OF_910B))
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCase:
+    """Costs with the step they were published for.
+
+    Attributes:
+        name: of the case, and of its file.
+        table: the costs.
+        step: prompts, or decodes after what they have in the KV cache.
+    """
+
+    name: str
+    table: CostTable
+    step: Batch
+
+
+def list_cases() -> tuple[PublishedCase, ...]:
+    """Return all cases."""
+    return tuple(get_case(name) for name in _STEPS)
+
+
+def get_case(name: str) -> PublishedCase:
+    """Return the case of this name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if name not in _STEPS:
+        raise ConfigError(f"there is no published case {name!r}; known are {', '.join(_STEPS)}.")
+    with as_file(files("dbo_runtime.lab.whatif") / "published" / f"{name}.json") as path:
+        return PublishedCase(name, load_costs(path), _STEPS[name])
+
+
+def find_network(source: str) -> Network | None:
+    """Return the network of a published case, if it is known that it has two levels."""
+    return _NETWORKS.get(source)
+
+
+def open_costs(source: str) -> tuple[CostTable, Batch | None]:
+    """Return the costs of a file, or of a published case with its step. A name without dot or slash is a case.
+
+    Raises:
+        ConfigError: if there is no such file or case, or the file is invalid.
+    """
+    if source in _STEPS:
+        case = get_case(source)
+        return case.table, case.step
+    if not os.path.exists(source) and Path(source).name == source and not Path(source).suffix:
+        raise ConfigError(f"costs {source!r} are neither a file nor a published case; known are {', '.join(_STEPS)}.")
+    return load_costs(source), None

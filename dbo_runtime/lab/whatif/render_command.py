@@ -1,0 +1,152 @@
+"""`dbo render`: the schedule of a cost file's program, with every wait, record and free."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
+from dbo_runtime.codegen import Issuing, write_source
+from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.errors import ConfigError, ScheduleError
+from dbo_runtime.lab.whatif.published_cases import open_costs
+from dbo_runtime.lab.whatif.scale import count_layers
+from dbo_runtime.lowering import lower
+from dbo_runtime.outside_files import MAX_FILE_BYTES, read_text
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.program_spec import build_program, repeat_runs
+from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.policies import get_policy
+from dbo_runtime.render import digest, name_issue, parse, render
+from dbo_runtime.schedule import Schedule
+from dbo_runtime.setting_values import name_policy
+from dbo_runtime.validate import validate
+
+DEFAULT_TOKENS = 8192  # of the step whose order is searched, if the costs have none
+NOTE = "#"  # starts lines that are no part of the table and are skipped when it is read
+INVALID = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
+    parser.add_argument("--layers", type=int, help="so many layers (default: one for each run of equal layers)")
+    parser.add_argument("--micro-batches", default="auto", help="as DBO_MICRO_BATCHES takes it; auto is 2")
+    parser.add_argument("--policy", default="optimal", help="as DBO_POLICY takes it (default: optimal)")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--check", metavar="FILE", help="read a printed schedule instead, and say whether it is safe")
+    shown.add_argument("--source", action="store_true", help="print the function that issues it onto streams, too")
+    parser.add_argument("--json", action="store_true", help="print it for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the schedule, or the verdict on one; return 1 if that is not safe.
+
+    Raises:
+        ConfigError: naming the argument, if one is not as it must be.
+    """
+    table, usual = open_costs(arguments.costs)
+    table = _set_layers(table, arguments.layers)
+    config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
+    schedule = _make_schedule(table, usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS), config)
+    validate(schedule)
+    if arguments.check is not None:
+        return _check(Path(arguments.check), schedule, arguments.json)
+    facts = {"costs": arguments.costs, "layers": count_layers(table), "policy": name_policy(*config.policy)}
+    source = _write_source(schedule) if arguments.source else None
+    if arguments.json:
+        print(json.dumps({**facts, **_list(schedule), **({} if source is None else {"source": source})}, indent=2))
+    else:
+        print(_describe(schedule, facts))
+        if source is not None:
+            print(f"\n{source}", end="")
+    return 0
+
+
+def _set_layers(table: CostTable, layers: int | None) -> CostTable:
+    """Return the costs with so many layers, each kind of layer kept: the longest run of equal ones gets the rest."""
+    counts = [run.repeat for run in table.program.runs if run.layered]
+    fewest, most = len(counts), sum(counts)
+    if layers is None:
+        layers = fewest
+    if not fewest <= layers <= most:
+        raise ConfigError(f"--layers is {layers}; the program of these costs can be shown with {fewest} to {most}.")
+    longest = max(table.program.runs, key=lambda run: run.repeat * run.layered)
+    repeats = [1 + (layers - fewest) * (run is longest) for run in table.program.runs]
+    return replace(table, program=repeat_runs(table.program, repeats))
+
+
+def _make_schedule(table: CostTable, batch: Batch, config: RuntimeConfig) -> Schedule:
+    program = build_program(table.program)
+    if config.policy[0] != "optimal":
+        programs = (program,) * config.parts
+        return lower(programs, get_policy(*config.policy)(programs))
+    slices = slice_batch(batch, place_cuts(batch, share_evenly(batch, config.parts)))
+    assert len(slices) == config.parts  # these steps have enough tokens
+    return Planner(program, table).get_schedule(measure_slices(batch, slices), config)
+
+
+def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:
+    waits = sum(len(instruction.waits) for instruction in schedule.instructions)
+    counts = f"{len(schedule.instructions)} instructions, {waits} waits"
+    about = f"{facts['costs']}; layers {facts['layers']}; micro-batches {len(schedule.programs)}; {facts['policy']}"
+    return (
+        f"{NOTE} {about}\n{NOTE} {counts}, digest {digest(schedule)}; all rules of validation hold\n{render(schedule)}"
+    )
+
+
+def _write_source(schedule: Schedule) -> str:
+    """Return the function for a device whose lanes are streams."""
+    return write_source(schedule, dict.fromkeys(schedule.lanes, Issuing.SWITCHED)).text
+
+
+def _list(schedule: Schedule) -> dict[str, Any]:
+    programs = schedule.programs
+    return {
+        "micro_batches": len(programs),
+        "digest": digest(schedule),
+        "lanes": list(schedule.lanes),
+        "forks": list(schedule.forks),
+        "instructions": [
+            {
+                "op": instruction.label,
+                "lane": instruction.op.lane,
+                "waits": [name_issue(programs, issue) for issue in instruction.waits],
+                "records": instruction.records,
+                "frees": [f"%{slot.value.index}/{slot.micro_batch}" for slot in instruction.frees],
+            }
+            for instruction in schedule.instructions
+        ],
+        "joins": [name_issue(programs, issue) for issue in schedule.joins],
+    }
+
+
+def _check(path: Path, expected: Schedule, as_json: bool) -> int:
+    """Print whether the schedule in a file is safe, and whether it is *expected*, whose programs it must be of."""
+    problem, same = "", False
+    try:
+        actual = parse(_read_table(path), expected.programs)
+        validate(actual)
+        same = actual == expected
+    except ScheduleError as error:
+        problem = str(error)
+    if as_json:
+        print(
+            json.dumps({"valid": not problem, "same": same, "digest": digest(expected), "problem": problem}, indent=2)
+        )
+    elif problem:
+        print(f"{path}: not valid: {problem}")
+    else:
+        which = "the same as" if same else "another than"
+        print(f"{path}: valid; {which} what these arguments give (digest {digest(expected)})")
+    return INVALID if problem else 0
+
+
+def _read_table(path: Path) -> str:
+    text = sys.stdin.read(MAX_FILE_BYTES) if str(path) == "-" else read_text(path, "schedule")
+    return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(NOTE))

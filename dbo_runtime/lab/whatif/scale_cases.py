@@ -1,0 +1,105 @@
+"""The published cases that `dbo plan --scale` spreads over many chips, with their chip, network and model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.whatif.expert_models import EXPERT_MODELS, ExpertModel
+from dbo_runtime.lab.whatif.expert_scale import scale_experts
+from dbo_runtime.lab.whatif.fabrics import FABRICS, Fabric
+from dbo_runtime.lab.whatif.published_cases import get_case
+from dbo_runtime.planner.costs.cost_table import CostTable
+
+PREFILL, DECODE = "prefill", "decode"
+LENGTH = 4096  # tokens of a prompt, and of what a decode has in the KV cache, as most publications have it
+PROMPTS = 2  # on each rank in a step of a prefill: with 16,384 tokens SGLang's unsplit step ran out of memory
+MOST_DECODES = 128  # on each rank in a step, as DeepSeek's profile has it; fewer where memory is short
+USABLE = 0.9  # share of the memory for weights and KV cache: vLLM's default
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleCase:
+    """A phase of a model on a kind of chip.
+
+    Attributes:
+        case: the published case with the costs of a rank.
+        phase: `prefill` or `decode`.
+        chip: what the page calls it.
+        model: the key of `EXPERT_MODELS`.
+        fabric: the key of `FABRICS`.
+        memory: bytes of a rank.
+        ranks_per_chip: 2 dies in a 910C.
+    """
+
+    case: str
+    phase: str
+    chip: str
+    model: str
+    fabric: str
+    memory: float
+    ranks_per_chip: int = 1
+
+    @property
+    def experts(self) -> ExpertModel:
+        """The model."""
+        return EXPERT_MODELS[self.model]
+
+    @property
+    def network(self) -> Fabric:
+        """What connects its ranks."""
+        return FABRICS[self.fabric]
+
+    def count_ranks(self, chips: int) -> int:
+        """Return over how many ranks experts are spread: all, or what such a network joins; more are further groups."""
+        return min(chips * self.ranks_per_chip, self.network.largest)
+
+    def spread(self, chips: int) -> CostTable:
+        """Return the costs of a rank on so many chips."""
+        return scale_experts(get_case(self.case).table, self.count_ranks(chips), self.experts, self.network)
+
+    def fill_step(self, chips: int) -> Batch | None:
+        """Return the step of a rank: prompts, or as many decodes as fit; None if the weights leave no room."""
+        room = self.experts.count_sequences(self.memory * USABLE, self.count_ranks(chips), LENGTH)
+        if room < (PROMPTS if self.phase == PREFILL else 1):
+            return None
+        if self.phase == PREFILL:
+            return Batch((LENGTH,) * PROMPTS, LENGTH * PROMPTS)
+        count = min(room, MOST_DECODES)
+        return Batch((1,) * count, 0, context_lens=(LENGTH,) * count)
+
+
+_910B, _910C, _H800 = "910B", "910C", "H800"
+SCALE_CASES = (
+    ScaleCase("r1-prefill-910b", PREFILL, _910B, "r1", "prefill-910b", 64e9),
+    ScaleCase("r1-prefill-910c", PREFILL, _910C, "r1", "prefill-910c", 64e9, 2),
+    ScaleCase("r1-prefill-h800", PREFILL, _H800, "r1", "prefill-h800", 80e9),
+    ScaleCase("r1-decode-910b", DECODE, _910B, "r1", "decode-910b", 64e9),
+    ScaleCase("r1-decode-910c", DECODE, _910C, "r1", "decode-910c", 64e9, 2),
+    ScaleCase("r1-decode-h800", DECODE, _H800, "r1", "decode-h800", 80e9),
+    ScaleCase("qwen3-235b-910b", PREFILL, _910B, "qwen3-235b", "prefill-910b", 64e9),
+    ScaleCase("qwen3-235b-910c", PREFILL, _910C, "qwen3-235b", "prefill-910c", 64e9, 2),
+    ScaleCase("qwen3-235b-prefill-h800", PREFILL, _H800, "qwen3-235b", "prefill-h800", 80e9),
+    ScaleCase("qwen3-235b-910b", DECODE, _910B, "qwen3-235b", "decode-910b", 64e9),
+    ScaleCase("qwen3-235b-910c", DECODE, _910C, "qwen3-235b", "decode-910c", 64e9, 2),
+    ScaleCase("qwen3-235b-decode-h800", DECODE, _H800, "qwen3-235b", "decode-h800", 80e9),
+)
+
+
+def find_scale_cases(model: str | None = None, phase: str | None = None, name: str | None = None) -> list[ScaleCase]:
+    """Return the cases of a model, of a phase and of a name; None means any.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    found = [
+        each
+        for each in SCALE_CASES
+        if model in (None, each.model) and phase in (None, each.phase) and name in (None, each.case)
+    ]
+    if not found:
+        asked = ", ".join(filter(None, (model, phase, name)))
+        names = ", ".join(dict.fromkeys(each.case for each in SCALE_CASES))
+        raise ConfigError(f"--scale knows no case of {asked}; it spreads {names}.")
+    return found

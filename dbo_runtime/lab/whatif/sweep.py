@@ -1,0 +1,115 @@
+"""Predictions over a grid of sizes and machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from types import MappingProxyType
+from typing import NamedTuple
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
+from dbo_runtime.lab.whatif.scale import Bandwidth, Network, scale_bandwidth, scale_tensor
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.online.hysteresis import Prediction
+
+TOKENS, BANDWIDTH, RANKS = "tokens", "bandwidth", "tp"
+DECODES = "decodes"  # the name of the axis `tokens` for steps of decodes only
+GRIDS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        TOKENS: (256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+        BANDWIDTH: (0.25, 0.5, 1, 2, 4),
+        RANKS: (4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    }
+)
+
+
+DECODES_GRID = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+
+
+class Cell(NamedTuple):
+    """One point of a grid.
+
+    Attributes:
+        values: its coordinates, by axis.
+        options: a prediction for each number of micro-batches, the fastest first; none if the step cannot be cut.
+    """
+
+    values: Mapping[str, float]
+    options: tuple[Prediction, ...]
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The fastest option; None if the step cannot be cut."""
+        return self.options[0] if self.options else None
+
+    def choose(self, margin: float) -> Prediction | None:
+        """Return the option that the runtime would take: the fastest one that pays, also in the worst case."""
+        return next((option for option in self.options if option.pays(margin)), None)
+
+
+def parse_axes(text: str) -> tuple[str, ...]:
+    """Read axes, such as `tokens,tp`.
+
+    Raises:
+        ConfigError: if one is unknown or repeated, or there is none.
+    """
+    axes = tuple(part.strip() for part in text.split(","))
+    if not set(axes) <= set(GRIDS) or len(set(axes)) < len(axes):
+        raise ConfigError(f"sweep is {text!r}; it takes some of {', '.join(GRIDS)}, each once, joined by commas.")
+    return axes
+
+
+def has_sizes(axes: Sequence[str]) -> bool:
+    """Return whether a sweep is over sizes of the step only."""
+    return tuple(axes) == (TOKENS,)
+
+
+def list_grid(axes: Sequence[str], are_decodes: bool = False) -> dict[str, tuple[float, ...]]:
+    """Return the values of each axis: with three axes every other one, so that the table stays readable and fast."""
+    grids = {**GRIDS, DECODES: DECODES_GRID}
+    names = (DECODES if are_decodes and axis == TOKENS else axis for axis in axes)
+    return {name: grids[name][:: 2 if len(axes) > 2 else 1] for name in names}
+
+
+GridPoint = tuple[float, ...]
+Progress = Callable[[Sequence[GridPoint]], Iterable[GridPoint]]
+
+
+def sweep(
+    table: CostTable,
+    batch: Batch,
+    config: RuntimeConfig,
+    axes: Sequence[str],
+    progress: Progress = iter,
+    estimator: Estimator | None = None,
+    network: Network | None = None,
+) -> list[Cell]:
+    """Return a prediction for each point of the grid, the last axis running fastest.
+
+    What is not an axis is that of *table* and *batch*. Steps are predicted by `estimate.Estimator`. *progress*, such
+    as a progress bar, is called with the points and yields them. *estimator* is one of *table*, if the caller has it.
+    *network* is the one to which more or fewer ranks are scaled; see `scale_tensor`.
+
+    Raises:
+        ConfigError: if the costs cannot be scaled.
+    """
+    grid = list_grid(axes, not batch.prefill_tokens)
+    estimators: dict[tuple[float, ...], Estimator] = {} if estimator is None else {(): estimator}
+    cells = []
+    for point in progress(list(product(*grid.values()))):
+        values = dict(zip(grid, point, strict=True))
+        machine = tuple(value for axis, value in values.items() if axis not in (TOKENS, DECODES))
+        if machine not in estimators:
+            estimators[machine] = Estimator(_scale(table, values, network))
+        sized = resize_batch(batch, int(values.get(TOKENS, values.get(DECODES, batch.tokens))))
+        cells.append(Cell(MappingProxyType(values), estimators[machine].list_options(sized, config)))
+    return cells
+
+
+def _scale(table: CostTable, values: Mapping[str, float], network: Network | None) -> CostTable:
+    if RANKS in values:
+        table = scale_tensor(table, int(values[RANKS]), network)
+    return scale_bandwidth(table, Bandwidth(values.get(BANDWIDTH, 1.0)))
