@@ -4,6 +4,7 @@ The model has every part of DeepSeek-V3 that serving must get right (latent atte
 grouped routing with a balancing bias, a shared expert, a dense first layer) in 1.4 million parameters, and it *knows*
 something: the tasks of ``tiny_tasks``, whose answers are exact. A gross fault in the serving path then shows as wrong
 answers. A subtle one, such as a single missing expert, hardly does: compare log-probabilities (see the model card).
+It is saved with 0.9 million zeros more, which make heads as wide as vLLM needs them on CUDA.
 
 The seed reproduces the accuracy, not the bits: matrix products are summed in another order on another machine.
 """
@@ -27,6 +28,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 OUT = Path(__file__).parent / "tiny-deepseek"
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 CONTEXT = 4096  # positions
+HEADS = 4  # of attention
+TRAINED = {"qk_nope_head_dim": 32, "v_head_dim": 32}  # sizes of a head: the tasks need no larger ones
+SAVED = {"qk_nope_head_dim": 64, "v_head_dim": 128}  # the smallest that FlashAttention's prefill takes on CUDA
 BATCH = 192  # tasks of one optimizer step
 CHUNK = 64  # tasks that are padded to one length
 IGNORED = -100  # target of a position without loss
@@ -95,8 +99,8 @@ def describe_experts() -> dict[str, Any]:
     }
 
 
-def build_config() -> DeepseekV3Config:
-    """Describe the model: DeepSeek-V3 (arXiv:2412.19437) made small.
+def build_config(sizes: dict[str, int]) -> DeepseekV3Config:
+    """Describe the model with heads of these sizes: DeepSeek-V3 (arXiv:2412.19437) made small.
 
     The latent and the rotary width keep their real sizes, 512 and 64, because attention kernels are written for them.
     """
@@ -105,25 +109,24 @@ def build_config() -> DeepseekV3Config:
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
         q_lora_rank=64,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
         rope_parameters=describe_rotary_embedding(),
         max_position_embeddings=CONTEXT,
         initializer_range=0.05,
         pad_token_id=2,
         num_mtp_layers=0,  # config.json calls it num_nextn_predict_layers
+        **sizes,
         **describe_experts(),
     )
 
 
 def build_model() -> DeepseekV3ForCausalLM:
     """Build the untrained model; its shared experts start as quiet as they learn slowly."""
-    model = DeepseekV3ForCausalLM(build_config())
+    model = DeepseekV3ForCausalLM(build_config(TRAINED))
     for name, parameter in model.named_parameters():
         if name.endswith("shared_experts.down_proj.weight"):
             parameter.data.mul_(SHARED_EXPERT_PACE)
@@ -240,11 +243,31 @@ def train(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast, step
             print(f"step {step + 1}: loss {loss:.4f}, {time.monotonic() - start:.0f} s", flush=True)
 
 
+def widen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fill the heads of attention up with zeros, from the sizes of ``TRAINED`` to those of ``SAVED``.
+
+    The result computes the same: queries grow as the scale of the scores, (size of a query) ** -0.5, shrinks.
+    """
+    keys, values = (SAVED[name] - TRAINED[name] for name in ("qk_nope_head_dim", "v_head_dim"))
+    growth = (build_config(SAVED).qk_head_dim / build_config(TRAINED).qk_head_dim) ** 0.5
+    wide = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith(".q_b_proj.weight"):  # rows of a head: not rotated, rotated
+            wide[name] = growth * nn.functional.pad(weight.unflatten(0, (HEADS, -1)), (0, 0, keys, 0)).flatten(0, 1)
+        elif name.endswith(".kv_b_proj.weight"):  # rows of a head: key, value
+            wide[name] = nn.functional.pad(weight.unflatten(0, (HEADS, -1)), (0, 0, keys, values)).flatten(0, 1)
+        elif name.endswith(".o_proj.weight"):  # columns of a head: value
+            wide[name] = nn.functional.pad(weight.unflatten(1, (HEADS, -1)), (0, values)).flatten(1)
+    return wide
+
+
 def save(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save the model with its weights in bf16; the router bias is a buffer and stays in fp32."""
-    for parameter in model.parameters():
+    """Save the model, widened, with its weights in bf16; the router bias is a buffer and stays in fp32."""
+    wide = DeepseekV3ForCausalLM(build_config(SAVED))
+    wide.load_state_dict(widen(model.state_dict()))
+    for parameter in wide.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    model.save_pretrained(folder)
+    wide.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -10,6 +10,7 @@ next drafts, their own result in place of the model's. Training does the same fo
 """
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -26,13 +27,21 @@ from train_tiny_deepseek import (
     BALANCE_RATE,
     IGNORED,
     OUT,
+    TRAINED,
     ExpertBalancer,
     build_optimizers,
     draw_batch,
     encode,
     schedule_rate,
+    widen,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
     DeepseekV3DecoderLayer,
@@ -48,9 +57,8 @@ PREDICTED = 2  # a position predicts the second token after it: the model itself
 class MtpLayer(nn.Module):
     """One more decoder layer, which reads the model's last hidden states and shares its embedding and its head."""
 
-    def __init__(self, model: DeepseekV3ForCausalLM) -> None:
+    def __init__(self, model: DeepseekV3ForCausalLM, config: DeepseekV3Config) -> None:
         super().__init__()
-        config = model.config
         self.enorm, self.hnorm, self.norm = (DeepseekV3RMSNorm(config.hidden_size) for _ in range(3))
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.block = DeepseekV3DecoderLayer(config, layer_idx=config.num_hidden_layers)
@@ -95,9 +103,8 @@ class MtpLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """A dense layer and a head of its own, which reads the model's hidden states after several layers."""
 
-    def __init__(self, model: DeepseekV3ForCausalLM) -> None:
+    def __init__(self, model: DeepseekV3ForCausalLM, config: DeepseekV3Config) -> None:
         super().__init__()
-        config = model.config
         hidden = config.hidden_size
         self.fc = nn.Linear(len(READ_LAYERS) * hidden, hidden, bias=False)
         wide = type(config)(**{**config.to_dict(), "hidden_size": 2 * hidden})  # it attends with token and hidden state
@@ -237,12 +244,12 @@ def measure_accuracy(
 
 
 def save(drafter: Drafter, model: DeepseekV3ForCausalLM, folder: Path) -> None:
-    """Save the drafter as vLLM loads it, its weights in bf16; the router bias stays in fp32."""
+    """Save the drafter as vLLM loads it, widened like the model, its weights in bf16; the router bias stays in fp32."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((OUT / "config.json").read_text(encoding="utf-8"))
     text = json.dumps(drafter.describe(config), indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    weights = drafter.name_weights(model.config.num_hidden_layers)
+    weights = widen(drafter.name_weights(model.config.num_hidden_layers))
     save_file(
         {
             name: (weight if "correction_bias" in name else weight.to(torch.bfloat16)).contiguous()
@@ -271,7 +278,9 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = AutoTokenizer.from_pretrained(OUT)
     model = AutoModelForCausalLM.from_pretrained(OUT, dtype=torch.float32).requires_grad_(requires_grad=False).eval()
-    drafter = DRAFTERS[arguments.drafter](model)
+    config = copy.deepcopy(model.config)
+    config.update(TRAINED)
+    drafter = DRAFTERS[arguments.drafter](model, config)
     initialize(drafter, model.config.initializer_range)
     print(f"{sum(parameter.numel() for parameter in drafter.parameters()):,} parameters", flush=True)
     train(drafter, model, tokenizer, arguments.steps, arguments.seed)

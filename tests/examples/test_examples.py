@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.observe.trace_folders import check_traces
@@ -168,11 +170,30 @@ def test_two_hosts_without_root_says_so() -> None:
     assert "need root" in done.stdout, done.stderr
 
 
+def test_a_widened_model_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    training = import_module("train_tiny_deepseek")
+    torch.manual_seed(0)
+    model = training.build_model()
+    wide = type(model)(training.build_config(training.SAVED))
+    wide.load_state_dict(training.widen(model.state_dict()))
+    tokens = torch.arange(3, 67).view(2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(wide(tokens).logits, model(tokens).logits)
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (weight.shape, weight.dtype) for name, weight in load_file(folder / "model.safetensors").items()}
+
+
 @pytest.mark.slow
 def test_the_training_script_makes_a_model_that_loads(tmp_path: Path) -> None:
-    done = run_example("train_tiny_deepseek.py", "--steps", "2", "--per-kind", "4", "--out", str(tmp_path / "tiny"))
+    done = run_example("train_tiny_deepseek.py", "--steps", "2", "--per-kind", "4", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "tiny").iterdir()}
+    kept = EXAMPLES / "tiny-deepseek"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in tmp_path.iterdir()}
+    assert (tmp_path / "config.json").read_bytes() == (kept / "config.json").read_bytes()
+    assert read_shapes(tmp_path) == read_shapes(kept)
 
 
 @pytest.mark.slow
@@ -183,7 +204,4 @@ def test_the_training_script_makes_a_drafter_like_the_one_that_is_here(drafter: 
     assert done.returncode == 0, done.stderr[-4000:]
     kept = EXAMPLES / f"tiny-deepseek-{drafter}"
     assert (tmp_path / "config.json").read_bytes() == (kept / "config.json").read_bytes()
-    made, known = (load_file(folder / "model.safetensors") for folder in (tmp_path, kept))
-    assert {name: (w.shape, w.dtype) for name, w in made.items()} == {
-        name: (w.shape, w.dtype) for name, w in known.items()
-    }
+    assert read_shapes(tmp_path) == read_shapes(kept)

@@ -23,7 +23,7 @@ LLAMA: dict[str, Any] = {
     "dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-# FlashAttention's kernels for latent attention have a few sizes of heads; the tiny DeepSeek's are none of them.
+# The sizes of heads of DeepSeek-V3 itself.
 HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128}
 
 
