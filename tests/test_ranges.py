@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.quiet_log import Log
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
@@ -26,6 +25,7 @@ from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from tests.executors import EXECUTORS, Prepare, make_prepare
 from tests.programs import lower_toy, record_toy
+from tests.quiet_log import Log
 
 torch = pytest.importorskip("torch")
 
@@ -233,7 +233,7 @@ def test_marks_are_made_on_the_stream_of_the_lane() -> None:
         range_start=lambda name, stream: calls.append((name, stream.stream_id)) or len(calls),
         range_end=lambda number: calls.append(number),
     )
-    device: Any = StreamDevice("npu", backend, object, find_marks(backend))  # type: ignore[arg-type]
+    device: Any = StreamDevice("npu", backend, find_marks(backend))  # type: ignore[arg-type]
     executor = make_prepare(GeneratedExecutor)(device, record_tensors())
     ranges = device.find_ranges("on")
     assert calls == [("dbo: the first range", first.stream_id), 1]  # which tries whether marks can be made
@@ -257,7 +257,7 @@ def test_a_device_whose_marks_fail_shows_ranges_of_torch_only(capsys: pytest.Cap
         raise RuntimeError("NVTX functions not installed")
 
     backend = SimpleNamespace(is_current_stream_capturing=lambda: False)
-    device: Any = StreamDevice("cuda", backend, object, Marks(fail, fail))  # type: ignore[arg-type]
+    device: Any = StreamDevice("cuda", backend, Marks(fail, fail))  # type: ignore[arg-type]
     assert device.find_ranges("auto") is None
     for _ in range(2):
         assert device.find_ranges("on") is torch.profiler.record_function

@@ -189,7 +189,7 @@ class StreamDevice:
         for lane in list(self._lanes.values())[1:]:  # the first has the caller's stream
             self.return_stream(lane.stream)
         self._lanes.clear()
-        self._current = self._capture_stream = None
+        self._current = None
 
     def list_reserved(self) -> set[int]:
         """Return the ids of the streams that must not become a lane."""
@@ -202,8 +202,6 @@ class StreamDevice:
             DeviceError: if the backend has none.
         """
         taken = self.list_reserved() | {other.stream.stream_id for other in self._lanes.values()}
-        if self._capture_stream is not None:
-            taken.add(self._capture_stream.stream_id)
         for _ in range(POOL_STREAMS):
             stream = self.make_stream(lane)
             if stream.stream_id not in taken:

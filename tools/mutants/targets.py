@@ -13,7 +13,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         f"{_CORE}.batch": ("test_batch.py",),
         f"{_CORE}.codegen": ("test_codegen.py", "properties/test_codegen.py", "test_executor.py"),
-        f"{_CORE}.devices.multi_rank_simulator": ("devices/test_multi_rank_simulator.py", "test_ranks.py"),
+        f"{_CORE}.lab.simulate.multi_rank_simulator": ("lab/simulate/test_multi_rank_simulator.py", "test_ranks.py"),
         f"{_CORE}.devices.virtual": ("devices/test_virtual.py", "devices/test_contract.py"),
         f"{_CORE}.dispatch": ("test_dispatch.py",),
         f"{_CORE}.executor": ("test_executor.py", "test_equivalence.py", "devices/test_races.py", "test_ranges.py"),
@@ -39,7 +39,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_PLANNER}.online.order_book": ("planner/online/test_order_book.py",),
         f"{_PLANNER}.online.orders": ("planner/online/test_orders.py",),
         f"{_PLANNER}.online.probation": ("planner/online/test_probation.py",),
-        f"{_PLANNER}.search.bound": ("planner/search/test_bound.py", "observe/test_summary.py"),
+        f"{_PLANNER}.search.bound": ("planner/search/test_bound.py", "lab/trace/test_summary.py"),
         f"{_PLUGIN}.api.fields": ("vllm_plugin/context/test_splitter.py",),
         f"{_PLUGIN}.encoder.host_lengths": ("vllm_plugin/encoder/test_forward.py",),
         f"{_PLUGIN}.parallel.agreement": ("vllm_plugin/parallel/test_agreement.py",),

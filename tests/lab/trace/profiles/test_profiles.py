@@ -28,7 +28,6 @@ from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.runtime import MicroBatchRuntime
-from tests.quiet_log import Log
 from tests.lab.trace.profiles.handmade import (
     FIRST,
     OTHER_STREAM,
@@ -37,6 +36,7 @@ from tests.lab.trace.profiles.handmade import (
     make_split_step,
     make_ubatched_step,
 )
+from tests.quiet_log import Log
 
 HERE = Path(__file__).parent
 SPLIT, VLLM, H100 = HERE / "split.json.gz", HERE / "vllm.json.gz", HERE / "h100.json.gz"
