@@ -190,6 +190,14 @@ def test_a_second_run_of_a_day_adds_what_it_ran_with_its_commit(tmp_path: Path) 
     assert [equal["jobs"][name]["commit"][:3] for name in ("llama", "mla")] == ["012", "fed"]
 
 
+def test_notes_on_results_are_on_the_page(tmp_path: Path) -> None:
+    stored = store_results(make_results(), tmp_path)
+    assert [results["notes"] for results in read_all(tmp_path)] == [""]
+    stored.with_suffix(".md").write_text("### What failed\n\nNothing.\n")
+    text = write_page(read_all(tmp_path))
+    assert text.index(f"## {CHIP}") < text.index("### What failed") < text.index("### smoke")
+
+
 def test_a_part_that_was_not_run_is_not_stored(tmp_path: Path) -> None:
     results = make_results()
     for ending in results["parts"]["auto"]["jobs"].values():

@@ -94,8 +94,14 @@ def make_slug(text: str) -> str:
 
 
 def read_all(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """Return all stored results, the newest first."""
-    return [read_results(path) for path in sorted(folder.glob("*.json"), reverse=True)]
+    """Return all stored results, the newest first, with what was written about them by hand, as `notes`."""
+    return [{**read_results(path), "notes": read_notes(path)} for path in sorted(folder.glob("*.json"), reverse=True)]
+
+
+def read_notes(path: Path) -> str:
+    """Return the notes on the results in a file: those in a file of its name that ends in `.md`, if it is there."""
+    notes = path.with_suffix(".md")
+    return notes.read_text() if notes.is_file() else ""
 
 
 def list_evidence(all_results: Iterable[Results]) -> list[dict[str, Any]]:

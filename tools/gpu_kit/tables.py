@@ -38,7 +38,7 @@ def write_page(all_results: Sequence[Results]) -> str:
     """Return the page."""
     sections = [HEAD, *(NOTHING,) * (not all_results)]
     for results in all_results:
-        sections.append(describe_machine(results["machine"]))
+        sections += [describe_machine(results["machine"]), *([results["notes"]] if results.get("notes") else [])]
         sections += [
             describe_part(part, results["parts"][part.name]) for part in PARTS if part.name in results["parts"]
         ]
