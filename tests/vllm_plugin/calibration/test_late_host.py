@@ -35,7 +35,7 @@ COSTS = {
     "attention": ComputeCost(20e-6, 80e-9),
     "reduce": CommCost(20e-6, 30e-9 / BYTES, BYTES),
 }
-SLOW = HostCost(issue=150e-6, unsplit_issue=100e-6)  # as on the H100 of docs/hardware.md, 27 us a kernel
+SLOW = HostCost(issue=150e-6, unsplit_issue=100e-6)  # as on the H100 of docs/hardware.md
 TRUE = make_table(PROGRAM, COSTS, host=SLOW)
 LIMITS = Limits(tokens=8192, length=8192, requests=64, blocks=2000, block_size=16)
 ALTERNATE = RuntimeConfig(policy=("alternate", 0))
