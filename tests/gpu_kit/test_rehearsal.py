@@ -22,7 +22,7 @@ from tools.gpu_kit.record import MOST_FILES, NOT_HERE
 from tools.gpu_kit.rehearse import make_kit, rehearse
 
 ROOT = Path(__file__).parents[2]
-ON_DEVICES = ("smoke", "core/measured", "core/graphs", "frees")  # the other tests of devices run by themselves
+ON_DEVICES = ("smoke", "core/measured", "core/races", "frees")  # the other tests of devices run by themselves
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 needs_npu = pytest.mark.skipif(
@@ -101,7 +101,7 @@ def test_parts_of_the_device_run_over_the_stand_in(tmp_path: Path) -> None:
     _check_devices(parts)
     assert parts["core"]["measured"]["graph"]["equal"] is True
     assert parts["core"]["measured"]["us an instruction of empty ops"]["stream switches"] > 0
-    assert parts["core"]["graphs"]["tests"]["passed"] > 0
+    assert parts["core"]["races"]["tests"]["passed"] > 0
 
 
 def _check_devices(parts: dict[str, Any]) -> None:
