@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeVar
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.ranges import OpenRange
 
-Result = TypeVar("Result")
 Values = list[Any]
 Note = Callable[[float, SupportsFloat, SupportsFloat], None]  # takes when a task was issued, started and ended, in s
 

@@ -99,8 +99,8 @@ class WorkerExtension:
     def dbo_calibrate(self, path: str = "", budget: float | None = None) -> dict[str, Any] | None:
         """Measure the costs of ops, plan by them from now on, and write them to *path* if that is given.
 
-        Only while no request runs. Returns the errors of the fit, field by field (`cost_source.Report`), or None if no
-        step of the model is split.
+        Only while no request runs. Returns the errors of the fit, field by field (`calibration.report.Report`), or
+        None if no step of the model is split.
 
         Args:
             path: of a cost file, on the first rank's host.

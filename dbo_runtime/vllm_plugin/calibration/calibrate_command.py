@@ -14,6 +14,7 @@ from typing import Any
 
 from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.vllm_plugin.calibration.report import Report
 
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 
@@ -45,7 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
         content = reports[0] if len(reports) == 1 else {"stages": reports}
         print(json.dumps({"model": arguments.model, "output": str(output), **content}, indent=2))
         return 0
-    from dbo_runtime.vllm_plugin.calibration.cost_source import Report  # late: it imports vLLM
 
     for fields in reports:
         print(Report(**fields))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -25,6 +25,7 @@ from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.calibration.identity import Identity
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
+from dbo_runtime.vllm_plugin.calibration.report import Report
 from dbo_runtime.vllm_plugin.calibration.step_fit import fit_steps
 from dbo_runtime.vllm_plugin.parallel.agreement import format_ranks, gather
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
@@ -35,47 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 BUDGET_SECONDS = 45.0  # of a calibration, approximately
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The outcome of a calibration.
-
-    Attributes:
-        seconds: that it took.
-        digest: of the costs.
-        op_errors: median relative errors of the costs, by op.
-        step_errors: median relative errors of predicted steps, by mode (`unsplit` and `split`).
-        split_error: see `CostTable`.
-        contention: factor by which a lane is slower while another runs, by lane.
-        largest: tokens of the largest step that was measured; what larger ones take is extrapolated.
-        left_out: how many sizes of batches no time was left for.
-        stage: name of the pipeline's stage whose costs these are, such as `pp0`.
-    """
-
-    seconds: float
-    digest: str
-    op_errors: Mapping[str, float]
-    step_errors: Mapping[str, float]
-    split_error: float
-    contention: Mapping[str, float]
-    largest: int
-    left_out: int
-    stage: str | None = None
-
-    def __str__(self) -> str:
-        """Format as a table."""
-        stage = f"{self.stage}: " if self.stage else ""
-        rows = [f"{stage}calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
-        rows += [f"  {name:<20}{error:>7.1%}" for name, error in self.op_errors.items()]
-        rows += [f"  {mode + ' step':<20}{error:>7.1%}" for mode, error in self.step_errors.items()]
-        longer = (
-            f"relative to unsplit steps, split ones take {self.split_error:.1%} longer than predicted (upper quartile)"
-        )
-        factors = ", ".join(f"{lane} {factor:.2f}" for lane, factor in self.contention.items())
-        rest = f"; {self.left_out} sizes of batches were left out for lack of time" if self.left_out else ""
-        slower = f"slower while another lane runs, by a factor of: {factors}"
-        return "\n".join([*rows, longer, slower, f"measured up to {self.largest} tokens a step{rest}"])
 
 
 class CostSource:

@@ -28,8 +28,6 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.serial import SerialDevice
-from dbo_runtime.observe.gaps import HOST, find_gaps
-from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.program import COMM, COMPUTE, Program
@@ -37,6 +35,7 @@ from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_du
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.calibration.budget import choose_repeats, expect_round
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
+from dbo_runtime.vllm_plugin.calibration.timeline_samples import measure_late, read_samples
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.phase import Phase
@@ -153,11 +152,6 @@ def merge_ranks(samples: Sequence[Sample]) -> Sample:
     )
 
 
-def measure_late(timeline: Timeline) -> float:
-    """Return the seconds in which a lane could have gone on, but the host had not issued its next op."""
-    return sum(gap.seconds for gap in find_gaps(timeline) if gap.cause == HOST)
-
-
 def overlaps_itself(program: Program) -> bool:
     """Return whether ops of one micro-batch run concurrently with each other."""
     return any(op.lane != COMPUTE and not {*op.writes} & {*after.reads} for op, after in pairwise(program.ops))
@@ -242,7 +236,7 @@ class _Harness:
             raise DeclineError("vLLM's dummy batch cannot be split", f"{shape}: {reasons}")
         loads = shape.measure_parts(cut)
         step = StepSample(mode, loads, self._seconds, timeline.idle, measure_late(timeline), timeline.measure_issue())
-        return _Run(step, _read_samples(timeline, loads))
+        return _Run(step, read_samples(timeline, loads))
 
 
 def _fill(received: IntermediateTensors | None) -> None:
@@ -279,16 +273,6 @@ def _agree_on_time(work: JointWork, start: float) -> float:
     """Return the seconds since *start* on the slowest rank, by which all ranks decide alike whether to go on."""
     seconds: list[float] = work.gather(time.perf_counter() - start)
     return max(seconds)
-
-
-def _read_samples(timeline: Timeline, loads: Sequence[BatchFeatures]) -> list[Sample]:
-    """Return the spans of a timeline as samples, by micro-batch and op: their order in time differs between ranks."""
-    measured = zip(timeline.spans, timeline.measure_concurrent(), timeline.find_queued(), strict=True)
-    samples = {}
-    for span, concurrent, was_queued in measured:
-        name, load, seconds = span.op.rpartition(".")[2], loads[span.micro_batch], span.end - span.start
-        samples[span.micro_batch, span.op] = Sample(name, span.lane, load, seconds, concurrent, was_queued)
-    return [samples[name] for name in sorted(samples)]
 
 
 def _add(measurements: Measurements, runs_of_ranks: Sequence[Sequence[_Run]]) -> None:

@@ -18,7 +18,7 @@ from dbo_runtime.__main__ import main
 from dbo_runtime.config import ENABLE
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.vllm_plugin.calibration.calibrate_command import EXTENSION
-from dbo_runtime.vllm_plugin.calibration.cost_source import Report
+from dbo_runtime.vllm_plugin.calibration.report import Report
 from tests.vllm_plugin.engines import TINY
 
 OPTIONS = {

@@ -26,8 +26,8 @@ from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.calibration import cost_source, measurement
-from dbo_runtime.vllm_plugin.calibration.cost_source import Report
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
+from dbo_runtime.vllm_plugin.calibration.report import Report
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape
 from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fit_rest, fit_steps
 from dbo_runtime.vllm_plugin.install import worker_setup

@@ -21,10 +21,10 @@ from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.policies import alternate, sequential
 from dbo_runtime.schedule import Schedule
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
-from dbo_runtime.vllm_plugin.calibration import measurement
 from dbo_runtime.vllm_plugin.calibration.measurement import StepSample
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from dbo_runtime.vllm_plugin.calibration.step_fit import find_issue, fit_steps
+from dbo_runtime.vllm_plugin.calibration.timeline_samples import measure_late, read_samples
 from tests.planner.machines import make_table, record_layers
 
 LAYERS = 20
@@ -75,8 +75,8 @@ def measure(shapes: Sequence[Shape]) -> tuple[list[Sample], list[StepSample]]:
             for cut in shape.cuts if mode == "sequential" else shape.cuts[:1]:
                 loads = shape.measure_parts(cut)
                 timeline = run(order, loads)
-                samples += measurement._read_samples(timeline, loads)
-                late = measurement.measure_late(timeline)
+                samples += read_samples(timeline, loads)
+                late = measure_late(timeline)
                 steps.append(StepSample(mode, loads, timeline.duration, timeline.idle, late, timeline.measure_issue()))
     return samples, steps
 

@@ -86,7 +86,7 @@ class Core:
     def measure_share(self, share: float) -> dict[str, Any]:
         """Measure what overlap gains where communication takes this share of the time of computation.
 
-        How long each op takes with nothing beside it says how long the schedule would take if nothing slowed another
+        How long each op takes while no other runs says how long the schedule would take if nothing slowed another
         down, and the bound of any schedule (`dbo_runtime.planner.search.bound`).
         """
         decoder, one, both = self.decoder, self._prepare(sequential), self._prepare(alternate)
