@@ -18,10 +18,12 @@ from dbo_runtime.errors import (
     SplitError,
     TransferError,
 )
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
+from dbo_runtime.ir.values import Value
 from dbo_runtime.observe.counts import statistics
-from dbo_runtime.program import Op, Program, ProgramBuilder, Value
-from dbo_runtime.schedule import Instruction, Issue, Schedule
 
 __all__ = [
     "Batch",

@@ -34,7 +34,7 @@ class Check(IntEnum):
 
     OFF: nothing.
     RESULTS: results of split steps, against unsplit ones, and decisions across ranks.
-    RACES: every value and every op; see `dbo_runtime.sanitizer`.
+    RACES: every value and every op; see `dbo_runtime.lab.sanitizer`.
     """
 
     OFF = 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from dbo_runtime.program import Op, Value
-from dbo_runtime.schedule import Schedule, Slot
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.schedule import Schedule, Slot
+from dbo_runtime.ir.values import Value
 from tests.oracle import Graph
 
 

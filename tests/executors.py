@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor
-from dbo_runtime.generated_executor import GeneratedExecutor
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import Policy, alternate
-from dbo_runtime.program import Program
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import Policy, alternate
+from dbo_runtime.ir.program import Program
 
 EXECUTORS: tuple[type[Executor], ...] = (Executor, GeneratedExecutor)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dbo_runtime.ir.op import COMPUTE
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.program import COMPUTE
-from dbo_runtime.schedule import Instruction, Issue, Schedule
 
 
 def pass_forward(

@@ -11,8 +11,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dbo_runtime.program import Op, Program
-from dbo_runtime.schedule import Instruction, Issue, Schedule, Slot
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule, Slot
 from tests.strategies import LANES
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

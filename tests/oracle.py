@@ -11,8 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
-from dbo_runtime.program import COMPUTE, Op, Program, Value
-from dbo_runtime.schedule import Issue, Schedule, Slot
+from dbo_runtime.ir.op import COMPUTE, Op
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Issue, Schedule, Slot
+from dbo_runtime.ir.values import Value
 
 START = -1
 

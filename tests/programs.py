@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dbo_models.toy import ToyAdapter, ToyCollectives, ToyModel
-from dbo_runtime.adapter import record_program
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import Policy, alternate
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule
+from dbo_runtime.adapters.contract import record_program
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import Policy, alternate
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Schedule
 
 
 def record_toy(layers: int = 2, collectives: Any = None) -> Program:

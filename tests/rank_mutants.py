@@ -11,11 +11,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate, sequential, staggered
-from dbo_runtime.program import COMM, Op, Program, ProgramBuilder
-from dbo_runtime.ranks import Groups, RankPlan
-from dbo_runtime.schedule import Instruction, Issue, Schedule
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMM, Op
+from dbo_runtime.ir.policies import alternate, sequential, staggered
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.ranks import Groups, RankPlan
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 
 Plans = tuple[RankPlan, ...]
 Fault = Callable[[RankPlan], Iterator[RankPlan]]

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import Order, sequential
-from dbo_runtime.program import COMM, Op, Program
-from dbo_runtime.ranks import Groups
-from dbo_runtime.schedule import Instruction, Schedule
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMM, Op
+from dbo_runtime.ir.policies import Order, sequential
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.ranks import Groups
+from dbo_runtime.ir.schedule import Instruction, Schedule
 from tests.strategies import Case, programs
 
 Layout = Mapping[str, Sequence[str]]  # for each lane with collectives, the communicators that they may use

@@ -14,10 +14,11 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from dbo_models.experts import record_experts
-from dbo_runtime.adapter import Collectives, ExpertParallel
+from dbo_runtime.adapters.communication import Collectives, ExpertParallel
 from dbo_runtime.decline import Decline
-from dbo_runtime.dispatch import DispatchedTokens, Dispatcher, Routing
-from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.engine.dispatch import DispatchedTokens, Dispatcher, Routing
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.values import Value
 
 SHARED = -1  # the last expert is the shared one
 
@@ -92,7 +93,7 @@ class ReferenceModel:
 
 
 class ReferenceExperts:
-    """One rank's part of a mixture of experts; see `dbo_runtime.adapter.ExpertParallel`."""
+    """One rank's part of a mixture of experts; see `dbo_runtime.adapters.contract.ExpertParallel`."""
 
     has_shared_experts = True
     is_fused = is_sequence_parallel = reduces_shared_experts = False

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch
-from dbo_runtime.lowering import lower
-from dbo_runtime.program import COMM, COMPUTE, Op, Program, ProgramBuilder, Value
-from dbo_runtime.schedule import Issue, Schedule
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMM, COMPUTE, Op
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Issue, Schedule
+from dbo_runtime.ir.values import Value
 
 LANES = (COMPUTE, COMM, "aux")
 

@@ -16,7 +16,7 @@ import pytest
 import dbo_runtime
 from dbo_runtime import __main__ as program
 from dbo_runtime import errors
-from dbo_runtime.adapter_registry import GROUP
+from dbo_runtime.adapters.registry import GROUP
 from dbo_runtime.observe.counts import HELP, PREFIX
 from tools.write_docs import (
     fill_tables,
@@ -75,7 +75,7 @@ def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     plugin = [path for path in (ROOT / "dbo_runtime" / "vllm_plugin").rglob("*.py") if path.parent.name != "encoder"]
     sources = [
         *plugin,
-        *(ROOT / "dbo_runtime" / name for name in ("batch.py", "runtime.py")),
+        *(ROOT / "dbo_runtime" / name for name in ("batch.py", "engine/runtime.py")),
         *(ROOT / "dbo_runtime" / "planner" / "online" / name for name in ("planner.py", "probation.py")),
     ]
     reasons = {reason for path in sources for reason in re.findall(r'Decline\(\s*"([^"]+)"', path.read_text())}

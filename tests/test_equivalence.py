@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import Policy, alternate, sequential, staggered
-from dbo_runtime.program import COMM, COMPUTE, Program
-from dbo_runtime.schedule import Issue, Schedule
-from dbo_runtime.validate import validate
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMM, COMPUTE
+from dbo_runtime.ir.policies import Policy, alternate, sequential, staggered
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Issue, Schedule
+from dbo_runtime.ir.validate import validate
 from tests.latch import Latch
 from tests.programs import record_three_lanes, record_toy
 

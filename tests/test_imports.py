@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import dbo_runtime
-import dbo_runtime.program
+import dbo_runtime.ir.program
 
 ROOT = Path(dbo_runtime.__file__).parent
 FOREIGN = ("torch", "torch_npu", "vllm", "vllm_ascend", "matplotlib")
@@ -18,6 +18,12 @@ NOT_CORE = ("__init__", "dispatch", "fit", "testing")  # which need torch.distri
 CORE = [
     "dbo_runtime",
     *(f"dbo_runtime.{path.stem}" for path in sorted(ROOT.glob("*.py")) if path.stem not in NOT_CORE),
+    *(
+        f"dbo_runtime.{room}.{path.stem}"
+        for room in ("adapters", "ir", "engine")
+        for path in sorted(ROOT.glob(f"{room}/*.py"))
+        if path.stem not in NOT_CORE
+    ),
     "dbo_runtime.devices",
     "dbo_runtime.devices.cpu",
     "dbo_runtime.devices.event_loop",
@@ -57,7 +63,9 @@ def run_fresh(code: str) -> str:
 
 def test_every_module_of_the_core_imports_where_nothing_foreign_can_be() -> None:
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in FOREIGN)
-    assert {"dbo_runtime.runtime", "dbo_runtime.planner.online.planner", "dbo_runtime.observe.timeline"} <= set(CORE)
+    assert {"dbo_runtime.engine.runtime", "dbo_runtime.planner.online.planner", "dbo_runtime.observe.timeline"} <= set(
+        CORE
+    )
     run_fresh(f"import sys; {blocked}import {', '.join(CORE)}")
 
 
@@ -72,12 +80,12 @@ def test_planning_and_running_on_threads_works_where_nothing_foreign_can_be_impo
     code = f"""
 import sys; {blocked}
 from dbo_models.toy import ToyAdapter, ToyCollectives, ToyModel
-from dbo_runtime.adapter import record_program
+from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import open_device
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 
 program = record_program(ToyAdapter(), ToyModel(2), ToyCollectives())
 runtime = MicroBatchRuntime(program, open_device("cpu"), RuntimeConfig(), open_log())
@@ -107,6 +115,6 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_the_examples_in_the_programs_docstrings_hold() -> None:
-    failed, attempted = doctest.testmod(dbo_runtime.program)
+    failed, attempted = doctest.testmod(dbo_runtime.ir.program)
     assert attempted > 0
     assert failed == 0

@@ -10,16 +10,16 @@ import pytest
 
 from dbo_models.layers import check_parts, get_layers, record_decoder
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.adapter import name_auxiliary
+from dbo_runtime.adapters.contract import name_auxiliary
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate, sequential
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Issue
-from dbo_runtime.validate import validate
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate, sequential
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Issue
+from dbo_runtime.ir.validate import validate
 
 LAYERS = 5
 GIVEN = (3, 7)  # x and positions

@@ -133,7 +133,7 @@ def test_each_mutant_differs_from_the_module_and_from_each_other() -> None:
 
 
 def test_a_sample_stays_when_lines_move_and_changes_with_the_seed() -> None:
-    source = (ROOT / "dbo_runtime" / "validate.py").read_text()
+    source = (ROOT / "dbo_runtime" / "ir" / "validate.py").read_text()
     sample = take_sample(list_mutations(source), 20, seed=0)
     moved = take_sample(list_mutations("import this\n\n" + source), 20, seed=0)
     assert [mutation.key for mutation in moved] == [mutation.key for mutation in sample]

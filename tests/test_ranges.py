@@ -14,15 +14,15 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device, open_device
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ProgramError, get_context
-from dbo_runtime.execution_plan import ExecutionPlan
-from dbo_runtime.executor import Executor
-from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.lab.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.observe.ranges import is_step, name_ops, read_op
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from tests.executors import EXECUTORS, Prepare, make_prepare
 from tests.programs import lower_toy, record_toy
 from tests.quiet_log import Log

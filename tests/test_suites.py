@@ -79,7 +79,7 @@ def test_a_suite_that_is_left_out_is_reported_and_fails_where_it_is_required(
 ) -> None:
     """A test that passes runs, too: a run in which no test runs at all fails anyway."""
     cann = {"ASCEND_HOME_PATH": str(tmp_path)}  # as on a machine that has CANN itself
-    done = run_pytest(*SUITES, "tests/test_render.py", "-n", processes, **cann, NPU_TESTS=required)
+    done = run_pytest(*SUITES, "tests/ir/test_render.py", "-n", processes, **cann, NPU_TESTS=required)
     assert done.returncode == status, done.stdout
     for suite in SUITES:
         assert f"{suite}: {verdict}, because CANN itself is installed here" in done.stdout

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from dbo_runtime.__main__ import COMMANDS, SCRIPT
 from dbo_runtime.__main__ import main as run_program
-from dbo_runtime.adapter_registry import GROUP
+from dbo_runtime.adapters.registry import GROUP
 from dbo_runtime.config import Setting, list_settings
 from dbo_runtime.vllm_plugin.api.kv_connectors import IDLE_HOOKS, WORKING_HOOKS
 

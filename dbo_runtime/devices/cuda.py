@@ -11,7 +11,7 @@ import torch
 from dbo_runtime.devices.ranges import Marks
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.errors import DeviceError
-from dbo_runtime.op import COMM
+from dbo_runtime.ir.op import COMM
 
 PRIORITIES: Mapping[str, int] = MappingProxyType({COMM: -1})
 """Priority of a lane's stream, 0 if it is not here; lower numbers come first.

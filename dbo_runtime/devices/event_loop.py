@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.ir.render import render
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.render import render
-from dbo_runtime.schedule import Instruction, Issue, Schedule
 
 Members = Sequence[tuple[int, int]]
 """Who runs an op together, as (rank, number of the instruction); an op that is no collective has one member."""

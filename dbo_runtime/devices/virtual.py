@@ -8,8 +8,8 @@ from typing import Any
 
 from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
 from dbo_runtime.devices.event_loop import Machine, run_ahead, run_schedule
+from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.schedule import Instruction, Schedule
 
 OpDuration = Callable[[Instruction], float]
 """The seconds of an instruction's op."""

@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from dbo_runtime.adapter import ModelAdapter, name_adapter
-from dbo_runtime.adapter_registry import GROUP, get_backbone_adapter, name_backbones
+from dbo_runtime.adapters.contract import ModelAdapter, name_adapter
+from dbo_runtime.adapters.registry import GROUP, get_backbone_adapter, name_backbones
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.packages import get_version, read_source
 from dbo_runtime.doctor.probe_process import run_probe

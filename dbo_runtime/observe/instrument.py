@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, SupportsFloat
 
-from dbo_runtime.schedule import Instruction
+from dbo_runtime.ir.schedule import Instruction
 
 
 class Instrument(Protocol):

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 from dbo_runtime.batch import BatchSlice
-from dbo_runtime.schedule import Instruction, Issue, Schedule
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 
 PREFIX = "dbo: "
 OpenRange = Callable[[str], AbstractContextManager[object]]

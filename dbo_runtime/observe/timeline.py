@@ -10,8 +10,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, SupportsFloat
 
-from dbo_runtime.program import COMPUTING, SIDE
-from dbo_runtime.schedule import Instruction
+from dbo_runtime.ir.op import COMPUTING, SIDE
+from dbo_runtime.ir.schedule import Instruction
 
 SHORTEST_SECONDS = 1e-9  # that is drawn: traces have nanoseconds
 

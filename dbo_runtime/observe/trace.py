@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.ir.op import COMPUTE
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.outside_files import write_text
-from dbo_runtime.program import COMPUTE
 
 # Perfetto sorts a track that is numbered like its process first, so the tracks of process n begin at this times n.
 TRACKS_PER_PROCESS = 100

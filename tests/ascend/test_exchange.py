@@ -98,7 +98,7 @@ def _start_counting(worker: Any, counts_all: bool) -> None:
     """Count what goes through all-to-all: everything, or what a `Dispatcher` of this package sends."""
     import torch.distributed as dist
 
-    from dbo_runtime.dispatch import AllToAll
+    from dbo_runtime.engine.dispatch import AllToAll
 
     worker.sent, worker.patches, is_counting = Sent(0, 0), ExitStack(), [counts_all]
     send = dist.all_to_all_single

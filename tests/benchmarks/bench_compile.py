@@ -35,11 +35,11 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from dbo_runtime.adapter import record_program
-from dbo_runtime.adapter_registry import get_adapter
-from dbo_runtime.executor import run_sequential
+from dbo_runtime.adapters.contract import record_program
+from dbo_runtime.adapters.registry import get_adapter
+from dbo_runtime.engine.executor import run_sequential
+from dbo_runtime.ir.program import Program
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dbo_runtime.devices import Device, DirectCalls, Lane, Task, Values, open_device
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule
-from dbo_runtime.validate import validate
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate
 
 LAYERS = 61
 MICRO_BATCHES = 2

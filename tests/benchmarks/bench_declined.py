@@ -26,11 +26,11 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import Device, open_device
+from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.ir.program import Program
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
-from dbo_runtime.program import Program
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.metadata_source import get_source, trace_builders
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.dispatch import AllGather, AllToAll, CombineHandle, DispatchedTokens, Dispatcher, Routing
+from dbo_runtime.engine.dispatch import AllGather, AllToAll, CombineHandle, DispatchedTokens, Dispatcher, Routing
 from examples.network_hosts import NetworkError, TwoHosts, check_requirements
 
 ROOT = Path(__file__).parents[2]

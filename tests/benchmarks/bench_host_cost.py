@@ -24,12 +24,12 @@ import pytest
 
 from dbo_runtime.devices import open_device
 from dbo_runtime.devices.serial import SerialDevice
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor
-from dbo_runtime.generated_executor import GeneratedExecutor
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, FreeDevice, best, do_nothing, record_decoder
 from tests.benchmarks.handovers import (
     FreeStreams,

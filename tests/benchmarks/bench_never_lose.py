@@ -26,6 +26,8 @@ from typing import NamedTuple
 from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.op import COMM, COMPUTE
+from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.whatif.published_cases import PublishedCase, list_cases
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import OpCost
@@ -36,7 +38,6 @@ from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.program import COMM, COMPUTE, Program
 from tests.benchmarks.page import Publish, find_command, make_table
 
 MACHINES = int(os.environ.get("DBO_BENCH_MACHINES", "12"))

@@ -16,7 +16,9 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
@@ -25,8 +27,6 @@ from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program
 from tests.benchmarks.bench_core import LAYERS, best, record_decoder
 
 MAX_SEARCH_SECONDS = 10.0  # seconds

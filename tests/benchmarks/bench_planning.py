@@ -27,6 +27,7 @@ import numpy as np
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -36,7 +37,6 @@ from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.program import Program
 from tests.benchmarks.bench_core import LAYERS, record_decoder
 from tests.benchmarks.bench_planner import make_table as make_decoder_table
 from tests.benchmarks.continuous_batching import schedule

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import pytest
 
 from dbo_runtime.batch import BatchSlice
-from dbo_runtime.events import EventTable
-from dbo_runtime.execution_plan import ExecutionPlan
-from dbo_runtime.generated_executor import GeneratedExecutor
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
+from dbo_runtime.ir.render import digest
 from dbo_runtime.observe.ranges import open_step
-from dbo_runtime.render import digest
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, plan, record_decoder
 from tests.benchmarks.handovers import FreeStreams
 from tests.benchmarks.page import Publish, find_command, make_table

@@ -20,17 +20,17 @@ import pytest
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.lab.whatif.scale import set_layers
-from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.validate import validate
 from tests.benchmarks.bench_core import FreeDevice, do_nothing, do_nothing_twice
 from tests.benchmarks.page import Publish, find_command, make_table
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from dbo_runtime.events import EventTable
-from dbo_runtime.generated_executor import GeneratedExecutor
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, record_decoder
 from tests.devices import rigs
 

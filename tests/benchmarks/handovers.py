@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dbo_runtime.devices.torch_streams import StreamDevice
-from dbo_runtime.program import COMPUTE, Program
+from dbo_runtime.ir.op import COMPUTE
+from dbo_runtime.ir.program import Program
 from tests.benchmarks.bench_core import FreeLane
 
 Op = Callable[[int], None]

@@ -10,8 +10,8 @@ from dbo_runtime.vllm_plugin.extension import WorkerExtension
 from tests.benchmarks.timed_steps import Step
 
 if TYPE_CHECKING:
-    from dbo_runtime.execution_plan import ExecutionPlan
-    from dbo_runtime.runtime import MicroBatchRuntime
+    from dbo_runtime.engine.execution_plan import ExecutionPlan
+    from dbo_runtime.engine.runtime import MicroBatchRuntime
     from dbo_runtime.vllm_plugin.step.decision import StepDecider
     from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 

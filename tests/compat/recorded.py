@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
-from dbo_runtime.adapter_registry import GROUP
+from dbo_runtime.adapters.registry import GROUP
 
 RESULTS = Path(__file__).with_name("recorded.json")
 RAN, RECORDED, DECLINED, ABSENT, NOT_MADE, FAILED = "ran", "recorded", "declined", "no class", "not made", "fails"
@@ -212,7 +212,7 @@ def run_program(adapter: Any, model: Any, collectives: Any, vllm_config: Any) ->
     import torch
     from vllm.forward_context import set_forward_context
 
-    from dbo_runtime.adapter import INPUT_IDS, POSITIONS, InputAdapter, X, record_program
+    from dbo_runtime.adapters.contract import INPUT_IDS, POSITIONS, InputAdapter, X, record_program
     from dbo_runtime.decline import Decline
 
     program = record_program(adapter, model, collectives)

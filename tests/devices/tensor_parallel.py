@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from dbo_runtime.devices.npu import NpuDevice
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.validate import validate
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.validate import validate
 
 LAYERS = 3
 TOKENS = 24

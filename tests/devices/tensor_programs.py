@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dbo_runtime.program import Program
+from dbo_runtime.ir.program import Program
 from tests.strategies import Case, Mix
 
 LENGTH = 64  # of every tensor: 512 bytes, the allocator's smallest block, so that freed memory is taken up at once

@@ -18,14 +18,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.devices import open_device
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule
-from dbo_runtime.validate import validate
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate
 from tests.devices import rigs
 from tests.executors import EXECUTORS
 from tests.latch import GRACE

@@ -7,11 +7,11 @@ from typing import Any
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.serial import SerialDevice
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.lowering import lower
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.policies import alternate
 from tests.programs import record_three_lanes
 
 

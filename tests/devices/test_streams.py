@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.errors import DeviceError, get_context
-from dbo_runtime.executor import Executor, run_sequential
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.program import Program, ProgramBuilder
 from tests.devices import rigs
 from tests.executors import Prepare
 from tests.latch import GRACE

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.devices.virtual import VirtualDevice, simulate
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.lowering import lower
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import Policy, alternate, sequential
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.observe.timeline import Recorder
-from dbo_runtime.policies import Policy, alternate, sequential
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Instruction, Issue, Schedule
 from tests.profiles import scale
 from tests.programs import record_toy
 from tests.strategies import Case, cases, make_inputs

@@ -35,8 +35,9 @@ LAYERS = {
 
 @pytest.mark.parametrize(("name", "has_side"), LAYERS)
 def test_a_model_is_recorded_with_and_without_the_side_lane(name: str, has_side: bool, tmp_path: Path) -> None:
-    from dbo_runtime.adapter import record_program
-    from dbo_runtime.program import COMPUTE, Program
+    from dbo_runtime.adapters.contract import record_program
+    from dbo_runtime.ir.op import COMPUTE
+    from dbo_runtime.ir.program import Program
     from dbo_runtime.vllm_plugin.api.groups import get_groups
     from dbo_runtime.vllm_plugin.api.model_classes import find_adapter
     from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.devices import open_device
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor
-from dbo_runtime.lowering import lower
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate, staggered
+from dbo_runtime.ir.program import Program
 from dbo_runtime.observe.gaps import DRAIN, FILL, HOST, NOTHING_LEFT, START, UNKNOWN, WAIT, Gap, find_gaps, sum_causes
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
-from dbo_runtime.policies import alternate, staggered
-from dbo_runtime.program import Program
 from tests.programs import record_three_lanes, record_toy
 
 A, B = ("attention", 0), ("attention", 1)

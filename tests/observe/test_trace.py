@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from dbo_runtime.devices import open_device
 from dbo_runtime.devices.virtual import simulate
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import make_trace, save_trace
 from dbo_runtime.planner.search.bound import compute_bound_of

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.op import COMM, COMPUTE
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
@@ -16,7 +18,6 @@ from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
 from tests.planner.costs.test_cost_table import make_provenance
 from tests.planner.shop import do_nothing
 

@@ -9,12 +9,13 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from dbo_runtime.batch import slice_batch
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMM, COMPUTE, SIDE
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, OpCost
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.program import COMM, COMPUTE, SIDE, Program, ProgramBuilder
-from dbo_runtime.schedule import Schedule
 from tests.planner.machines import make_table
 from tests.planner.shop import do_nothing
 from tests.strategies import batches, orders

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.lowering import lower
-from dbo_runtime.program import COMM, COMPUTE, Program, ProgramBuilder
-from dbo_runtime.schedule import Instruction, Issue
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMM, COMPUTE
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Instruction, Issue
 from tests.forward_pass import pass_forward
 
 LANES = {"A": COMPUTE, "C": COMM}

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.codegen import Issuing
 from dbo_runtime.devices import DirectCalls, Task, Values
 from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
 from dbo_runtime.errors import get_context
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.generated_executor import GeneratedExecutor
-from dbo_runtime.program import Op, Program
+from dbo_runtime.ir.codegen import Issuing
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import Program
 from tests.profiles import scale
 from tests.strategies import LANES, Case, cases, make_inputs
 

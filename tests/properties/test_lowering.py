@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 
 from dbo_runtime.devices.cpu import CpuDevice
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.schedule import Instruction, Schedule, Slot
-from dbo_runtime.validate import validate
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
+from dbo_runtime.ir.schedule import Instruction, Schedule, Slot
+from dbo_runtime.ir.validate import validate
 from tests.allocator import find_stolen_blocks
 from tests.oracle import Graph, explain_free, find_loose_lanes, find_owners, find_races, find_violations
 from tests.profiles import scale

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.schedule import Schedule
-from dbo_runtime.validate import validate
+from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate
 from tests.allocator import find_stolen_blocks
 from tests.mutants import BREAKING, HARMLESS, Mutation
 from tests.oracle import find_violations

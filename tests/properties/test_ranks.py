@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.ir.ranks import Groups, RankPlan, find_deadlock, validate_ranks
+from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.ranks import Groups, RankPlan, find_deadlock, validate_ranks
-from dbo_runtime.schedule import Schedule
 from tests.mutants import BREAKING, HARMLESS
 from tests.profiles import scale
 from tests.rank_strategies import TWO_LANES, RankCase, rank_cases

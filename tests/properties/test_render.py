@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.lowering import lower
-from dbo_runtime.render import digest, parse, render
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.render import digest, parse, render
 from tests.mutants import add_fork, add_record, move_free, remove_free, remove_wait, swap_neighbours
 from tests.profiles import scale
 from tests.strategies import Case, cases, orders

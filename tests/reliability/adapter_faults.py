@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from dbo_runtime.program import COMM, COMPUTE, Op, Program
+from dbo_runtime.ir.op import COMM, COMPUTE, Op
+from dbo_runtime.ir.program import Program
 
 Fault = Callable[[Program], Program]
 SMALL = 0.01

@@ -16,12 +16,12 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.correction import PERIOD_STEPS
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
-from dbo_runtime.runtime import MicroBatchRuntime
 from tests.benchmarks.page import make_table, tell_section
 from tests.reliability.page import PAGE
 from tests.reliability.process_sizes import KIB, PROC

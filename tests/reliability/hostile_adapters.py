@@ -7,7 +7,8 @@ from random import Random
 from typing import Any
 
 from dbo_runtime.decline import DeclineError
-from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.values import Value
 
 ODD_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "name": ("attention", "", "a b", "\ud800", 1, None, ["a"], "L0.x"),

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.events import EventTable
-from dbo_runtime.ranks import validate_ranks
-from dbo_runtime.sanitizer.executor import SanitizedExecutor
-from dbo_runtime.schedule import Schedule
-from dbo_runtime.validate import validate
+from dbo_runtime.ir.ranks import validate_ranks
+from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.sanitizer.executor import SanitizedExecutor
 from tests.benchmarks.page import make_table, tell_section
 from tests.mutants import BREAKING, Mutation
 from tests.oracle import find_violations

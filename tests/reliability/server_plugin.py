@@ -93,7 +93,7 @@ def _wrap_ops(planted: Planted) -> None:
         planted.is_step = True
         GroupCoordinator.all_reduce = wrap("comm", GroupCoordinator.all_reduce)
         return
-    from dbo_runtime.runtime import MicroBatchRuntime
+    from dbo_runtime.engine.runtime import MicroBatchRuntime
     from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 
     ModelCollectives.all_reduce = wrap("comm", ModelCollectives.all_reduce)  # type: ignore[method-assign]

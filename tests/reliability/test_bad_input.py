@@ -26,7 +26,7 @@ PACKAGES = [Path(dbo_runtime.__file__).parent, Path(__file__).parents[2] / "mode
 RUNS_WHAT_IT_READS = {"eval", "exec", "compile", "all_gather_object", "broadcast_object_list", "broadcast_object"}
 ALLOWED = {
     # The function that issues a schedule: its source is made of numbers and of names that are plain words.
-    "dbo_runtime/generated_executor.py": {"exec", "compile"},
+    "engine/generated_executor.py": {"exec", "compile"},
 }
 
 

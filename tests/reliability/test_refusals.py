@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.__main__ import FAILED, main
-from dbo_runtime.adapter import record_program
-from dbo_runtime.adapter_registry import check_adapter
+from dbo_runtime.adapters.contract import record_program
+from dbo_runtime.adapters.registry import check_adapter
 from dbo_runtime.config import read_environment, reread_environment
 from dbo_runtime.errors import ConfigError, ProgramError, ScheduleError
+from dbo_runtime.ir.render import parse, render
 from dbo_runtime.lab.trace.trace_file import read_trace
 from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder, statistics
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.observe.trace import make_trace, prepare_folder
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
-from dbo_runtime.render import parse, render
 from tests.observe.test_trace import TOY
 from tests.programs import lower_toy
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from dbo_models.deepseek import DeepseekAdapter
-from dbo_runtime.adapter import record_program
-from dbo_runtime.program import Op, Program
+from dbo_runtime.adapters.contract import record_program
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import Program
 
 HIDDEN, HEADS, HEAD, ROTARY, LATENT, QUERY_LATENT, EXPERTS = 32, 4, 8, 8, 16, 16, 4
 CONTEXT = 24  # tokens that the cache has room for, of each request
@@ -91,7 +92,7 @@ class Norm:
 
 
 class LatentParts:
-    """Latent attention in parts; see `dbo_runtime.adapter.LatentAttention`."""
+    """Latent attention in parts; see `dbo_runtime.adapters.contract.LatentAttention`."""
 
     def __init__(self, has_latent: bool, requests: int) -> None:
         self.has_latent = has_latent
@@ -138,7 +139,7 @@ class LatentParts:
 
 
 class ExpertParts:
-    """A mixture of experts in parts; see `dbo_runtime.adapter.ExpertParallel`."""
+    """A mixture of experts in parts; see `dbo_runtime.adapters.contract.ExpertParallel`."""
 
     exchanges_sizes = False
     has_shared_experts = True
@@ -198,7 +199,7 @@ class LatentDecoder:
         layers: how many.
         requests: of which each has one token in a step.
         parts: the requests of each micro-batch.
-        has_latent: see `dbo_runtime.adapter.LatentAttention`.
+        has_latent: see `dbo_runtime.adapters.contract.LatentAttention`.
     """
 
     def __init__(self, layers: int, requests: int, parts: Sequence[slice], has_latent: bool = False) -> None:

@@ -19,10 +19,15 @@ import torch
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import open_device
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, Outputs, run_sequential
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, Outputs, run_sequential
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMM, COMPUTE, SIDE
+from dbo_runtime.ir.policies import alternate, sequential
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
@@ -30,10 +35,6 @@ from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.policies import alternate, sequential
-from dbo_runtime.program import COMM, COMPUTE, SIDE, Program
-from dbo_runtime.schedule import Schedule
-from dbo_runtime.validate import validate
 from tests.latch import GRACE
 from tests.standin_cann.cann import Kernel, StandIn
 from tests.standin_cann.latent_decoder import LatentDecoder

@@ -6,11 +6,11 @@ import math
 from typing import Any
 from unittest.mock import patch
 
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.calibration import measurement
 from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource

@@ -20,14 +20,14 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionTransformer
 from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer
 
-from dbo_runtime.adapter_registry import get_encoder_adapter
+from dbo_runtime.adapters.registry import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.cpu import CpuDevice
-from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dbo_runtime.program import ProgramBuilder
+from dbo_runtime.ir.program import ProgramBuilder
 
 Spoil = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -1,6 +1,6 @@
 """Simulates several ranks that meet in collectives: which rank waits for which, for how long, and whether for ever.
 
-Nothing is proved here. `dbo_runtime.ranks` proves, and the tests compare the two.
+Nothing is proved here. `dbo_runtime.ir.ranks` proves, and the tests compare the two.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NoReturn
 
 from dbo_runtime.devices.event_loop import EventLoop, HostRelease, Machine, Members, run_alone
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.ir.op import COMPUTE
+from dbo_runtime.ir.ranks import Groups, get_groups
+from dbo_runtime.ir.render import name_issue, render
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.program import COMPUTE
-from dbo_runtime.ranks import Groups, get_groups
-from dbo_runtime.render import name_issue, render
-from dbo_runtime.schedule import Instruction, Issue, Schedule
 
 RankOpDuration = Callable[[int, Instruction], float]
 

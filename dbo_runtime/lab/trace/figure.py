@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.ir.op import COMPUTE
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.program import COMPUTE
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; a ninth micro-batch gets the first again.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")

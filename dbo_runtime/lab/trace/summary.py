@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dbo_runtime.ir.op import COMPUTE, COMPUTING
 from dbo_runtime.observe.gaps import CAUSES, find_gaps, sum_causes
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.program import COMPUTE, COMPUTING
 
 
 @dataclass(frozen=True, slots=True)

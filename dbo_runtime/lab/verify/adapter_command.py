@@ -16,12 +16,12 @@ from typing import NamedTuple
 from dbo_runtime.config import read_environment
 from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import get_policy
+from dbo_runtime.ir.render import digest, render
+from dbo_runtime.ir.schedule import Instruction, Schedule
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.policies import get_policy
-from dbo_runtime.render import digest, render
-from dbo_runtime.schedule import Instruction, Schedule
-from dbo_runtime.validate import validate
 from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
 
 EXIT_DIFFERENT = 1

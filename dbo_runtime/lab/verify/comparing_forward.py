@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm import forward_context
 
-from dbo_runtime.adapter import POSITIONS, X
+from dbo_runtime.adapters.contract import POSITIONS, X
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import SplitError
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.policies import latest_first
+from dbo_runtime.ir.program import Program
+from dbo_runtime.lab.sanitizer.memory import copy_tensors, list_tensors
 from dbo_runtime.lab.verify.results import find_first_mismatch, find_first_unmatched, listen
 from dbo_runtime.lab.verify.stage_verification import StageVerification
 from dbo_runtime.lab.verify.watched_run import Fault, WatchedRun, run_watched
-from dbo_runtime.policies import latest_first
-from dbo_runtime.program import Op, Program
-from dbo_runtime.sanitizer.memory import copy_tensors, list_tensors
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from dbo_runtime.program import Op, Program, Value
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.values import Value
 
 TOLERANCE = 1e-4  # in float32, relative to the largest value: what rounding in other shapes gives
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapter import POSITIONS, ModelAdapter, StageAdapter, X, name_adapter, record_program
+from dbo_runtime.adapters.contract import POSITIONS, ModelAdapter, StageAdapter, X, name_adapter, record_program
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.verify.results import TOLERANCE, compute_relative_error
 from dbo_runtime.lab.verify.watched_run import run_ops
-from dbo_runtime.program import Op, Program, Value
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, Stage, take_inputs
 

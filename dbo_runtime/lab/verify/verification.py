@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 import torch
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, record_program
+from dbo_runtime.adapters.contract import InputAdapter, ModelAdapter, record_program
 from dbo_runtime.config import ENABLE
 from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.verify.comparing_forward import ComparingForward, Verification
 from dbo_runtime.lab.verify.stage_verification import StageVerification, record_stages
-from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.api.load_format import register_load_format
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders

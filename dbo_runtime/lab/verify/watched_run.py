@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dbo_runtime.engine.executor import Enter, describe_op, stay, unpack
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.executor import Enter, describe_op, stay, unpack
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import Op, Program, Value
-from dbo_runtime.sanitizer.effects import Held, OpCall, describe_change
-from dbo_runtime.sanitizer.memory import copy_tensors, find_change, list_tensors
-from dbo_runtime.schedule import Issue
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.policies import sequential
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Issue
+from dbo_runtime.ir.values import Value
+from dbo_runtime.lab.sanitizer.effects import Held, OpCall, describe_change
+from dbo_runtime.lab.sanitizer.memory import copy_tensors, find_change, list_tensors
 
 Kept = dict[Value, Any]
 

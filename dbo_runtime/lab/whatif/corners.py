@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import NamedTuple
 
+from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.lab.whatif.scale import set_imbalance
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, OpCost
 from dbo_runtime.planner.online.predictor import DEFAULT_UNCERTAINTY, DOUBTED_CONTENTION
-from dbo_runtime.program import COMM, COMPUTE
 
 CONTENTIONS = (1.0, DOUBTED_CONTENTION)  # of `compute` and `comm`, where the costs do not say more
 IMBALANCES = (1.0, 1.3)  # tokens of the busiest rank's experts by the mean

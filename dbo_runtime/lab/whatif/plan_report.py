@@ -8,13 +8,13 @@ from typing import Any
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.lab.whatif.formatting import align, name_split, to_ms
 from dbo_runtime.lab.whatif.published_cases import PublishedCase
 from dbo_runtime.lab.whatif.scale import count_layers
 from dbo_runtime.lab.whatif.whatif import BreakEven, Split, WhatIf
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.program import COMM, COMPUTE
 
 WIDTH = 120
 LAYERS_DRAWN = 3

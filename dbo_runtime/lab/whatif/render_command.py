@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
-from dbo_runtime.codegen import Issuing, write_source
 from dbo_runtime.config import RuntimeConfig, read_environment
 from dbo_runtime.errors import ConfigError, ScheduleError
+from dbo_runtime.ir.codegen import Issuing, write_source
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import get_policy
+from dbo_runtime.ir.render import digest, name_issue, parse, render
+from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.lab.whatif.published_cases import open_costs
 from dbo_runtime.lab.whatif.scale import count_layers
-from dbo_runtime.lowering import lower
 from dbo_runtime.outside_files import MAX_FILE_BYTES, read_text
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program, repeat_runs
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.policies import get_policy
-from dbo_runtime.render import digest, name_issue, parse, render
-from dbo_runtime.schedule import Schedule
 from dbo_runtime.setting_values import name_policy
-from dbo_runtime.validate import validate
 
 DEFAULT_TOKENS = 8192  # of the step whose order is searched, if the costs have none
 NOTE = "#"  # starts lines that are no part of the table and are skipped when it is read

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.op import COMPUTE
+from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
@@ -21,7 +23,6 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.search import ROUNDING, find_order
-from dbo_runtime.program import COMPUTE, Program
 
 PROOF_SEARCH_STATES = 500_000  # of the search that proves an order of two micro-batches optimal: takes seconds
 

@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.ir.op import COMM, COMPUTE
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost, name_field
 from dbo_runtime.planner.costs.program_spec import OpSpec, ProgramSpec
-from dbo_runtime.program import COMM, COMPUTE, Program
 
 CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
 

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.ir.op import COMM
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.samples import MIN_SIZES, Sample, get_lane, group_by_op
-from dbo_runtime.program import COMM
 
 _Array = npt.NDArray[np.float64]
 

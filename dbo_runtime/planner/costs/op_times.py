@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, OpCost
-from dbo_runtime.program import Program
 
 _ATTENTION = [(rate, BatchFeatures._fields.index(feature)) for rate, feature in ATTENTION.items()]
 

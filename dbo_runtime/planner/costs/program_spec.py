@@ -10,7 +10,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from dbo_runtime.errors import ConfigError, ProgramError
-from dbo_runtime.program import MAX_OUTPUTS, Op, Program, ProgramBuilder, Value
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import MAX_OUTPUTS, Program, ProgramBuilder
+from dbo_runtime.ir.values import Value
 
 # A program spec is read from a file and its layers are unrolled: larger numbers than any model has are errors.
 MAX_LAYERS = 10_000
@@ -22,7 +24,7 @@ _COUNTED = re.compile(r"(.*)~([0-9]{1,6})", re.DOTALL)  # a name, and how many l
 
 
 class OpSpec(NamedTuple):
-    """An op without its function; the attributes are those of `dbo_runtime.program.Op`.
+    """An op without its function; the attributes are those of `dbo_runtime.ir.program.Op`.
 
     A value is named after the op or input that wrote it, `attn_norm`, or `attn_norm.1` for an op's second output. A
     name refers to the latest earlier write of that name, and `attn_norm~2` to the one two writes before that.

@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.policies import Order, get_policy, keep_layers, keeps_layers
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.online.named_order import COMPARED_PERIODS, NamedOrder, RepeatingSchedule
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import PeriodicOrder, PeriodSearch
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.policies import Order, get_policy, keep_layers, keeps_layers
-from dbo_runtime.program import SIDE, Program
 
 MAX_LEAD_LAYERS = 3  # of the staggered orders that are tried
 MAX_COUNTS = 8  # of micro-batches whose policies are kept

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dbo_runtime.ir.op import COMPUTE
+from dbo_runtime.ir.schedule import Issue, Schedule
 from dbo_runtime.planner.online.durations import DurationLayout, Vector
-from dbo_runtime.program import COMPUTE
-from dbo_runtime.schedule import Issue, Schedule
 
 Numbers = NDArray[np.int64]
 

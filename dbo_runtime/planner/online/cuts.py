@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dbo_runtime.batch import Batch, BatchSlice
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ComputeCost
-from dbo_runtime.program import Program
 
 
 class Density(NamedTuple):

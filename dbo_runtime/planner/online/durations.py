@@ -13,10 +13,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dbo_runtime.ir.op import COMM
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ATTENTION, OpCost
-from dbo_runtime.program import COMM, Program
 
 Vector: TypeAlias = NDArray[np.float64]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.policies import Order
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.policies import Order
-from dbo_runtime.program import SIDE, Program
-from dbo_runtime.schedule import Schedule
 
 COMPARED_PERIODS = 3  # in a row: if the third follows the second as the second the first, so do all others
 STEADY_TOLERANCE = 1e-4  # relative difference of what periods take; a prediction is off by less

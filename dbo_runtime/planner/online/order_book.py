@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_times import OpTimes
@@ -19,7 +20,6 @@ from dbo_runtime.planner.online.durations import DurationTables, Vector, round_d
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.overlap_cost import OverlapCost, compute_share, find_common_factor, stack_shares
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.program import Program
 
 # Steps that are simulated by each order for a table whose lanes slow each other down by different factors: for the
 # expected costs, and for the worst cases.

@@ -7,13 +7,14 @@ from typing import Any
 
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.placements import is_moved, list_placements
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Bucket, Predictor, compute_midpoint, get_bucket
-from dbo_runtime.program import SIDE, Program
 
 SEQUENTIAL = ("sequential", 0)
 MAX_FOUND = 256  # orders that are remembered

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.durations import Vector
-from dbo_runtime.program import Program
 
 SMALLEST_DISTANCE = 1e-5  # squared, in shares of a step's work: closer steps are alike
 RESOLUTION = 2.0**-23  # of shares and their weights, so that products of both add up exactly, in any order

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dbo_runtime.program import SIDE, Program
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.program import Program
 
 
 def list_placements(program: Program) -> tuple[Program, ...]:

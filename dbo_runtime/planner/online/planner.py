@@ -10,6 +10,8 @@ from dbo_runtime.batch import Batch, BatchSlice, list_shares, place_cuts, share_
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -24,8 +26,6 @@ from dbo_runtime.planner.online.predictor import MAX_SIMULATED, Predictor, get_u
 from dbo_runtime.planner.online.probation import Kind
 from dbo_runtime.planner.online.selection import Selection, decline_unpaid
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.program import Program
-from dbo_runtime.schedule import Schedule
 
 MAX_MICRO_BATCHES = 3  # that `auto` tries: more add little if phases match, and each pays the fixed costs
 ONLINE_SEARCH_STATES = 40_000  # of the search for an order while a step waits: about a second

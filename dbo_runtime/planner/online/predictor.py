@@ -9,6 +9,9 @@ from functools import partial
 from statistics import median
 
 from dbo_runtime.bounded import BoundedDict
+from dbo_runtime.ir.op import COMM, COMPUTE, SIDE
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -16,8 +19,6 @@ from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.op_times import OpTimes
 from dbo_runtime.planner.online.named_order import NamedOrder, compute_end
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.program import COMM, COMPUTE, SIDE, Program
-from dbo_runtime.schedule import Instruction, Schedule
 
 BUCKETS_PER_OCTAVE = 8  # of batch features: one simulation serves a bucket
 MAX_SIMULATED = 4096  # simulations that are remembered

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.critical_paths import CriticalPaths, list_different
@@ -19,7 +20,6 @@ from dbo_runtime.planner.online.order_book import OrderBook, PreparedOrder
 from dbo_runtime.planner.online.orders import SEQUENTIAL
 from dbo_runtime.planner.online.placements import is_moved
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.program import Program
 
 PREPARED_LEADS = 2  # of the staggered orders: longer leads are for what a search finds
 MAX_SEARCHES = 4  # for each number of micro-batches, by all placements

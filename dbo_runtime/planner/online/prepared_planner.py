@@ -27,6 +27,7 @@ from dbo_runtime.batch import (
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_times import OpTimes
@@ -42,7 +43,6 @@ from dbo_runtime.planner.online.preparation import Preparation
 from dbo_runtime.planner.online.remembered import Remembered, StepKind, add_decision, holds_for_all
 from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.program import Program
 
 MAX_REMEMBERED_KINDS = 4096
 SIZES_PER_OCTAVE = 5  # of the tokens of a step: those between are of a kind

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.op import SIDE
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
 from dbo_runtime.planner.online.hysteresis import Prediction, SplitHysteresis
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, get_bucket
 from dbo_runtime.planner.online.probation import Probation, get_kind
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.program import SIDE
 
 # By which a predicted gain may miss the margin of a split that is tried nevertheless. Costs and their correction may be
 # far off; a trial that is predicted to lose much waits for credit.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dbo_runtime.devices.event_loop import HostRelease, Machine, run_ahead, run_schedule
 from dbo_runtime.devices.virtual import OpDuration
+from dbo_runtime.ir.op import COMPUTE
+from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.op_cost import HostCost
-from dbo_runtime.program import COMPUTE
-from dbo_runtime.schedule import Instruction, Schedule
 
 NO_CONTENTION: Mapping[str, float] = {}
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.op import SIDE
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.probation import Kind
-from dbo_runtime.program import SIDE
 
 
 @dataclass(frozen=True, slots=True)

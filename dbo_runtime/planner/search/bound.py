@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.search.jobs import Job, make_jobs
-from dbo_runtime.schedule import Schedule
 
 
 def compute_bound(jobs: Sequence[Job]) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program, repeat_runs
-from dbo_runtime.program import Program
 
 
 @dataclass(frozen=True, slots=True)

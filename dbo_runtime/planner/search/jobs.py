@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.lowering import Dependencies, get_ordered_before
-from dbo_runtime.program import Program
-from dbo_runtime.schedule import Issue, list_lanes
+from dbo_runtime.ir.lowering import Dependencies, get_ordered_before
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Issue, list_lanes
 
 
 @dataclass(frozen=True, slots=True)

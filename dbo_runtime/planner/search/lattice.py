@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dbo_runtime.ir.policies import Order
+from dbo_runtime.ir.schedule import Issue
 from dbo_runtime.planner.search.jobs import Job
-from dbo_runtime.policies import Order
-from dbo_runtime.schedule import Issue
 
 Times = tuple[float, ...]
 LatticePoint = tuple[int, ...]

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dbo_runtime.ir.policies import Order, alternate
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Issue
 from dbo_runtime.planner.search.few_layers import FewLayers, keep_few_layers
 from dbo_runtime.planner.search.jobs import Job, make_jobs
 from dbo_runtime.planner.search.lattice import Lattice, LatticePoint, Times
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.policies import Order, alternate
-from dbo_runtime.program import Program
-from dbo_runtime.schedule import Issue
 
 SEARCHED_LAYERS = 9  # room for what comes before the steady state, for two periods of it, and for what comes after
 MAX_PERIOD_LAYERS = 3  # a longer one would leave no room for that

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from operator import gt
 
+from dbo_runtime.ir.policies import Order
+from dbo_runtime.ir.schedule import Issue
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job
 from dbo_runtime.planner.search.lattice import Lattice, LatticePoint, LatticeState
-from dbo_runtime.policies import Order
-from dbo_runtime.schedule import Issue
 
 BEAM = 16  # states kept at each depth for a first solution, which then bounds the exact search
 WIDE_BEAM = 256  # the same for more than two micro-batches, where the beam is all there is

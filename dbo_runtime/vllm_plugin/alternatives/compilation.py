@@ -20,10 +20,12 @@ import torch
 from vllm.config import CompilationMode
 from vllm.forward_context import set_forward_context
 
-from dbo_runtime.adapter import INPUT_IDS, POSITIONS, X
+from dbo_runtime.adapters.contract import INPUT_IDS, POSITIONS, X
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import DboError, SplitError
-from dbo_runtime.program import COMPUTE, SIDE, Op, Program, Value
+from dbo_runtime.ir.op import COMPUTE, SIDE, Op
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.values import Value
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform

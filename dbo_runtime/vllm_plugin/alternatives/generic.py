@@ -19,10 +19,11 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapter import Collectives
+from dbo_runtime.adapters.communication import Collectives
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.values import Value
 from dbo_runtime.vllm_plugin.parallel.stage import HIDDEN, WHOLE_MODEL, Stage
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ def check_attention(module: MultiHeadLatentAttentionWrapper) -> Decline | None:
 
 
 class SplitLatentAttention:
-    """One layer's latent attention in parts; see `dbo_runtime.adapter.LatentAttention`."""
+    """One layer's latent attention in parts; see `dbo_runtime.adapters.contract.LatentAttention`."""
 
     def __init__(self, module: MultiHeadLatentAttentionWrapper) -> None:
         self.has_latent = module.q_lora_rank is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 
-from dbo_runtime.adapter import ModelAdapter
-from dbo_runtime.adapter_registry import get_backbone_adapter, name_backbones
+from dbo_runtime.adapters.contract import ModelAdapter
+from dbo_runtime.adapters.registry import get_backbone_adapter, name_backbones
 
 _HELD = re.compile(r"self\.model\s*=\s*(\w+)\(")  # how a class of vLLM's makes the backbone that it holds
 

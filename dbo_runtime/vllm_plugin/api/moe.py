@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dbo_runtime.decline import Decline, DeclineError
-from dbo_runtime.dispatch import DispatchedTokens, QuantizedTokens
+from dbo_runtime.engine.dispatch import DispatchedTokens, QuantizedTokens
 from dbo_runtime.vllm_plugin.api.known import MOE_METHODS
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.planner.costs.contention import fit_contention
 from dbo_runtime.planner.costs.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
@@ -22,7 +23,6 @@ from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.costs.samples import keep_queued
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.calibration.identity import Identity
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
 from dbo_runtime.vllm_plugin.calibration.report import Report

@@ -28,9 +28,10 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.serial import SerialDevice
+from dbo_runtime.ir.op import COMM, COMPUTE
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
-from dbo_runtime.program import COMM, COMPUTE, Program
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.calibration.budget import choose_repeats, expect_round

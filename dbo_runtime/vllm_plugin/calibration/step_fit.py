@@ -10,12 +10,12 @@ from statistics import median
 import numpy as np
 
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import sequential
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.calibration.measurement import StepSample
 
 UPPER_QUARTILE = 0.75  # of the errors: the one that decisions take into account

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import TransferError
-from dbo_runtime.policies import keeps_layers
-from dbo_runtime.schedule import Schedule
+from dbo_runtime.ir.policies import keeps_layers
+from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.vllm_plugin.api.forward_context import get_current
 from dbo_runtime.vllm_plugin.api.kv_agent import accept_agent, get_agent, replace_agent
 

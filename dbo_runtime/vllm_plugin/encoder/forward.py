@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from dbo_runtime.adapter import EncoderAdapter
+from dbo_runtime.adapters.contract import EncoderAdapter
 from dbo_runtime.batch import Batch, share_by_work
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.serial import SerialDevice
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import SplitError
-from dbo_runtime.events import EventTable
-from dbo_runtime.execution_plan import ExecutionPlan
-from dbo_runtime.executor import Executor
 from dbo_runtime.observe.declines import warn_declined
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.differences import describe_difference
 from dbo_runtime.vllm_plugin.step.failures import attempt, call_adapter
@@ -145,7 +144,7 @@ class SplitEncoder:
 
     def _make_serial(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Return a plan whose ops run on one lane, as watched ones do: see `rehearse`."""
-        if isinstance(plan.executor, SanitizedExecutor):
+        if plan.executor.is_serial:
             return plan
         device = SerialDevice(self.runtime.device)
         return replace(plan, executor=Executor(plan.executor.schedule, device, EventTable(device)))

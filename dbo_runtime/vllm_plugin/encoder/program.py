@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dbo_runtime.adapter import EncoderAdapter, record_program
-from dbo_runtime.adapter_registry import get_encoder_adapter, list_encoders
+from dbo_runtime.adapters.contract import EncoderAdapter, record_program
+from dbo_runtime.adapters.registry import get_encoder_adapter, list_encoders
 from dbo_runtime.decline import Decline
-from dbo_runtime.program import Program
+from dbo_runtime.ir.program import Program
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.step.failures import call_adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dbo_runtime.adapter import ModelAdapter, StageAdapter, name_adapter
+from dbo_runtime.adapters.contract import ModelAdapter, StageAdapter, name_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ProgramError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.dispatch import gather_rows, reduce_rows
+from dbo_runtime.engine.dispatch import gather_rows, reduce_rows
 from dbo_runtime.vllm_plugin.platforms.cpu_draft_kernels import find_triton_dispatchers, set_cpu_kernels
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dbo_runtime.adapter import InputAdapter, ModelAdapter, OutputAdapter, RepeatableAdapter, name_adapter
+from dbo_runtime.adapters.contract import InputAdapter, ModelAdapter, OutputAdapter, RepeatableAdapter, name_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.declines import warn_declined
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.api.features import may_diverge

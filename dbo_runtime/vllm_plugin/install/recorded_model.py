@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from dbo_runtime.adapter import ModelAdapter, record_program
-from dbo_runtime.adapter_registry import get_adapter
+from dbo_runtime.adapters.contract import ModelAdapter, record_program
+from dbo_runtime.adapters.registry import get_adapter
 from dbo_runtime.decline import Decline
-from dbo_runtime.program import Program
+from dbo_runtime.ir.program import Program
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from dbo_runtime.decline import Decline, DeclineError
-from dbo_runtime.dispatch import AllGather, AllToAll, Dispatcher, count_chunk, gather_rows, pad_chunks, reduce_rows
+from dbo_runtime.engine.dispatch import (
+    AllGather,
+    AllToAll,
+    Dispatcher,
+    count_chunk,
+    gather_rows,
+    pad_chunks,
+    reduce_rows,
+)
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
 from dbo_runtime.vllm_plugin.api.groups import make_sibling

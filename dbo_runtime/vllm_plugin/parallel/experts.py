@@ -1,4 +1,4 @@
-"""One MoE layer in parts: a platform's operations, with the dispatch of `dbo_runtime.dispatch` between them."""
+"""One MoE layer in parts: a platform's operations, with the dispatch of `dbo_runtime.engine.dispatch` between them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from dbo_runtime.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Routing, count_chunk
+from dbo_runtime.engine.dispatch import CombineHandle, DispatchedTokens, Dispatcher, Routing, count_chunk
 from dbo_runtime.vllm_plugin.api.forward_context import get_rank_sizes
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer, TakeChunk
 
 
 class SplitExperts:
-    """One MoE layer in parts; see `dbo_runtime.adapter.ExpertParallel`.
+    """One MoE layer in parts; see `dbo_runtime.adapters.contract.ExpertParallel`.
 
     Args:
         layer: its operations.

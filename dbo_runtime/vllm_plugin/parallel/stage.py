@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapter import INPUT_IDS, KEPT, POSITIONS, X
+from dbo_runtime.adapters.contract import INPUT_IDS, KEPT, POSITIONS, X
 from dbo_runtime.decline import Decline
-from dbo_runtime.program import Program
+from dbo_runtime.ir.program import Program
 from dbo_runtime.vllm_plugin.api.groups import get_pipeline_group, get_stage_layers
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 

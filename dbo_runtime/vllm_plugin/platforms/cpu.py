@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dbo_runtime.devices import Device, open_device
-from dbo_runtime.program import SIDE
+from dbo_runtime.ir.op import SIDE
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:

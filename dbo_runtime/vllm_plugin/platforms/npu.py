@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
-from dbo_runtime.program import SIDE
+from dbo_runtime.ir.op import SIDE
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
 from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND, Proven
 from dbo_runtime.vllm_plugin.platforms.platform import Platform

@@ -1,9 +1,9 @@
 """vllm-ascend's MoE layer, decomposed at its own seams: router, dispatcher, experts.
 
 Read against ops/fused_moe of vllm-ascend 0.30.0rc2. Its prepare and finalize are one object for all layers that keeps
-sizes between the two, and reach the other ranks through a forward context. Here `dbo_runtime.dispatch` replaces them,
-which keeps no state. What runs between them remains: the dispatcher that sorts gathered tokens, the experts, and the
-sum over each token's experts.
+sizes between the two, and reach the other ranks through a forward context. Here `dbo_runtime.engine.dispatch` replaces
+them, which keeps no state. What runs between them remains: the dispatcher that sorts gathered tokens, the experts, and
+the sum over each token's experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm import forward_context
 from vllm.config import get_current_vllm_config
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.dispatch import DispatchedTokens, QuantizedTokens
+from dbo_runtime.engine.dispatch import DispatchedTokens, QuantizedTokens
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer, TakeChunk
 from dbo_runtime.vllm_plugin.platforms.npu_metadata import GATHERING
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.dispatch import DispatchedTokens
+from dbo_runtime.engine.dispatch import DispatchedTokens
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.platforms.npu_experts import MOE_METHODS
 

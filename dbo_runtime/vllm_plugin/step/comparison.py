@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm.forward_context import ForwardContext, get_forward_context
 
+from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.errors import SplitError
-from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.vllm_plugin.context.batch_size import count_tokens
 from dbo_runtime.vllm_plugin.context.consistency import find_problem
 from dbo_runtime.vllm_plugin.parallel.stage import Results, name_results

@@ -13,9 +13,9 @@ from vllm.forward_context import ForwardContext, get_forward_context, is_forward
 
 from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.decline import Decline, LocalDecline
+from dbo_runtime.engine.execution_plan import DataParallelSplit, ExecutionPlan
+from dbo_runtime.engine.runtime import OFF, MicroBatchRuntime
 from dbo_runtime.errors import SplitError
-from dbo_runtime.execution_plan import DataParallelSplit, ExecutionPlan
-from dbo_runtime.runtime import OFF, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_capture, check_mode
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.errors import SplitError
-from dbo_runtime.execution_plan import ExecutionPlan
 
 # By how much a token may differ, relative to the largest: what rounding in other shapes gives, by type.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

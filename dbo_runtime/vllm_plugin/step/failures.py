@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from dbo_runtime.adapter import locate_source, name_adapter
+from dbo_runtime.adapters.contract import locate_source, name_adapter
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import DboError, ProgramError
 from dbo_runtime.vllm_plugin.api.rank_store import read_outcomes, report_outcome

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
-from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.engine.execution_plan import ExecutionPlan
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger

@@ -15,17 +15,16 @@ from vllm import forward_context
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapter import INPUT_IDS, POSITIONS, X
+from dbo_runtime.adapters.contract import INPUT_IDS, POSITIONS, X
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, Timer
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import SplitError
-from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.probation import Proposal
-from dbo_runtime.runtime import MicroBatchRuntime
-from dbo_runtime.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
@@ -234,7 +233,7 @@ class SplitForward:
         # While vLLM captures a graph, its ops do not run yet, so there are no times to record.
         recorder = self.recording.begin() if self.decider.phase is Phase.SERVING else None
         step = get_forward_context()
-        if isinstance(plan.executor, SanitizedExecutor):
+        if plan.executor.check_context is not None:
             contexts = [guard_context(context, plan.executor.check_context) for context in contexts]
         hooks = transfer_once(step, contexts) if self.decider.has_layer_hooks else nullcontext()
         select_lora = nullcontext(None) if self._lora is None else self._lora.split(plan.slices)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.forward_context import set_forward_context
 
-from dbo_runtime.adapter_registry import get_adapter
+from dbo_runtime.adapters.registry import get_adapter
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.step.failures import describe_error
 

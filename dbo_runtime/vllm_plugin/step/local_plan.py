@@ -16,10 +16,10 @@ from vllm.forward_context import ForwardContext
 from dbo_runtime.batch import Batch, share_data_parallel
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline, LocalDecline
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import DboError
-from dbo_runtime.execution_plan import ExecutionPlan
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 
 FAILED = "planning this step failed"

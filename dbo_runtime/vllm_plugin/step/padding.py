@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dbo_runtime.batch import BatchSlice
-from dbo_runtime.program import Program
+from dbo_runtime.ir.program import Program
 
 
 def pad_inputs(program: Program, inputs: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from vllm.forward_context import ForwardContext
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.vllm_plugin.step.local_plan import LocalPlan
 
 

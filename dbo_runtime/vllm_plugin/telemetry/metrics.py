@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, get_args
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.execution_plan import ExecutionPlan, Mode
+from dbo_runtime.engine.execution_plan import ExecutionPlan, Mode
 from dbo_runtime.observe.counts import FOLDER, HELP, KINDS, PREFIX, SHARED, Outcome
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Timeline

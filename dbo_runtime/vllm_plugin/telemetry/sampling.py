@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.observe.timeline import Recorder, Timeline
 from dbo_runtime.planner.search.bound import compute_bound_of
-from dbo_runtime.schedule import Schedule
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dbo_runtime.devices import Device
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import sequential
+from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import save_trace
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import ProgramBuilder
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.ranks import Groups
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
-from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.ranks import Groups
-from dbo_runtime.schedule import Instruction, Issue, Schedule
 
 
 def record_layer(host_sync: bool = False) -> Program:

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from dbo_runtime.devices.virtual import simulate
+from dbo_runtime.ir.policies import sequential
 from dbo_runtime.lab.trace.summary import measure_overlap, summarize
 from dbo_runtime.observe.gaps import FILL, NOTHING_LEFT
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.search.bound import compute_bound, compute_bound_of
 from dbo_runtime.planner.search.jobs import make_jobs
-from dbo_runtime.policies import sequential
 from tests.programs import lower_toy
 
 # compute runs for 8 s of 10, comm for 6, both for 4.

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.policies import sequential
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.lab.whatif.estimate import Estimator
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.lab.whatif.scale import set_layers
-from dbo_runtime.lowering import lower
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
@@ -22,8 +25,6 @@ from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor, compute_end
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import SIDE, Program, ProgramBuilder
 from tests.planner.machines import make_table
 from tests.planner.shop import Shop, do_nothing, find_least_end, simulate_order
 from tests.profiles import scale

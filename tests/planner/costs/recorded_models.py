@@ -7,9 +7,9 @@ from importlib.metadata import entry_points
 from itertools import product
 from typing import Any, NamedTuple
 
-from dbo_runtime.adapter import EncoderAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
-from dbo_runtime.adapter_registry import ENCODERS, GROUP, check_adapter
-from dbo_runtime.program import Program
+from dbo_runtime.adapters.contract import EncoderAdapter, ModelAdapter, StageAdapter, name_adapter, record_program
+from dbo_runtime.adapters.registry import ENCODERS, GROUP, check_adapter
+from dbo_runtime.ir.program import Program
 
 LAYERS = 7
 DENSE = 2  # the first layers have no experts

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.cost_file import (
     format_costs,
     list_stage_files,
@@ -22,7 +23,6 @@ from dbo_runtime.planner.costs.cost_file import (
 )
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from dbo_runtime.program import Program
 from tests.planner.costs.test_cost_table import make_provenance, make_table
 from tests.programs import record_three_lanes
 from tests.strategies import programs

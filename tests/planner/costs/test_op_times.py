@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable
 from dbo_runtime.planner.costs.op_times import OpTimes
-from dbo_runtime.program import Program
 from tests.planner.machines import PROGRAM, make_table
 from tests.planner.priced_programs import THREE_LANES, layered_programs, steps, tables
 from tests.profiles import scale

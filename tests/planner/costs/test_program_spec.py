@@ -12,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_models.deepseek import DeepseekAdapter
-from dbo_runtime.adapter import record_program
+from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.errors import ConfigError, ProgramError
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.render import digest
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.costs.program_spec import (
     MAX_LAYERS,
     LayerRun,
@@ -24,10 +28,6 @@ from dbo_runtime.planner.costs.program_spec import (
     describe_program,
     repeat_runs,
 )
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.render import digest
-from dbo_runtime.validate import validate
 from tests.programs import record_chain, record_three_lanes, record_toy
 from tests.strategies import programs
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from dbo_runtime.adapter import ModelAdapter, record_program
-from dbo_runtime.lowering import lower
+from dbo_runtime.adapters.contract import ModelAdapter, record_program
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMM
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.render import digest
 from dbo_runtime.planner.costs.cost_file import format_costs, parse_costs
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.search.few_layers import keep_few_layers
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import COMM, Program
-from dbo_runtime.render import digest
 from tests.planner.costs.recorded_models import (
     Collectives,
     Form,

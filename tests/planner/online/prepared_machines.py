@@ -6,10 +6,10 @@ import random
 from typing import NamedTuple
 
 from dbo_runtime.batch import Batch
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
-from dbo_runtime.program import Program
 from tests.planner.machines import BYTES, make_table, record_layers
 from tests.planner.online.test_placements import record
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import sequential
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.planner.costs.cost_table import HostCost
 from dbo_runtime.planner.online.critical_paths import CriticalPaths, list_different
 from dbo_runtime.planner.online.durations import DurationLayout, Vector
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.schedule import Instruction, Schedule
 from tests.planner.priced_programs import Layered, layered
 from tests.planner.shop import do_nothing
 from tests.profiles import scale

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dbo_runtime.ir.op import COMM, COMPUTE
+from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable, HostCost
 from dbo_runtime.planner.online.durations import RESOLUTION, DurationLayout, DurationTables, stack_features
-from dbo_runtime.program import COMM, COMPUTE, Program
 from tests.planner.priced_programs import MICROSECONDS, THREE_LANES, layered_programs, steps, tables
 from tests.profiles import scale
 

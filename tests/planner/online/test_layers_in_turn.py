@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.ir.policies import keeps_layers, layered
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.named_order import NamedOrder
@@ -16,8 +18,6 @@ from dbo_runtime.planner.online.orders import Orders
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.policies import keeps_layers, layered
-from dbo_runtime.validate import validate
 from tests.planner.machines import BYTES, make_table
 from tests.planner.online.prepared_machines import FEW_STATES, LIMITS, MACHINES, PreparedMachine, draw_batch
 from tests.profiles import scale

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import place_cuts, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.policies import alternate, staggered
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import ComputeCost, CostTable
 from dbo_runtime.planner.online.candidates import Candidates
@@ -33,8 +35,6 @@ from dbo_runtime.planner.online.preparation import (
     list_useful,
 )
 from dbo_runtime.planner.online.shapes import list_shapes
-from dbo_runtime.policies import alternate, staggered
-from dbo_runtime.program import SIDE
 from tests.planner.machines import make_table
 from tests.planner.online.prepared_machines import FEW_STATES, LIMITS, MACHINES, PreparedMachine, draw_batch
 from tests.planner.priced_programs import steps

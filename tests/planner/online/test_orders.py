@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.policies import get_policy
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.lab.whatif.published_cases import get_case, list_cases
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.program_spec import build_program
@@ -26,9 +29,6 @@ from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.jobs import Job
 from dbo_runtime.planner.search.search import FoundOrder, find_order
-from dbo_runtime.policies import get_policy
-from dbo_runtime.program import SIDE
-from dbo_runtime.validate import validate
 from tests.planner.online.prepared_machines import CONTENDED, CONTENDED_SIDE, FEW_STATES, MACHINES
 from tests.planner.online.served_orders import OrderJudge, draw_features
 from tests.planner.online.test_placements import record

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import sequential
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.schedule import Instruction
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.overlap_cost import (
@@ -20,9 +23,6 @@ from dbo_runtime.planner.online.overlap_cost import (
     stack_shares,
 )
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.schedule import Instruction
 from tests.planner.machines import PROGRAM, make_table, record_layers
 from tests.planner.priced_programs import THREE_LANES, TWO_LANES, Layered, layered
 from tests.planner.shop import do_nothing

@@ -13,15 +13,16 @@ import pytest
 
 from dbo_models.experts import record_experts
 from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import SIDE, Op
+from dbo_runtime.ir.policies import alternate, staggered
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.placements import list_placements
-from dbo_runtime.policies import alternate, staggered
-from dbo_runtime.program import SIDE, Op, Program, ProgramBuilder
-from dbo_runtime.validate import validate
 from tests.programs import record_toy
 
 LAYERS = 3

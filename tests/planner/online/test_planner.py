@@ -14,6 +14,8 @@ from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.ir.policies import staggered
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
@@ -22,8 +24,6 @@ from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.search import ROUNDING
-from dbo_runtime.policies import staggered
-from dbo_runtime.validate import validate
 from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit, record_layers, simulate_split
 from tests.profiles import scale
 from tests.strategies import batches

@@ -15,6 +15,8 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
@@ -30,8 +32,6 @@ from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.prepared_planner import ALIKE, MAX_REMEMBERED_KINDS, PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.program import SIDE
-from dbo_runtime.validate import validate
 from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit
 from tests.planner.online.prepared_machines import (
     FEW_STATES,

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import sequential
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
-from dbo_runtime.lowering import lower
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.policies import sequential
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Instruction, Schedule
 from tests.forward_pass import pass_forward
 from tests.planner.shop import do_nothing
 from tests.profiles import scale

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dbo_runtime.errors import ScheduleError
+from dbo_runtime.ir.policies import Order
+from dbo_runtime.ir.schedule import Issue
 from dbo_runtime.planner.search.jobs import Job
 from dbo_runtime.planner.search.lattice import Lattice
-from dbo_runtime.policies import Order
-from dbo_runtime.schedule import Issue
 
 
 def order_greedily(jobs: Sequence[Job]) -> Order:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job, Operation, make_jobs
-from dbo_runtime.program import COMM, COMPUTE
 from tests.planner.shop import Shop, chain_shops, find_least_end, share_chain, shops
 from tests.profiles import scale
 

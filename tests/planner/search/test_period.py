@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import staggered
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.search.few_layers import keep_few_layers
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import MIN_EQUAL_LAYERS, PeriodicOrder, PeriodSearch, find_periods
 from dbo_runtime.planner.search.search import find_order
-from dbo_runtime.policies import staggered
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.validate import validate
 from tests.planner.search.orders import measure_order
 from tests.planner.shop import do_nothing, record_chain
 from tests.profiles import scale

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 from dbo_runtime.errors import ConfigError, ScheduleError
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.op import COMPUTE
+from dbo_runtime.ir.policies import Order, alternate, sequential, staggered
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Issue
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job, make_jobs
 from dbo_runtime.planner.search.search import find_order, issue_early
-from dbo_runtime.policies import Order, alternate, sequential, staggered
-from dbo_runtime.program import COMPUTE, Program, ProgramBuilder
-from dbo_runtime.schedule import Issue
-from dbo_runtime.validate import validate
 from tests.planner.search.orders import measure_order, order_greedily
 from tests.planner.shop import Layer, Shop, do_nothing, find_least_end, share_chain, shops, simulate_order
 from tests.profiles import scale

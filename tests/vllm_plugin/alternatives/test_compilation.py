@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="needs vLLM, which compiles")
 from vllm.config import CompilationMode
 from vllm.forward_context import set_forward_context
 
-from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.alternatives import compilation
 from dbo_runtime.vllm_plugin.alternatives.compilation import (
     COMPILED_OPS,

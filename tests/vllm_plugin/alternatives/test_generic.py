@@ -12,12 +12,12 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.adapter import StageAdapter, record_program
+from dbo_runtime.adapters.contract import StageAdapter, record_program
+from dbo_runtime.engine.executor import run_sequential
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.executor import run_sequential
+from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.verify.watched_run import run_watched
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.program import Program
 from dbo_runtime.vllm_plugin.alternatives import generic
 from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapter
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results

@@ -16,6 +16,7 @@ import pytest
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
+from dbo_runtime.engine.runtime import Statistics
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_file import load_costs
@@ -24,7 +25,6 @@ from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
-from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.calibration import cost_source, measurement
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
 from dbo_runtime.vllm_plugin.calibration.report import Report

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.lowering import lower
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate, sequential
+from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -18,8 +20,6 @@ from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.samples import Sample, keep_queued
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.simulation import predict_timeline
-from dbo_runtime.policies import alternate, sequential
-from dbo_runtime.schedule import Schedule
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 from dbo_runtime.vllm_plugin.calibration.measurement import StepSample
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes

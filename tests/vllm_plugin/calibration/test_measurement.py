@@ -14,9 +14,9 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import RankError
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.samples import Sample
-from dbo_runtime.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 from dbo_runtime.vllm_plugin.calibration import measurement
 from dbo_runtime.vllm_plugin.calibration.budget import MAX_REPEATS, choose_repeats, expect_round

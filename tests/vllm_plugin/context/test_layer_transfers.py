@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_transfer_state import is_v1_kv_transfer_gro
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import TransferError
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate, layered
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.schedule import Instruction, Issue, Schedule
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate, layered
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns, transfer_once
 

@@ -16,14 +16,15 @@ import torch
 from dbo_models import qwen_vl
 from dbo_models.qwen_vl_text import Qwen3VLAdapter, _count_levels
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.adapter_registry import get_encoder_adapter
+from dbo_runtime.adapters.registry import get_encoder_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import SplitError
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.values import Value
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.program import ProgramBuilder, Value
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_lengths, make_attention_class, make_lengths
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder

@@ -12,13 +12,13 @@ import pytest
 
 import dbo_models.deepseek
 from dbo_models.deepseek import DeepseekAdapter
-from dbo_runtime.adapter_registry import GROUP, check_adapter, get_adapter
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program
-from dbo_runtime.render import parse, render
-from dbo_runtime.schedule import Schedule
-from dbo_runtime.validate import validate
+from dbo_runtime.adapters.registry import GROUP, check_adapter, get_adapter
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.render import parse, render
+from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate
 from tests.vllm_plugin.engine import Engine
 
 GOLDEN = Path(__file__).with_name("golden") / "deepseek_2_alternate.txt"

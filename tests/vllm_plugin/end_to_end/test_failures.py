@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dbo_runtime.engine.executor_cache import ExecutorCache
+from dbo_runtime.engine.runtime import Statistics
 from dbo_runtime.errors import SplitError
-from dbo_runtime.executor_cache import ExecutorCache
-from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.engine import Engine, find_difference, make_prompt
 
@@ -190,7 +190,9 @@ def lines(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     log = Lines()
     monkeypatch.setattr(forward.runtime, "statistics", Statistics())
     monkeypatch.setattr(forward.runtime, "_log", log)
-    monkeypatch.setattr(forward.runtime, "_executors", ExecutorCache(forward.runtime.device, log))
+    monkeypatch.setattr(
+        forward.runtime, "_executors", ExecutorCache(forward.runtime.device, log, 1, forward.runtime.events)
+    )
     return log.lines
 
 

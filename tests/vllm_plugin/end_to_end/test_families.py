@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dbo_runtime.adapter_registry import GROUP
+from dbo_runtime.adapters.registry import GROUP
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_unsplit
 from tests.vllm_plugin.end_to_end.test_expert_parallel import (
     ARRIVALS,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_runtime.adapter import Collectives
-from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.adapters.communication import Collectives
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.values import Value
 from examples.toy_adapter.granite_adapter import GraniteAdapter
 from tests.vllm_plugin.spoiled_ops import Spoil, spoil_op
 

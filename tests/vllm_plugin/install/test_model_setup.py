@@ -11,7 +11,7 @@ import pytest
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.program import Program, ProgramBuilder
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.install import model_setup
 from dbo_runtime.vllm_plugin.install.model_setup import _compare_settings

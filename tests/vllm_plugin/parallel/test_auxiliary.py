@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from dbo_runtime.adapter import name_auxiliary
+from dbo_runtime.adapters.contract import name_auxiliary
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import SplitError
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.api.speculation import get_auxiliary_layers
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage

@@ -10,14 +10,14 @@ import torch
 from vllm.forward_context import override_forward_context
 
 from dbo_models.deepseek import DeepseekAdapter
-from dbo_runtime.adapter import record_program
+from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.lowering import lower
-from dbo_runtime.policies import alternate
-from dbo_runtime.program import Program
-from dbo_runtime.ranks import RankPlan, validate_ranks
-from dbo_runtime.validate import validate
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.ranks import RankPlan, validate_ranks
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.experts import SequenceParallelExperts, SplitExperts

@@ -15,9 +15,9 @@ from dbo_models.toy import ToyAdapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import SplitError
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.install import model_setup, recorded_model
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines

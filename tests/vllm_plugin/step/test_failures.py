@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbo_runtime.adapter import record_program
+from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.versions import get_version

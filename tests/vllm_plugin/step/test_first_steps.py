@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dbo_runtime.batch import Batch
-from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps, name_kind
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model, Splitter, make_forward, run

@@ -27,14 +27,14 @@ from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
+from dbo_runtime.engine.runtime import NOTHING_TO_HIDE, MicroBatchRuntime
 from dbo_runtime.errors import ConfigError, ScheduleError, SplitError
+from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import MAX_LOG_CHANGE, PERIOD_STEPS
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.runtime import NOTHING_TO_HIDE, MicroBatchRuntime
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.extension import WorkerExtension

@@ -12,7 +12,7 @@ from vllm.forward_context import DPMetadata, override_forward_context
 
 from dbo_runtime.batch import Batch, BatchSlice, share_data_parallel
 from dbo_runtime.decline import Decline
-from dbo_runtime.program import ProgramBuilder
+from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.vllm_plugin.api.forward_context import NO_SLOT, take_tokens
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.decision import StepDecider

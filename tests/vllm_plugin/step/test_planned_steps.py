@@ -11,12 +11,12 @@ import pytest
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.executor_cache import ExecutorCache
+from dbo_runtime.engine.executor_cache import ExecutorCache
+from dbo_runtime.engine.runtime import Statistics
 from dbo_runtime.planner.costs.batch_features import measure_features
 from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.runtime import Statistics
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.costs import (
     Lines,
@@ -37,7 +37,7 @@ def forward(one_rank: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split
     forward: SplitForward = one_rank.runner.get_model().forward
     runtime = forward.runtime
     monkeypatch.setattr(runtime, "statistics", Statistics())
-    monkeypatch.setattr(runtime, "_executors", ExecutorCache(runtime.device, runtime._log))
+    monkeypatch.setattr(runtime, "_executors", ExecutorCache(runtime.device, runtime._log, 1, runtime.events))
     yield forward
     forward.runtime.planner = None
     one_rank.configure()
@@ -48,7 +48,9 @@ def log(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> Lines:
     """Return what is logged of plans and declines."""
     lines = Lines()
     monkeypatch.setattr(forward.runtime, "_log", lines)
-    monkeypatch.setattr(forward.runtime, "_executors", ExecutorCache(forward.runtime.device, lines))
+    monkeypatch.setattr(
+        forward.runtime, "_executors", ExecutorCache(forward.runtime.device, lines, 1, forward.runtime.events)
+    )
     return lines
 
 

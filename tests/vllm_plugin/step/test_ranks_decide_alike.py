@@ -28,12 +28,12 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
-from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.setting_values import Check
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from dbo_runtime.adapter import INPUT_IDS, KEPT, OutputAdapter
+from dbo_runtime.adapters.contract import INPUT_IDS, KEPT, OutputAdapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.virtual import VirtualDevice
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.runtime import MicroBatchRuntime
+from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, take_kept
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments

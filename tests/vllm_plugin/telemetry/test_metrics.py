@@ -19,11 +19,11 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
-from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.runtime import MicroBatchRuntime
 from dbo_runtime.vllm_plugin.telemetry.metrics import HISTOGRAMS, Metrics
 from tests.programs import record_toy
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from dbo_runtime.__main__ import main
-from dbo_runtime.adapter import record_program
+from dbo_runtime.adapters.contract import record_program
+from dbo_runtime.engine.executor import run_sequential
 from dbo_runtime.errors import ConfigError, ProgramError
-from dbo_runtime.executor import run_sequential
+from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.verify.draft.calls import Recording
 from dbo_runtime.lab.verify.draft.folding import fold
 from dbo_runtime.lab.verify.draft.package import DraftNames, write_package, write_source
 from dbo_runtime.lab.verify.draft.recording import find_layers, record_forward
 from dbo_runtime.lab.verify.tiny_config import make_config, shrink
-from dbo_runtime.program import Program
 from tests.vllm_plugin.verify.toy_decoders import (
     HIDDEN,
     AlternatingLayer,

@@ -12,10 +12,10 @@ from dbo_models import forms
 from dbo_models.parallel import CohereAdapter
 from dbo_models.post_norm import PostNormAdapter
 from dbo_models.sandwich import Gemma2Adapter, Gemma3Adapter, Glm4Adapter
-from dbo_runtime.adapter import ModelAdapter
-from dbo_runtime.executor import run_sequential
+from dbo_runtime.adapters.contract import ModelAdapter
+from dbo_runtime.engine.executor import run_sequential
+from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.lab.verify.verification import verify_adapter
-from dbo_runtime.program import ProgramBuilder
 from tests.vllm_plugin.families import ATTENTION, FAMILIES, IDS, SIZES, SLIDING, Family
 
 OTHERS = {  # verified, not registered

@@ -11,12 +11,15 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_models.layers import record_decoder
 from dbo_models.toy import ToyCollectives
-from dbo_runtime.adapter import Collectives, record_program
+from dbo_runtime.adapters.communication import Collectives
+from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ProgramError
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.verify.stage_verification import record_stages
 from dbo_runtime.lab.verify.watched_run import run_ops
-from dbo_runtime.program import Op, ProgramBuilder, Value
 from tests.test_layers import LAYERS, make_decoder
 
 X, POSITIONS = torch.arange(1.0, 9).reshape(4, 2), torch.arange(4.0)[:, None]

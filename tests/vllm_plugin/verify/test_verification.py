@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from dbo_models.dense import DenseAdapter
-from dbo_runtime.adapter import Collectives
+from dbo_runtime.adapters.communication import Collectives
 from dbo_runtime.decline import Decline, DeclineError
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.verify.comparing_forward import Mismatch, Verification
 from dbo_runtime.lab.verify.results import join_pieces
 from dbo_runtime.lab.verify.verification import verify_adapter
-from dbo_runtime.program import ProgramBuilder, Value
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
 from tests.vllm_plugin.engines import TINY
 from tests.vllm_plugin.families import make_family

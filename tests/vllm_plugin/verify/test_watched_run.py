@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dbo_runtime.errors import ProgramError
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.lab.verify.watched_run import run_watched
-from dbo_runtime.program import Program, ProgramBuilder
 
 
 def attend(positions: Any, x: Any) -> Any:

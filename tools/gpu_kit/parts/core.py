@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from dbo_runtime.devices.virtual import simulate
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor
-from dbo_runtime.generated_executor import GeneratedExecutor
-from dbo_runtime.lowering import lower
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import alternate, get_policy, sequential
 from dbo_runtime.planner.search.bound import compute_bound_of
-from dbo_runtime.policies import alternate, get_policy, sequential
 
 from ..machine import get_scale
 from .decoder import MICRO_BATCHES, SIZES, Decoder

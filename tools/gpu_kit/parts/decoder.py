@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from dbo_runtime.devices import Device, open_device
-from dbo_runtime.events import EventTable
-from dbo_runtime.executor import Executor, run_sequential
-from dbo_runtime.generated_executor import GeneratedExecutor
-from dbo_runtime.lowering import lower
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor, run_sequential
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.ir.validate import validate
 from dbo_runtime.observe.timeline import Recorder, Timeline
-from dbo_runtime.program import Program, ProgramBuilder
-from dbo_runtime.validate import validate
 
 from ..machine import get_scale
 

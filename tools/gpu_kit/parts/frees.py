@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dbo_runtime.policies import alternate, get_policy
+from dbo_runtime.ir.policies import alternate, get_policy
 
 from ..machine import get_scale
 from .decoder import SMALL, Decoder

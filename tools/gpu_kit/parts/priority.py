@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dbo_runtime.policies import alternate, sequential
+from dbo_runtime.ir.policies import alternate, sequential
 
 from .core import milliseconds
 from .decoder import SIZES, Decoder

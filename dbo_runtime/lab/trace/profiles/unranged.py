@@ -17,11 +17,11 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from dbo_runtime.ir.op import COMM, COMPUTE, SIDE
 from dbo_runtime.lab.trace.profiles.events import Event, Kernel, Track
 from dbo_runtime.lab.trace.profiles.kinds import is_communication, is_host_copy
 from dbo_runtime.lab.trace.profiles.steps import Step
 from dbo_runtime.observe.timeline import Span, Timeline
-from dbo_runtime.program import COMM, COMPUTE, SIDE
 
 WAKE_SECONDS = 20e-6  # from the end of a kernel to the start of one that a stream let wait for it
 MAX_COMM_LANES = 8

@@ -16,8 +16,10 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices import open_device
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.execution_plan import ExecutionPlan
+from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.lab.trace import recorded_file, trace_command
 from dbo_runtime.lab.trace.profiles.kinds import is_communication, is_host_copy
 from dbo_runtime.lab.trace.profiles.profile_file import Profile
@@ -26,8 +28,6 @@ from dbo_runtime.lab.trace.summary import summarize
 from dbo_runtime.observe.gaps import find_gaps
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import save_trace
-from dbo_runtime.program import ProgramBuilder
-from dbo_runtime.runtime import MicroBatchRuntime
 from tests.lab.trace.profiles.handmade import (
     FIRST,
     OTHER_STREAM,

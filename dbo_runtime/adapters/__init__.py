@@ -1,0 +1,1 @@
+"""How models say what their programs are, and how adapters are found."""

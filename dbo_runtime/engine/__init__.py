@@ -1,0 +1,1 @@
+"""Plans of steps, and what runs them on a device."""

@@ -1,0 +1,130 @@
+"""The executors of a runtime: each schedule is proven safe and turned into one when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from dbo_runtime.bounded import BoundedDict
+from dbo_runtime.devices import Device
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.executor import Executor
+from dbo_runtime.engine.generated_executor import GeneratedExecutor
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.policies import get_policy
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.ranks import RankPlan, validate_ranks
+from dbo_runtime.ir.render import digest
+from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate
+from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.setting_values import name_policy
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+MAX_PLANS = 64  # executors that are kept: those made last
+
+MakeExecutor: TypeAlias = Callable[[Schedule, Device, EventTable], Executor]
+
+
+class ExecutorCache:
+    """Makes executors, and keeps those made last, by the digests of their schedules.
+
+    Args:
+        device: where they run.
+        log: for each new one.
+        ranks: how many ranks run the same schedules, with collectives among them.
+        events: the event table of the executors.
+        make: makes one.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        log: FilteringBoundLogger,
+        ranks: int,
+        events: EventTable,
+        make: MakeExecutor = GeneratedExecutor,
+    ) -> None:
+        self._device = device
+        self._log = log
+        self._ranks = ranks
+        self._events = events
+        self._make_executor = make
+        self._digests: BoundedDict[tuple[object, ...], str] = BoundedDict(MAX_PLANS)
+        self._executors: BoundedDict[str, Executor] = BoundedDict(MAX_PLANS)
+
+    def __getitem__(self, name: str) -> Executor:
+        """Return the executor of the schedule with this digest, which was made."""
+        return self._executors[name]
+
+    @property
+    def fill(self) -> tuple[int, int]:
+        """How many executors there are, and how many there may be."""
+        return len(self._executors), self._executors.max_size
+
+    def forget_orders(self) -> None:
+        """Forget which order has which schedule: by other costs, an order of the same name may be another."""
+        self._digests.clear()
+
+    def clear(self) -> None:
+        """Forget all executors."""
+        self._digests.clear()
+        self._executors.clear()
+
+    def make_by_policy(self, program: Program, micro_batches: int, policy: tuple[str, int]) -> str:
+        """Return the digest of the schedule by a policy, for equal micro-batches; make its executor if it is new.
+
+        Raises:
+            ScheduleError: if the schedule is not safe.
+        """
+        key = policy, micro_batches, program.lanes
+        name = self._digests.get(key)
+        if name is None or name not in self._executors:
+            programs = (program,) * micro_batches
+            followed = ("alternate", 0) if policy[0] == "optimal" else policy
+            name = self._make(lower(programs, get_policy(*policy)(programs)), name_policy(*followed))
+            self._digests[key] = name
+        return name
+
+    def make_by_order(self, order: NamedOrder) -> str:
+        """Return the digest of the schedule of a planner's order; make its executor if it is new.
+
+        Raises:
+            ScheduleError: if the schedule is not safe.
+        """
+        key = order.name, len(order.programs)
+        name = self._digests.get(key)
+        if name is None or name not in self._executors:
+            self._digests[key] = name = self._make(order.schedule, order.name)
+        return name
+
+    def _make(self, schedule: Schedule, policy: str) -> str:
+        name = digest(schedule)
+        if name in self._executors:
+            return name
+        if self._ranks > 1:
+            validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same plan, so two represent any number
+        else:
+            validate(schedule)
+        self._executors[name] = self._make_executor(schedule, self._device, self._events)
+        self._log.info(
+            "new plan",
+            micro_batches=len(schedule.programs),
+            policy=policy,
+            instructions=len(schedule.instructions),
+            waits=sum(len(instruction.waits) for instruction in schedule.instructions),
+            digest=name,
+        )
+        return name
+
+
+def make_sanitized(schedule: Schedule, device: Device, events: EventTable) -> Executor:
+    """Make an executor that watches all that its ops do (`DBO_CHECK=races`).
+
+    It is part of the laboratory, which no server imports until it is asked for.
+    """
+    sanitizer = import_module("dbo_runtime.lab.sanitizer.executor")
+    return cast("Executor", sanitizer.SanitizedExecutor(schedule, device, events))

@@ -1,0 +1,271 @@
+"""Plan the batches of one model and run them in overlapped micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, decide, decide_data_parallel, slice_batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
+from dbo_runtime.devices import Device
+from dbo_runtime.engine.event_table import EventTable
+from dbo_runtime.engine.execution_plan import DataParallelSplit, ExecutionPlan
+from dbo_runtime.engine.executor import Enter, Inputs, Outputs, stay
+from dbo_runtime.engine.executor_cache import ExecutorCache, make_sanitized
+from dbo_runtime.errors import get_context
+from dbo_runtime.ir.op import SIDE
+from dbo_runtime.ir.policies import LATEST_FIRST, keep_layers
+from dbo_runtime.ir.program import Program
+from dbo_runtime.observe.declines import count_declined, note_standing
+from dbo_runtime.observe.instrument import Instrument
+from dbo_runtime.observe.ranges import open_step
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.split_choice import SplitChoice
+from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+NOTHING_TO_HIDE = {
+    "none": "no layer is spread over ranks",
+    "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
+    "one host": "all ranks are on one host, where communication takes the cores that compute",
+}
+"""Transports whose communication is not worth overlapping, and why."""
+
+HIDES_NOTHING = {transport: Decline("no communication to hide", why) for transport, why in NOTHING_TO_HIDE.items()}
+
+OFF = Decline("DBO_MODE is off")
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts of steps by mode; *concurrent* steps are not split, but have ops on `side`."""
+
+    split: int = 0
+    concurrent: int = 0
+    micro_batches: int = 0
+    declined: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as plain data."""
+        return {
+            "split": self.split,
+            "concurrent": self.concurrent,
+            "micro_batches": self.micro_batches,
+            "declined": dict(self.declined),
+        }
+
+
+class MicroBatchRuntime:
+    """Plans batches and runs them in overlapped micro-batches.
+
+    Args:
+        program: the ops of one micro-batch; the same for each, except that ops on `side` are included only where the
+            settings or costs ask for them.
+        device: where they run.
+        config: the settings; may be replaced between steps, on all ranks alike.
+        log: for each new plan and the first decline of each reason, never for a step.
+        ranks: how many ranks run the same plans, with collectives among them.
+        keeps_layers: whether no micro-batch may attend in a layer before all have in the one before it; orders of the
+            policies `optimal` and `alternate` then do that.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: Device,
+        config: RuntimeConfig,
+        log: FilteringBoundLogger,
+        ranks: int = 1,
+        keeps_layers: bool = False,
+    ) -> None:
+        self.program = program
+        self.device = device
+        self.config = config
+        self.statistics = Statistics()
+        self.keeps_layers = keeps_layers
+        self._log = log
+        self._planner: Planner | None = None
+        self.events = EventTable(device)
+        self._executors = ExecutorCache(device, log, ranks, self.events)
+        self._sanitized = ExecutorCache(device, log, ranks, self.events, make_sanitized)
+
+    @property
+    def planner(self) -> Planner | None:
+        """The planner by costs; None without costs."""
+        return self._planner
+
+    @planner.setter
+    def planner(self, planner: Planner | None) -> None:
+        self._planner = planner
+        self._executors.forget_orders()
+        self._sanitized.forget_orders()
+
+    @property
+    def forces_side(self) -> bool:
+        """Whether ops are on `side` in every step, also in those that are not split."""
+        return self.config.side == "on" and self.config.mode != "off" and SIDE in self.program.lanes
+
+    @property
+    def _cache(self) -> ExecutorCache:
+        """The executors that the settings ask for."""
+        return self._sanitized if self.config.check is Check.RACES else self._executors
+
+    @property
+    def _thresholds(self) -> Thresholds:
+        """What `auto` asks of a step without costs: by default what vllm-ascend #941 did."""
+        if self.config.mode != "auto":
+            return Thresholds()
+        return Thresholds(self.config.min_tokens, self.config.min_prefill_tokens, MIN_SHARE)
+
+    def describe_caches(self) -> dict[str, tuple[int, int]]:
+        """Return how many entries each cache of plans has, and how many it may have."""
+        planned = {} if self._planner is None else self._planner.describe_caches()
+        most = 2 * len(self.program.ops) * MAX_MICRO_BATCHES
+        return {
+            "executors": self._executors.fill,
+            "sanitized executors": self._sanitized.fill,
+            "events": (len(self.events), most),
+            **planned,
+        }
+
+    def prepare(self, config: RuntimeConfig) -> None:
+        """Obey *config* from the next step on, and do before that what would take long in a step.
+
+        With a planner, all orders that it may choose are found, proven and made into executors: seconds. Ranks do so
+        together, and each of them raises the same errors.
+
+        Raises:
+            ScheduleError: if an order is not safe.
+        """
+        if self._planner is not None and config.mode != "off":
+            self._planner.prepare(config)
+            for order in self._planner.orders:
+                self._cache.make_by_order(order)
+        self.config = config
+
+    def check_transport(self, transport: str) -> Decline | None:
+        """Decline every step if there is no communication to hide; `auto` only.
+
+        On one host communication may be worth hiding if it was measured, and concurrent compute lanes need none.
+        """
+        if self.config.mode != "auto" or transport not in NOTHING_TO_HIDE:
+            return None
+        if self.planner is not None and (transport == "one host" or self.planner.can_use_side):
+            return None
+        return HIDES_NOTHING[transport]
+
+    def decline_early(self, tokens: int) -> Decline | None:
+        """Decline a step of *tokens* tokens that is not split whatever its requests are, before they are read."""
+        if self.config.mode == "off":
+            return OFF
+        if self._planner is None:
+            return self._thresholds.decline_early(tokens)
+        return self._planner.decline_early(tokens) if self.config.mode == "auto" else None
+
+    def decline_decodes(self) -> Decline | None:
+        """Decline a step of decodes only, before they are read; without costs."""
+        return None if self._planner is not None else self._thresholds.check_prefill(0)
+
+    def check_balance(self, share: float) -> Decline | None:
+        """Decline a cut whose smallest micro-batch has only *share* of an even one's work; `auto` only."""
+        if share >= self._thresholds.share:
+            return None
+        return Decline("no balanced cut", f"the smallest micro-batch would have {share:.0%} of an even one's work")
+
+    def plan(
+        self, batch: Batch, cuts: Sequence[int] | None = None, shared: DataParallelSplit | None = None
+    ) -> ExecutionPlan | Decline:
+        """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
+
+        Cuts that belong to *shared* are those that other ranks rely on; see `slice_batch`.
+
+        A decline is only returned; a caller that acts on it counts it with `decline`.
+
+        Raises:
+            SplitError: if *cuts* are given and impossible.
+        """
+        choice = None if shared is None else shared.choice
+        if cuts is not None:
+            slices: tuple[BatchSlice, ...] | Decline = slice_batch(batch, cuts, agreed=shared is not None)
+        elif self.config.mode == "off":
+            return OFF
+        elif self._planner is None:
+            slices = decide(batch, self.config.parts, self._thresholds)
+        else:
+            chosen = self._planner.choose(batch, self.config)
+            if isinstance(chosen, Decline):
+                return chosen
+            slices, choice = chosen.slices, chosen
+        if isinstance(slices, Decline):
+            return slices
+        if len(slices) < 2 and choice is None and not self.forces_side:
+            return Decline("nowhere to cut", "no cuts were given")
+        name = self._make_executor(len(slices), choice)
+        if choice is None:
+            return ExecutionPlan(slices, self._cache[name], name)
+        return ExecutionPlan(slices, self._cache[name], name, choice.prediction.split, choice.kind)
+
+    def plan_data_parallel(self, tokens: Sequence[int]) -> DataParallelSplit | Decline:
+        """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
+        if self.config.mode == "off":
+            return OFF
+        if self._planner is None:
+            sizes = decide_data_parallel(tokens, self.config.parts, self._thresholds)
+            return sizes if isinstance(sizes, Decline) else DataParallelSplit(sizes)
+        chosen = self._planner.choose_data_parallel(tokens, self.config)
+        return chosen if isinstance(chosen, Decline) else DataParallelSplit(chosen.sizes, chosen)
+
+    def run(
+        self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None
+    ) -> Outputs:
+        """Run a plan; see `Executor.run`. Its ops have ranges in profilers where the settings want them."""
+        ranges = self.device.find_ranges(self.config.ranges)
+        try:
+            with open_step(ranges, plan):
+                outputs = plan.executor.run(inputs, enter, instrument, ranges)
+        except Exception as error:
+            # vLLM's executors pass an error on by its text alone, without notes: log here where it happened.
+            self._log.error("a split step failed", error=repr(error), where=get_context(error))
+            raise
+        if plan.mode == "split":
+            self.statistics.split += 1
+            self.statistics.micro_batches += len(plan.slices)
+        else:
+            self.statistics.concurrent += 1
+        return outputs
+
+    def decline(self, decline: Decline) -> None:
+        """Count a step that is not split; log the first of each reason."""
+        count_declined(self._log, self.statistics.declined, decline)
+
+    def decline_all(self, decline: Decline) -> None:
+        """Log that no further step is split, nor counted."""
+        note_standing(self._log, decline)
+
+    def close(self) -> None:
+        """End the device's threads. Plans made so far cannot be run any more."""
+        self._executors.clear()
+        self._sanitized.clear()
+        self.device.close()
+
+    def _make_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
+        """Return the digest of the schedule; make its executor if it is new.
+
+        While races are looked for, half of the split steps have the issue order in which an order that an adapter did
+        not declare is missed: by the Thue-Morse sequence, which has no period that steps could share.
+        """
+        if choice is not None:
+            program = choice.order.programs[0]
+        else:
+            program = self.program if self.forces_side else self.program.fold_side()
+        if self.config.check is Check.RACES and self.statistics.split.bit_count() % 2:
+            return self._cache.make_by_policy(program, micro_batches, (LATEST_FIRST, 0))
+        if choice is not None:
+            return self._cache.make_by_order(choice.order)
+        policy = keep_layers(self.config.policy) if self.keeps_layers else self.config.policy
+        return self._cache.make_by_policy(program, micro_batches, policy)

@@ -1,0 +1,1 @@
+"""A program of ops, from its declaration to a proven schedule."""

@@ -1,0 +1,68 @@
+"""Schedules: the instructions of all micro-batches in issue order. `lowering` derives one from an issue order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dbo_runtime.ir.op import COMPUTE, Op
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.values import Value
+
+
+class Issue(NamedTuple):
+    """One op of one micro-batch: the index of the micro-batch and of the op in its program."""
+
+    micro_batch: int
+    position: int
+
+
+class Slot(NamedTuple):
+    """One value of one micro-batch."""
+
+    micro_batch: int
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What the host does for one op: wait, free values, launch, record."""
+
+    issue: Issue
+    op: Op
+    waits: tuple[Issue, ...] = ()
+    records: bool = False
+    frees: tuple[Slot, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The op's label and the micro-batch, such as `L3.attention/1`."""
+        return f"{self.op.label}/{self.issue.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Instructions in issue order.
+
+    Attributes:
+        programs: one per micro-batch.
+        instructions: in issue order.
+        forks: lanes that must wait, before their first op, for what was launched on `compute` before the schedule.
+        joins: ops that `compute` waits for at the end, so that it is ordered after every lane.
+    """
+
+    programs: tuple[Program, ...]
+    instructions: tuple[Instruction, ...]
+    forks: tuple[str, ...] = ()
+    joins: tuple[Issue, ...] = ()
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes of all programs, `compute` first."""
+        return list_lanes(self.programs)
+
+
+def list_lanes(programs: Sequence[Program]) -> tuple[str, ...]:
+    """Return the lanes of all programs without duplicates, `compute` first."""
+    return tuple(dict.fromkeys(lane for program in programs for lane in (COMPUTE, *program.lanes)))
