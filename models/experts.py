@@ -42,7 +42,7 @@ def record_dispatch(
     A dispatch that needs sizes blocks the host. Then the shared experts come before it, so that the device has work
     meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
     depend on the tokens only, so they are concurrent with the gate and the experts, too. Where kernels allow it, gate,
-    experts and merge are movable: they may run there while the other micro-batch attends.
+    experts and merge may run there while the other micro-batch attends.
 
     *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
     of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks. *input_ids* are
@@ -52,7 +52,7 @@ def record_dispatch(
         assert tokens is not None, "each rank gives its kernels a chunk"
         fused: Value = record_fused_experts(p, moe, collectives, x, tokens, gathered, input_ids)
         return fused
-    declare = p.movable if moe.is_movable else p.compute
+    declare = p.may_move_to_side if moe.may_move_to_side else p.compute
     gate = partial(_choose_by_ids, moe) if tokens is None and input_ids is not None else moe.gate
     routing = declare("gate", gate, x, *(value for value in (tokens, input_ids) if value is not None))
     shared: list[Value] = []

@@ -97,7 +97,7 @@ class ReferenceExperts:
 
     has_shared_experts = True
     is_fused = is_sequence_parallel = reduces_shared_experts = False
-    is_movable = False  # the gate reads the sizes of the micro-batch that was entered last
+    may_move_to_side = False  # the gate reads the sizes of the micro-batch that was entered last
 
     def __init__(self, moe: ReferenceMoe, collectives: ReferenceCollectives) -> None:
         dispatcher = collectives.dispatcher

@@ -189,8 +189,8 @@ def test_a_table_that_shows_all_says_nothing_of_more(most: int) -> None:
 def test_a_recorder_keeps_spans_by_start() -> None:
     recorder = Recorder()
     first, second = lower_toy().instructions[1:3]
-    recorder.note(second, 0.5, 2.0, 3.0)
-    recorder.note(first, 0.25, 1.0, 2.0)
+    recorder.observe(second, 0.5, 2.0, 3.0)
+    recorder.observe(first, 0.25, 1.0, 2.0)
     assert recorder.timeline().spans == (
         Span("compute", "L0.attention", 0, 1.0, 2.0, 0.25),
         Span("comm", "L0.attn_reduce", 0, 2.0, 3.0, 0.5, (("L0.attention", 0),)),

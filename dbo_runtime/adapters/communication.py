@@ -24,7 +24,7 @@ class ExpertParallel(Protocol):
         """Whether there are shared experts, which every token passes."""
 
     @property
-    def is_movable(self) -> bool:
+    def may_move_to_side(self) -> bool:
         """Whether `gate`, `experts` and `merge` may run while another micro-batch attends.
 
         They may if they read no forward context and their kernels share no scratch memory with attention's.

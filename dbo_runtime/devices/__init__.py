@@ -61,10 +61,10 @@ class Lane(Protocol):
     def launch(self, task: Task, values: Values) -> None:
         """Run `task(values)` after everything launched here or waited for so far."""
 
-    def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Launch the task and call *note* with when it was issued, started and ended, in seconds of one clock.
+    def measure(self, task: Task, values: Values, observe: Note) -> None:
+        """Launch the task and call *observe* with when it was issued, started and ended, in seconds of one clock.
 
-        On some devices `float()` of start and end waits for the device. *note* may be called from the thread that runs
+        On some devices `float()` of start and end waits for the device. *observe* may be called from the thread that runs
         the task.
         """
 

@@ -52,9 +52,9 @@ class CallingThreadLane:
         """Run the task."""
         task(values)
 
-    def measure(self, task: Task, values: Values, note: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Note) -> None:
         """Run the task and read the clock before and after."""
-        _Timed(task, note)(values)
+        _Timed(task, observe)(values)
 
     def record(self, event: CpuEvent) -> None:
         """Mark the event as past: everything launched here has returned."""
@@ -94,9 +94,9 @@ class WorkerLane:
         self._launched += 1
         self._jobs.put((task, values))
 
-    def measure(self, task: Task, values: Values, note: Note) -> None:
-        """Queue the task and read the clock before and after; *note* is called on the worker."""
-        self.launch(_Timed(task, note), values)
+    def measure(self, task: Task, values: Values, observe: Note) -> None:
+        """Queue the task and read the clock before and after; *observe* is called on the worker."""
+        self.launch(_Timed(task, observe), values)
 
     def record(self, event: CpuEvent) -> None:
         """Record the event after all that is queued."""
@@ -163,15 +163,15 @@ class _Timed:
 
     __slots__ = ("_issued", "_note", "_task")
 
-    def __init__(self, task: Task, note: Note) -> None:
+    def __init__(self, task: Task, observe: Note) -> None:
         self._task = task
-        self._note = note
+        self._observe = observe
         self._issued = time.perf_counter()
 
     def __call__(self, values: Values) -> None:
         start = time.perf_counter()
         self._task(values)
-        self._note(self._issued, start, time.perf_counter())
+        self._observe(self._issued, start, time.perf_counter())
 
 
 class CpuDevice:

@@ -35,12 +35,12 @@ class StreamLane:
         self._device.switch(self)
         task(values)
 
-    def measure(self, task: Task, values: Values, note: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Note) -> None:
         """Launch the task between two timing events."""
         issued = time.perf_counter()
         start = self._device.read_clock(self)
         self.launch(task, values)
-        note(issued, start, self._device.read_clock(self))
+        observe(issued, start, self._device.read_clock(self))
 
     def record(self, event: StreamEvent) -> None:
         """Record the event after everything issued onto the stream."""

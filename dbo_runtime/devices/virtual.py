@@ -36,11 +36,11 @@ class VirtualLane:
         self.ready += self._device.cost(task)
         task(values)
 
-    def measure(self, task: Task, values: Values, note: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Note) -> None:
         """Launch the task and report its virtual times; all tasks are issued at time 0."""
         start = self.ready
         self.launch(task, values)
-        note(0.0, start, self.ready)
+        observe(0.0, start, self.ready)
 
     def record(self, event: VirtualEvent) -> None:
         """Keep the lane's time."""

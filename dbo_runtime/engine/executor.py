@@ -22,11 +22,11 @@ Inputs = Sequence[Sequence[Any]]
 Outputs = list[tuple[Any, ...]]
 
 
-def stay(micro_batch: int) -> None:
+def no_context(micro_batch: int) -> None:
     """Enter a micro-batch that has no context of its own."""
 
 
-def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = stay) -> Outputs:
+def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = no_context) -> Outputs:
     """Run one micro-batch after the other, op after op, without a device: every schedule must return the same."""
     outputs = []
     for micro_batch, (program, given) in enumerate(zip(programs, inputs, strict=True)):
@@ -88,7 +88,7 @@ class Executor:
     def run(
         self,
         inputs: Inputs,
-        enter: Enter = stay,
+        enter: Enter = no_context,
         instrument: Instrument | None = None,
         open_range: OpenRange | None = None,
     ) -> Outputs:
@@ -143,7 +143,7 @@ class Executor:
             if instrument is None:
                 lane.launch(task, values)
             else:
-                lane.measure(task, values, partial(instrument.note, task.instruction))
+                lane.measure(task, values, partial(instrument.observe, task.instruction))
             if event is not None:
                 lane.record(event)
         for awaited in self._joins:

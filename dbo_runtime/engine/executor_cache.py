@@ -61,7 +61,7 @@ class ExecutorCache:
         return self._executors[name]
 
     @property
-    def fill(self) -> tuple[int, int]:
+    def size_and_capacity(self) -> tuple[int, int]:
         """How many executors there are, and how many there may be."""
         return len(self._executors), self._executors.max_size
 

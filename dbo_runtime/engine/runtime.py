@@ -13,7 +13,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.engine.execution_plan import DataParallelSplit, ExecutionPlan
-from dbo_runtime.engine.executor import Enter, Inputs, Outputs, stay
+from dbo_runtime.engine.executor import Enter, Inputs, Outputs, no_context
 from dbo_runtime.engine.executor_cache import ExecutorCache, make_sanitized
 from dbo_runtime.errors import get_context
 from dbo_runtime.ir.op import SIDE
@@ -127,8 +127,8 @@ class MicroBatchRuntime:
         planned = {} if self._planner is None else self._planner.describe_caches()
         most = 2 * len(self.program.ops) * MAX_MICRO_BATCHES
         return {
-            "executors": self._executors.fill,
-            "sanitized executors": self._sanitized.fill,
+            "executors": self._executors.size_and_capacity,
+            "sanitized executors": self._sanitized.size_and_capacity,
             "events": (len(self.events), most),
             **planned,
         }
@@ -221,7 +221,7 @@ class MicroBatchRuntime:
         return chosen if isinstance(chosen, Decline) else DataParallelSplit(chosen.sizes, chosen)
 
     def run(
-        self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = stay, instrument: Instrument | None = None
+        self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = no_context, instrument: Instrument | None = None
     ) -> Outputs:
         """Run a plan; see `Executor.run`. Its ops have ranges in profilers where the settings want them."""
         ranges = self.device.find_ranges(self.config.ranges)

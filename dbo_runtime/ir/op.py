@@ -30,7 +30,7 @@ class Op:
         overwrites: the values read whose memory it changes, or returns as its own result.
         host_sync: it blocks the host, so it cannot be captured into a graph.
         declared_at: `file:line` of the declaration.
-        movable: it may run on `side` instead, while another micro-batch computes on `compute`.
+        may_move_to_side: whether it may run on `side` instead, while another micro-batch computes on `compute`.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Op:
     overwrites: tuple[Value, ...] = ()
     host_sync: bool = False
     declared_at: str = ""
-    movable: bool = False
+    may_move_to_side: bool = False
 
     @property
     def label(self) -> str:

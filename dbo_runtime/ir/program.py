@@ -67,8 +67,8 @@ class Program:
         return replace(self, ops=tuple(folded))
 
     def move_aside(self) -> Program:
-        """Return the program with all movable ops on `side`, in addition to those that are declared there."""
-        return replace(self, ops=tuple(replace(op, lane=SIDE) if op.movable else op for op in self.ops))
+        """Return the program with all ops on `side` that may move there, in addition to those that are declared there."""
+        return replace(self, ops=tuple(replace(op, lane=SIDE) if op.may_move_to_side else op for op in self.ops))
 
     def get_owning_lanes(self) -> dict[Value, frozenset[str]]:
         """Return each value's owning lanes: those whose allocator may own its memory.
@@ -171,14 +171,14 @@ class ProgramBuilder:
         """
         return self.op(name, fn, *reads, lane=SIDE if self.has_side else COMPUTE, **declaration)
 
-    def movable(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
+    def may_move_to_side(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
         """Declare an op on the compute lane that may run on `side` instead; arguments as in `op`.
 
         All such ops of a program move together, so that two micro-batches compute at the same time: one is in these
         ops, the other in the rest of a layer. So they must not read the forward context, and must share no scratch
         memory with the ops that stay.
         """
-        return self.op(name, fn, *reads, lane=COMPUTE, movable=self.has_side, **declaration)
+        return self.op(name, fn, *reads, lane=COMPUTE, may_move_to_side=self.has_side, **declaration)
 
     def op(
         self,
@@ -192,7 +192,7 @@ class ProgramBuilder:
         communicator: str | None = None,
         overwrites: tuple[Value, ...] = (),
         host_sync: bool = False,
-        movable: bool = False,
+        may_move_to_side: bool = False,
     ) -> Any:
         """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
 
@@ -218,7 +218,7 @@ class ProgramBuilder:
             overwrites,
             host_sync,
             where,
-            movable,
+            may_move_to_side,
         )
         self._check(op)
         self._labels[op.label] = where
@@ -248,8 +248,10 @@ class ProgramBuilder:
                 raise ProgramError(f"{what} {word!r} must be a plain word (letters, digits, _). ({where})")
         if not callable(op.fn):
             raise ProgramError(f"op {op.label!r} needs a function to call, not {op.fn!r}. ({where})")
-        if op.movable and op.lane not in COMPUTING:
-            raise ProgramError(f"op {op.label!r} is movable, so it must compute, but it is on {op.lane}. ({where})")
+        if op.may_move_to_side and op.lane not in COMPUTING:
+            raise ProgramError(
+                f"op {op.label!r} may move to side, so it must compute, but it is on {op.lane}. ({where})"
+            )
         if op.label in self._labels:
             earlier = self._labels[op.label]
             raise ProgramError(f"op {op.label!r} was declared already at {earlier}; rename one of them. ({where})")

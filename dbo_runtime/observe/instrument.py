@@ -10,7 +10,7 @@ from dbo_runtime.ir.schedule import Instruction
 class Instrument(Protocol):
     """Receives the interval of each op, possibly from the thread that ran it."""
 
-    def note(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
+    def observe(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
         """Record when the op of *instruction* was issued by the host, started and ended, in seconds of one clock.
 
         The clock is `time.perf_counter`, or a virtual device's own. On an asynchronous device *start* and *end* may lie

@@ -175,7 +175,7 @@ class Recorder:
     def __init__(self) -> None:
         self._notes: list[tuple[Instruction, float, SupportsFloat, SupportsFloat]] = []
 
-    def note(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
+    def observe(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
         """Record the interval."""
         self._notes.append((instruction, issued, start, end))
 

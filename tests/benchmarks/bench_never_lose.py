@@ -195,7 +195,7 @@ class Machine:
                 mode, expected, gain = SPLIT, decision.prediction.split, known[key]
             gains[batch].append(gain)
             if expected is not None:
-                planner.note(mode, expected, self._unsplit[batch] * (1.0 - gain) * noise, decision.kind)
+                planner.observe(mode, expected, self._unsplit[batch] * (1.0 - gain) * noise, decision.kind)
             if planner.correction.count():
                 planner.probation.apply([planner.probation.propose()])
                 planner.correct([planner.correction.propose()])

@@ -297,7 +297,7 @@ class Notes:
     def __init__(self) -> None:
         self.spans: dict[str, tuple[SupportsFloat, SupportsFloat]] = {}
 
-    def note(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
+    def observe(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
         assert instruction.label not in self.spans
         self.spans[instruction.label] = start, end
 

@@ -95,7 +95,7 @@ def serve(runtime: MicroBatchRuntime, count: int, seed: int = 0) -> Iterator[Non
             runtime.decline(plan)
         mode = "unsplit" if isinstance(plan, Decline) else "split"
         if plan.expected is not None:
-            planner.note(mode, plan.expected, plan.expected * chance.uniform(0.8, 1.3), plan.kind)
+            planner.observe(mode, plan.expected, plan.expected * chance.uniform(0.8, 1.3), plan.kind)
         if number % PERIOD_STEPS == 0:
             planner.probation.apply([planner.probation.propose()])
             planner.correct([planner.correction.propose()])

@@ -20,7 +20,7 @@ ODD_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "communicator": (None, None, "tp", 1, [], {}),
     "overwrites": ((), (), [], None, (1,), "x", [[]]),
     "host_sync": (False, True),
-    "movable": (False, True),
+    "may_move_to_side": (False, True),
 }
 
 

@@ -143,7 +143,7 @@ class ExpertParts:
 
     exchanges_sizes = False
     has_shared_experts = True
-    is_movable = is_fused = is_sequence_parallel = reduces_shared_experts = False
+    may_move_to_side = is_fused = is_sequence_parallel = reduces_shared_experts = False
 
     def __init__(self) -> None:
         self._gate, self._shared = make_weight(HIDDEN, EXPERTS), make_weight(HIDDEN, HIDDEN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from dbo_runtime.devices import Device, Event, Lane, Note, Task, Values
+from dbo_runtime.devices import Device, Event, Lane, Task, Values
 from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.engine.executor import BoundOp, describe
 from dbo_runtime.errors import SanitizerError, add_context
@@ -80,9 +80,9 @@ class WatchedLane:
         """Check the op, and launch it."""
         self._lane.launch(self._watch(task), values)
 
-    def measure(self, task: Task, values: Values, note: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Observe) -> None:
         """Check the op, and measure it with what is checked while it runs."""
-        self._lane.measure(self._watch(task), values, note)
+        self._lane.measure(self._watch(task), values, observe)
 
     def record(self, event: WatchedEvent) -> None:
         """Record the event."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dbo_runtime.engine.executor import Enter, describe_op, stay, unpack
+from dbo_runtime.engine.executor import Enter, describe_op, no_context, unpack
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.ir.op import Op
 from dbo_runtime.ir.policies import sequential
@@ -83,7 +83,7 @@ def run_watched(
     programs: Sequence[Program],
     inputs: Sequence[Sequence[Any]],
     order: Iterable[Issue] | None = None,
-    enter: Enter = stay,
+    enter: Enter = no_context,
 ) -> WatchedRun:
     """Run micro-batches op by op on one rank, in *order*, by default one after the other.
 

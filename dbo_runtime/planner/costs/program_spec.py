@@ -190,7 +190,7 @@ def _describe_op(op: Op, writes: _Writes) -> OpSpec:
         op.communicator,
         op.host_sync,
         overwrites,
-        op.movable,
+        op.may_move_to_side,
     )
 
 
@@ -244,7 +244,7 @@ def _record_op(p: ProgramBuilder, op: OpSpec, writes: _Writes, path: str) -> Non
             communicator=op.communicator,
             overwrites=overwrites,
             host_sync=op.host_sync,
-            movable=op.movable,
+            may_move_to_side=op.movable,
         )
     except ProgramError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -37,7 +37,7 @@ class Correction:
         self._steps += 1
         return self._steps % PERIOD_STEPS == 0
 
-    def note(self, mode: str, predicted: float, measured: float) -> None:
+    def observe(self, mode: str, predicted: float, measured: float) -> None:
         """Add a step's predicted seconds (without correction) and measured seconds."""
         if 0 < predicted < math.inf and 0 < measured < math.inf:
             self._errors[mode].append(math.log(measured / predicted))

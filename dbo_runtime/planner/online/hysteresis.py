@@ -58,7 +58,7 @@ class SplitHysteresis:
         self._split: BoundedDict[Hashable, None] = BoundedDict(MAX_KINDS)
 
     @property
-    def fill(self) -> tuple[int, int]:
+    def size_and_capacity(self) -> tuple[int, int]:
         """How many kinds are split, and how many may be."""
         return len(self._split), self._split.max_size
 

@@ -66,7 +66,7 @@ class Orders:
         """Return the orders for micro-batches like these: that of the settings, or the fastest that is known.
 
         If ops may be on `side` there are two: the best without any of them there, and the best with some; and a third
-        if movable ones may.
+        if others may move there.
         """
         placements = self._pick(slice_features, config)
         if config.policy[0] != "optimal" or len(slice_features) == 1:

@@ -168,12 +168,12 @@ class Planner:
         """Return the schedule of a step split into micro-batches with these features."""
         return self._orders.choose_best(slice_features, config).schedule
 
-    def note(self, mode: str, predicted: float, measured: float, kind: Kind | None = None) -> None:
+    def observe(self, mode: str, predicted: float, measured: float, kind: Kind | None = None) -> None:
         """Learn from a step: *predicted* with the present correction, and *measured*, in seconds."""
         uncorrected = predicted / self.correction.factor(mode)
-        self.correction.note(mode, uncorrected, measured)
+        self.correction.observe(mode, uncorrected, measured)
         if kind is not None:
-            self.probation.note(kind, mode, uncorrected, measured)
+            self.probation.observe(kind, mode, uncorrected, measured)
 
     def correct(self, proposals: Sequence[dict[str, float]]) -> None:
         """Apply the proposals of all ranks, and forget cached decisions."""

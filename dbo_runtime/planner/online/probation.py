@@ -130,7 +130,7 @@ class Probation:
             return None
         return _decline(kind, prediction, ratio, record.pairs) if doubt is None else doubt
 
-    def note(self, kind: Kind, mode: str, predicted: float, measured: float) -> None:
+    def observe(self, kind: Kind, mode: str, predicted: float, measured: float) -> None:
         """Add a step's predicted seconds (without correction) and measured seconds."""
         if kind not in self._records or not (0 < predicted < math.inf and 0 < measured < math.inf):
             return
@@ -144,7 +144,7 @@ class Probation:
         record.unpaired = None
 
     @property
-    def fill(self) -> tuple[int, int]:
+    def size_and_capacity(self) -> tuple[int, int]:
         """How many kinds are known, and how many may be."""
         return len(self._records), self._records.max_size
 

@@ -38,7 +38,7 @@ class Selection:
     @property
     def caches(self) -> dict[str, tuple[int, int]]:
         """How many kinds of steps each part knows, and how many it may."""
-        return {"probation": self.probation.fill, "hysteresis": self._hysteresis.fill}
+        return {"probation": self.probation.size_and_capacity, "hysteresis": self._hysteresis.size_and_capacity}
 
     def decide(
         self, options: Sequence[SplitChoice], features: BatchFeatures, config: RuntimeConfig

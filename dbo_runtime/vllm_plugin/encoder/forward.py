@@ -116,7 +116,7 @@ class SplitEncoder:
         own = describe_difference({RESULTS: embeddings}, {RESULTS: unsplit}, plan, accepts_rerouted=True)
         difference = self._agreement.find_first(own)
         if self.first_steps is not None and not is_checked:
-            self.first_steps.note(kind, difference)
+            self.first_steps.observe(kind, difference)
             return unsplit
         if difference:
             raise SplitError(difference)

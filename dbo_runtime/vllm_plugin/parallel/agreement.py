@@ -51,7 +51,7 @@ class Agreement:
         return int(self._group.world_size)
 
     @property
-    def fill(self) -> tuple[int, int]:
+    def size_and_capacity(self) -> tuple[int, int]:
         """How many plans are agreed on, and how many may be."""
         return len(self._agreed), self._agreed.max_size
 

@@ -50,7 +50,7 @@ class StepComparison:
             return plan
         if first_steps is None:
             raise SplitError(problem)
-        return first_steps.note(decision.kind, problem) or plan
+        return first_steps.observe(decision.kind, problem) or plan
 
     def compare(
         self,

@@ -39,7 +39,7 @@ class DeclineCache:
         self._declines: BoundedDict[Key, _Repeated] = BoundedDict(MAX_SIZES)
 
     @property
-    def fill(self) -> tuple[int, int]:
+    def size_and_capacity(self) -> tuple[int, int]:
         """How many sizes are remembered, and how many may be."""
         return len(self._declines), self._declines.max_size
 

@@ -53,7 +53,7 @@ class FirstSteps:
         self._compared: BoundedDict[Hashable, int] = BoundedDict(MAX_KINDS)
 
     @property
-    def fill(self) -> tuple[int, int]:
+    def size_and_capacity(self) -> tuple[int, int]:
         """How many kinds of steps are remembered, and how many may be."""
         return len(self._compared), self._compared.max_size
 
@@ -61,7 +61,7 @@ class FirstSteps:
         """Return whether a step of this kind is still to be compared. All ranks must ask with the same kind."""
         return self._compared.get(kind, 0) < COMPARED_STEPS
 
-    def note(self, kind: Hashable, difference: str) -> Decline | None:
+    def observe(self, kind: Hashable, difference: str) -> Decline | None:
         """Count a compared step; end splitting, and say so, if there is a *difference*, which is equal on all ranks."""
         self._compared[kind] = self._compared.get(kind, 0) + 1
         if difference:

@@ -130,10 +130,10 @@ class SplitForward:
         first_steps = self.decider.first_steps
         return {
             **self.runtime.describe_caches(),
-            "agreed plans": self._agreement.fill,
-            "declined sizes": self.decider.declines.fill,
+            "agreed plans": self._agreement.size_and_capacity,
+            "declined sizes": self.decider.declines.size_and_capacity,
             "timed steps": (len(self._timers), MAX_TIMED_STEPS),
-            **({} if first_steps is None else {"first steps": first_steps.fill}),
+            **({} if first_steps is None else {"first steps": first_steps.size_and_capacity}),
         }
 
     def start_serving(self, is_final: bool = False) -> None:
@@ -198,7 +198,7 @@ class SplitForward:
             make_context = partial(self.decider.make_own_context, decision.contexts, plan.slices)
             difference, unsplit = self._comparison.compare(results, repetition, plan, make_context)
             if first_steps is not None:
-                first_steps.note(decision.kind, difference)
+                first_steps.observe(decision.kind, difference)
                 results = unsplit
                 self._restore_forward()
             elif difference:
@@ -272,7 +272,7 @@ class SplitForward:
             mode, expected = UNSPLIT if isinstance(ran, Decline) else SPLIT, ran.expected
             self.last_step = StepTime(mode, expected, seconds)
             if planner is not None and expected is not None:
-                planner.note(mode, expected, seconds, ran.kind)
+                planner.observe(mode, expected, seconds, ran.kind)
             if self._metrics is not None and expected is not None:
                 self._metrics.count_time(mode, expected, seconds)
         if planner is not None and planner.correction.count():

@@ -67,12 +67,12 @@ class Form(NamedTuple):
 
 EXPERTS: dict[str, dict[str, bool] | None] = {
     "tensor parallel": None,
-    "all_gather": {"is_movable": True},
+    "all_gather": {"may_move_to_side": True},
     "all_to_all": {"exchanges_sizes": True},
     "sequence parallel": {"is_sequence_parallel": True, "reduces_shared_experts": True},
     "fused": {"is_sequence_parallel": True, "reduces_shared_experts": True, "is_fused": True},
 }
-SWITCHES = ("is_movable", "exchanges_sizes", "is_sequence_parallel", "reduces_shared_experts", "is_fused")
+SWITCHES = ("may_move_to_side", "exchanges_sizes", "is_sequence_parallel", "reduces_shared_experts", "is_fused")
 
 
 def list_forms(takes_stages: bool) -> Iterator[Form]:

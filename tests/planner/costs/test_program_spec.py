@@ -40,7 +40,7 @@ class Experts(SimpleNamespace):
     """A mixture of experts whose parts are never called."""
 
     has_shared_experts = True
-    is_movable = is_fused = is_sequence_parallel = reduces_shared_experts = False
+    may_move_to_side = is_fused = is_sequence_parallel = reduces_shared_experts = False
     gate = exchange_sizes = dispatch = shared_experts = experts = combine = merge = staticmethod(do_nothing)
 
 

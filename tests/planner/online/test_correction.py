@@ -28,7 +28,7 @@ def learn(ratios: list[float], mode: str = SPLIT) -> Correction:
     """Return a correction of steps that took *ratios* times what was predicted."""
     correction = Correction()
     for ratio in ratios:
-        correction.note(mode, 2.0, 2.0 * ratio)
+        correction.observe(mode, 2.0, 2.0 * ratio)
     return correction
 
 
@@ -58,7 +58,7 @@ def test_a_mode_that_never_ran_stays_as_predicted() -> None:
 
 def test_both_modes_are_corrected_separately() -> None:
     correction = learn([1.2] * 3, mode=UNSPLIT)
-    correction.note(SPLIT, 1.0, 0.9)
+    correction.observe(SPLIT, 1.0, 0.9)
     update(correction, times=20)
     assert correction.factor(UNSPLIT) == pytest.approx(1.2)
     assert correction.factor(SPLIT) == pytest.approx(0.9)
@@ -109,7 +109,7 @@ def test_what_is_long_ago_is_forgotten() -> None:
 )
 def test_what_is_no_time_is_not_learnt(predicted: float, measured: float) -> None:
     correction = Correction()
-    correction.note(UNSPLIT, predicted, measured)
+    correction.observe(UNSPLIT, predicted, measured)
     assert correction.propose() == {}
 
 

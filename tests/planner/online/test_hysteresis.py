@@ -62,7 +62,7 @@ def test_it_says_how_many_kinds_are_split() -> None:
     hysteresis = SplitHysteresis()
     for kind, gain in (("prefill", 0.1), ("decode", 0.1), ("mixed", 0.0)):
         hysteresis.decide(kind, predict(gain), MARGIN)
-    assert hysteresis.fill == (2, MAX_KINDS)
+    assert hysteresis.size_and_capacity == (2, MAX_KINDS)
 
 
 @pytest.mark.parametrize("gain", [0.0, -0.1])

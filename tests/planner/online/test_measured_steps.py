@@ -36,7 +36,7 @@ def serve(
         else:
             mode, expected, ratio = SPLIT, decision.prediction.split, split
         assert expected is not None
-        planner.note(mode, expected, expected / planner.correction.factor(mode) * ratio, decision.kind)
+        planner.observe(mode, expected, expected / planner.correction.factor(mode) * ratio, decision.kind)
         decisions.append(decision)
         if number % PERIOD_STEPS == 0:
             planner.probation.apply([planner.probation.propose()])

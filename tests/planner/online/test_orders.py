@@ -141,7 +141,7 @@ def test_there_is_an_order_without_side_the_best_with_it_and_one_with_moved_ops(
 
 
 def test_of_an_order_without_side_and_one_with_it_the_faster_is_chosen() -> None:
-    program, table = record(is_movable=False), MACHINES["side"].table
+    program, table = record(may_move_to_side=False), MACHINES["side"].table
     predictor = Predictor(program, table)
     orders = Orders(program, table, predictor, FEW_STATES)
     without, with_side = orders.list_orders(SLICES, RuntimeConfig(side="auto"))

@@ -30,7 +30,7 @@ LONGEST = 3e-4  # seconds
 MOE = {"gate", "experts", "merge"}
 
 
-def make_experts(is_movable: bool, run: Callable[..., Any] = lambda fn: fn) -> SimpleNamespace:
+def make_experts(may_move_to_side: bool, run: Callable[..., Any] = lambda fn: fn) -> SimpleNamespace:
     """Return a mixture of experts on plain numbers; *run* wraps each part."""
     parts: dict[str, Callable[..., Any]] = {
         "gate": lambda x: x % 5,
@@ -42,12 +42,12 @@ def make_experts(is_movable: bool, run: Callable[..., Any] = lambda fn: fn) -> S
     }
     wrapped = {name: run(fn) for name, fn in parts.items()}
     absent = dict.fromkeys(("exchanges_sizes", "is_fused", "is_sequence_parallel", "reduces_shared_experts"), False)
-    return SimpleNamespace(**absent, has_shared_experts=True, is_movable=is_movable, **wrapped)
+    return SimpleNamespace(**absent, has_shared_experts=True, may_move_to_side=may_move_to_side, **wrapped)
 
 
-def record(is_movable: bool = True, has_side: bool = True, run: Callable[..., Any] = lambda fn: fn) -> Program:
+def record(may_move_to_side: bool = True, has_side: bool = True, run: Callable[..., Any] = lambda fn: fn) -> Program:
     """Return a decoder of data parallel attention, with keys concurrent to queries, and a mixture of experts."""
-    p, experts = ProgramBuilder(has_side), make_experts(is_movable, run)
+    p, experts = ProgramBuilder(has_side), make_experts(may_move_to_side, run)
     x = p.input("x")
     for index in range(LAYERS):
         with p.layer(index):
@@ -82,13 +82,13 @@ def test_placements_differ_in_lanes_only() -> None:
 
 
 def test_nothing_moves_where_kernels_share_memory_or_there_is_no_second_lane() -> None:
-    assert [name_side_ops(placed) for placed in list_placements(record(is_movable=False))][-2:] == [
+    assert [name_side_ops(placed) for placed in list_placements(record(may_move_to_side=False))][-2:] == [
         {"shared_experts"},
         {"keys", "shared_experts"},
     ]
     without = record(has_side=False)
     assert list_placements(without) == (without,)
-    assert not any(op.movable for op in without.ops)
+    assert not any(op.may_move_to_side for op in without.ops)
     toy = record_toy(layers=2)
     assert list_placements(toy) == (toy,)
 
@@ -97,13 +97,15 @@ def test_a_cost_file_s_program_has_the_same_placements() -> None:
     spec = describe_program(record())
     placed = [[op.lane for op in each.ops] for each in list_placements(record())]
     assert [[op.lane for op in each.ops] for each in list_placements(build_program(spec))] == placed
-    assert describe_program(build_program(spec)) == spec != describe_program(record(is_movable=False))
+    assert describe_program(build_program(spec)) == spec != describe_program(record(may_move_to_side=False))
 
 
 def test_only_ops_of_the_compute_lane_are_movable() -> None:
     p = ProgramBuilder()
-    with pytest.raises(ProgramError, match=r"'send' is movable, so it must compute, but it is on comm\. \(.*\.py:\d+"):
-        p.op("send", abs, p.input("x"), lane="comm", movable=True)
+    with pytest.raises(
+        ProgramError, match=r"'send' may move to side, so it must compute, but it is on comm\. \(.*\.py:\d+"
+    ):
+        p.op("send", abs, p.input("x"), lane="comm", may_move_to_side=True)
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def test_what_is_learnt_does_not_build_up() -> None:
     learn(planner, UNSPLIT, 1.2)
     features = measure_unsplit(PROMPT)
     corrected = planner.predict_unsplit(features)
-    planner.note(UNSPLIT, corrected, corrected)
+    planner.observe(UNSPLIT, corrected, corrected)
     learn(planner, UNSPLIT, 1.0, times=20)
     assert planner.predict_unsplit(features) == pytest.approx(corrected)
 
@@ -373,7 +373,7 @@ def test_ranks_that_are_asked_the_same_decide_alike(asked: list[Batch], learnt: 
 
 def learn(planner: Planner, mode: str, ratio: float, times: int = 40) -> None:
     """Let a planner learn that steps take *ratio* times what its costs say."""
-    planner.note(mode, planner.correction.factor(mode), ratio)
+    planner.observe(mode, planner.correction.factor(mode), ratio)
     for _ in range(times):
         planner.correct([planner.correction.propose()])
 

@@ -236,13 +236,13 @@ def test_what_is_learnt_changes_decisions(monkeypatch: pytest.MonkeyPatch) -> No
     evaluated = count_evaluations(monkeypatch, planner)
     split(planner, PROMPT)
     assert not evaluated
-    planner.note(SPLIT, 1.0, 1.5)
+    planner.observe(SPLIT, 1.0, 1.5)
     for _ in range(40):
         planner.correct([planner.correction.propose()])
     declined = decline(planner, PROMPT)
     assert len(evaluated) == 1
     assert f"{predicted.split * 1.5 * 1e3:.2f} ms in" in declined.detail
-    planner.note(UNSPLIT, 1.0, 1.5)
+    planner.observe(UNSPLIT, 1.0, 1.5)
     for _ in range(40):
         planner.correct([planner.correction.propose()])
     again = split(planner, PROMPT).prediction

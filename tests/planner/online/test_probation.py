@@ -50,7 +50,7 @@ class Rank:
         mode, predicted, seconds = (
             (SPLIT, prediction.split, split) if declined is None else (UNSPLIT, prediction.unsplit, 1.0)
         )
-        self.probation.note(kind, mode, predicted, seconds * math.exp(self._rng.gauss(0.0, self._noise)))
+        self.probation.observe(kind, mode, predicted, seconds * math.exp(self._rng.gauss(0.0, self._noise)))
         return declined
 
 
@@ -79,8 +79,8 @@ def learn(probation: Probation, pairs: list[float], kind: Kind = KIND) -> None:
     """Let ranks agree on these pairs of a kind."""
     probation.check(kind, GAINS, None)
     for number in range(len(pairs)):
-        probation.note(kind, UNSPLIT, 1.0, 1.0)
-        probation.note(kind, SPLIT, 1.0, math.exp(pairs[number]))
+        probation.observe(kind, UNSPLIT, 1.0, 1.0)
+        probation.observe(kind, SPLIT, 1.0, math.exp(pairs[number]))
     probation.apply([probation.propose()])
 
 
@@ -209,7 +209,7 @@ def test_only_kinds_met_last_are_kept() -> None:
     for number in range(MAX_KINDS):
         probation.check(number, GAINS, None)
     assert len(probation._records) == MAX_KINDS
-    probation.note(KIND, SPLIT, 1.0, 1.0)  # of a step that ran before it was forgotten
+    probation.observe(KIND, SPLIT, 1.0, 1.0)  # of a step that ran before it was forgotten
     assert probation.check(KIND, GAINS, None) is None
 
 
@@ -219,7 +219,7 @@ def test_only_kinds_met_last_are_kept() -> None:
 def test_what_is_no_time_is_not_learnt(predicted: float, measured: float) -> None:
     probation = Probation()
     probation.check(KIND, GAINS, None)
-    probation.note(KIND, SPLIT, predicted, measured)
+    probation.observe(KIND, SPLIT, predicted, measured)
     assert probation.propose() == Proposal(False, {})
 
 
@@ -239,8 +239,8 @@ def test_of_ranks_that_are_behind_the_pairs_count_that_all_have(behind: list[int
     for probation, late in zip(probations, behind, strict=True):
         probation.check(KIND, GAINS, None)
         for _ in range(10 - late):
-            probation.note(KIND, UNSPLIT, 1.0, 1.0)
-            probation.note(KIND, SPLIT, 1.0, 1.5)
+            probation.observe(KIND, UNSPLIT, 1.0, 1.0)
+            probation.observe(KIND, SPLIT, 1.0, 1.5)
     proposals = [probation.propose() for probation in probations]
     for probation, late in zip(probations, behind, strict=True):
         probation.apply(proposals)

@@ -82,7 +82,7 @@ def test_ranks_with_the_same_batch_compare_a_plan_once(monkeypatch: pytest.Monke
     assert pair.compared == 1
     agreement.compare_once((3, ("alternate", 0)), "split")
     assert pair.compared == 2
-    assert agreement.fill == (2, MAX_AGREED_PLANS)
+    assert agreement.size_and_capacity == (2, MAX_AGREED_PLANS)
 
 
 def test_ranks_vote_on_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

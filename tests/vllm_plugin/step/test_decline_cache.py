@@ -103,7 +103,7 @@ def test_steps_of_another_size_in_between_change_nothing() -> None:
 def test_a_decline_because_of_cached_blocks_is_not_repeated() -> None:
     """It is of those requests, and not of their number."""
     forward = make_declined(Splitter(contexts=DECLINE))
-    assert forward.decider.declines.fill[0] == 0
+    assert forward.decider.declines.size_and_capacity[0] == 0
 
 
 def test_a_step_that_is_unsplit_for_comparison_declines_no_later_ones() -> None:
@@ -118,7 +118,7 @@ def test_a_step_that_is_unsplit_for_comparison_declines_no_later_ones() -> None:
 def test_sizes_are_forgotten_when_there_are_too_many() -> None:
     sizes = [SIZE._replace(max_query_len=number) for number in range(MAX_SIZES + 1)]
     cache = make_cache(*sizes)
-    assert cache.fill == (MAX_SIZES, MAX_SIZES)
+    assert cache.size_and_capacity == (MAX_SIZES, MAX_SIZES)
     assert cache.find(sizes[0], CONFIG, None) is None
     assert cache.find(sizes[-1], CONFIG, None) is DECLINE
 
@@ -137,7 +137,7 @@ def test_declines_are_forgotten_with_the_costs_they_come_from() -> None:
     cache.keep(DECLINE, SIZE)
     assert cache.find(SIZE, CONFIG, planner) is DECLINE
     assert cache.find(SIZE, CONFIG, None) is None
-    assert cache.fill == (0, MAX_SIZES)
+    assert cache.size_and_capacity == (0, MAX_SIZES)
 
 
 def test_chosen_cuts_are_not_declined_by_earlier_steps() -> None:
