@@ -15,7 +15,7 @@ from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.ranges import OpenRange
 
 Values = list[Any]
-Note = Callable[[float, SupportsFloat, SupportsFloat], None]  # takes when a task was issued, started and ended, in s
+Observe = Callable[[float, SupportsFloat, SupportsFloat], None]  # takes when a task was issued, started and ended, in s
 
 _CLASSES = {
     "npu": ("dbo_runtime.devices.npu", "NpuDevice"),
@@ -61,11 +61,11 @@ class Lane(Protocol):
     def launch(self, task: Task, values: Values) -> None:
         """Run `task(values)` after everything launched here or waited for so far."""
 
-    def measure(self, task: Task, values: Values, observe: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Observe) -> None:
         """Launch the task and call *observe* with when it was issued, started and ended, in seconds of one clock.
 
-        On some devices `float()` of start and end waits for the device. *observe* may be called from the thread that runs
-        the task.
+        On some devices `float()` of start and end waits for the device. *observe* may be called from the thread that
+        runs the task.
         """
 
     def record(self, event: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from dbo_runtime.devices import (
     DirectCalls,
     Lane,
-    Note,
+    Observe,
     Task,
     Values,
     check_recorded,
@@ -52,7 +52,7 @@ class CallingThreadLane:
         """Run the task."""
         task(values)
 
-    def measure(self, task: Task, values: Values, observe: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Observe) -> None:
         """Run the task and read the clock before and after."""
         _Timed(task, observe)(values)
 
@@ -94,7 +94,7 @@ class WorkerLane:
         self._launched += 1
         self._jobs.put((task, values))
 
-    def measure(self, task: Task, values: Values, observe: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Observe) -> None:
         """Queue the task and read the clock before and after; *observe* is called on the worker."""
         self.launch(_Timed(task, observe), values)
 
@@ -161,9 +161,9 @@ class HostTimer:
 class _Timed:
     """A task that notes when it was issued and when it ran."""
 
-    __slots__ = ("_issued", "_note", "_task")
+    __slots__ = ("_issued", "_observe", "_task")
 
-    def __init__(self, task: Task, observe: Note) -> None:
+    def __init__(self, task: Task, observe: Observe) -> None:
         self._task = task
         self._observe = observe
         self._issued = time.perf_counter()

@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dbo_runtime.devices import DirectCalls, Note, Task, Values, check_recorded
+from dbo_runtime.devices import DirectCalls, Observe, Task, Values, check_recorded
 
 if TYPE_CHECKING:
     from dbo_runtime.devices.torch_streams import StreamDevice
@@ -35,7 +35,7 @@ class StreamLane:
         self._device.switch(self)
         task(values)
 
-    def measure(self, task: Task, values: Values, observe: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Observe) -> None:
         """Launch the task between two timing events."""
         issued = time.perf_counter()
         start = self._device.read_clock(self)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dbo_runtime.devices import Lane, Note, Task, Values, check_recorded
+from dbo_runtime.devices import Lane, Observe, Task, Values, check_recorded
 from dbo_runtime.devices.event_loop import Machine, run_ahead, run_schedule
 from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.observe.timeline import Timeline
@@ -36,7 +36,7 @@ class VirtualLane:
         self.ready += self._device.cost(task)
         task(values)
 
-    def measure(self, task: Task, values: Values, observe: Note) -> None:
+    def measure(self, task: Task, values: Values, observe: Observe) -> None:
         """Launch the task and report its virtual times; all tasks are issued at time 0."""
         start = self.ready
         self.launch(task, values)

@@ -67,7 +67,7 @@ class Program:
         return replace(self, ops=tuple(folded))
 
     def move_aside(self) -> Program:
-        """Return the program with all ops on `side` that may move there, in addition to those that are declared there."""
+        """Return the program with all ops on `side` that are declared there or may move there."""
         return replace(self, ops=tuple(replace(op, lane=SIDE) if op.may_move_to_side else op for op in self.ops))
 
     def get_owning_lanes(self) -> dict[Value, frozenset[str]]:
@@ -249,9 +249,7 @@ class ProgramBuilder:
         if not callable(op.fn):
             raise ProgramError(f"op {op.label!r} needs a function to call, not {op.fn!r}. ({where})")
         if op.may_move_to_side and op.lane not in COMPUTING:
-            raise ProgramError(
-                f"op {op.label!r} may move to side, so it must compute, but it is on {op.lane}. ({where})"
-            )
+            raise ProgramError(f"op {op.label!r} may move to side, so it must compute, but is on {op.lane}. ({where})")
         if op.label in self._labels:
             earlier = self._labels[op.label]
             raise ProgramError(f"op {op.label!r} was declared already at {earlier}; rename one of them. ({where})")

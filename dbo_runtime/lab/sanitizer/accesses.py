@@ -64,11 +64,11 @@ class Accesses:
             clock[other] = max(clock.get(other, 0), count)
 
     def add_input(self, key: Hashable) -> None:
-        """Note a value that the caller wrote before the run."""
+        """Observe a value that the caller wrote before the run."""
         self._accesses[key].append(Access(Kind.WRITE, "the caller", self._first, 1))
 
     def add(self, key: Hashable, kind: Kind, by: str, lane: str) -> None:
-        """Note an access by the op that a lane has just been issued."""
+        """Observe an access by the op that a lane has just been issued."""
         self._accesses[key].append(Access(kind, by, lane, self._clocks[lane][lane]))
 
     def list(self, key: Hashable) -> list[Access]:

@@ -100,7 +100,7 @@ class Monitor:
 
     @contextmanager
     def run(self, instruction: Instruction) -> Iterator[None]:
-        """Note within the context that this thread runs an op.
+        """Observe within the context that this thread runs an op.
 
         Raises:
             SanitizerError: if it is not the next collective of its communicator that ranks have agreed on.

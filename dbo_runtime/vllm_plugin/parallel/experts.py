@@ -20,9 +20,7 @@ class SplitExperts:
         exchanges_sizes: whether that is an op of its own.
     """
 
-    may_move_to_side = (
-        False  # the gate reads the forward context, and vLLM's kernels share one workspace with attention
-    )
+    may_move_to_side = False  # the gate reads the forward context, and vLLM's kernels share a workspace with attention
     is_sequence_parallel = False
     reduces_shared_experts = False
     is_fused = False

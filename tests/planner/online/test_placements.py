@@ -100,10 +100,10 @@ def test_a_cost_file_s_program_has_the_same_placements() -> None:
     assert describe_program(build_program(spec)) == spec != describe_program(record(may_move_to_side=False))
 
 
-def test_only_ops_of_the_compute_lane_are_movable() -> None:
+def test_only_ops_of_the_compute_lane_may_move_to_side() -> None:
     p = ProgramBuilder()
     with pytest.raises(
-        ProgramError, match=r"'send' may move to side, so it must compute, but it is on comm\. \(.*\.py:\d+"
+        ProgramError, match=r"'send' may move to side, so it must compute, but is on comm\. \(.*\.py:\d+"
     ):
         p.op("send", abs, p.input("x"), lane="comm", may_move_to_side=True)
 
