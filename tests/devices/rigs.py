@@ -36,7 +36,7 @@ class HostRig:
     def make_pad(self) -> Values:
         return []
 
-    def observe(self, number: int) -> Task:
+    def note(self, number: int) -> Task:
         """Return a task that appends a number to the pad it is run on."""
         return lambda pad: pad.append(number)
 
@@ -77,7 +77,7 @@ class StreamRig:
         self.backend.synchronize()
         return pad
 
-    def observe(self, number: int) -> Task:
+    def note(self, number: int) -> Task:
         """Return a task whose kernels shift a number in at the end of a pad, with memory of their own lane."""
         import torch
 

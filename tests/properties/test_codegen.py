@@ -38,7 +38,7 @@ class Journal:
         self._cells: list[weakref.ref[Cell]] = []
         self._calls = 0
 
-    def observe(self, line: str) -> None:
+    def note(self, line: str) -> None:
         self.lines.append(line)
 
     def trace(self, result: Any) -> Any:
@@ -56,7 +56,7 @@ class Journal:
 
         def call(*cells: Cell) -> Any:
             alive = [number for number, cell in enumerate(self._cells) if cell() is not None]
-            self.observe(f"{op.label}({', '.join(map(str, cells))}), alive {alive}")
+            self.note(f"{op.label}({', '.join(map(str, cells))}), alive {alive}")
             self._calls += 1
             if self._calls == failing:
                 if len(op.writes) > 1:

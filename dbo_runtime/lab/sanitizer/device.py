@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from dbo_runtime.devices import Device, Event, Lane, Task, Values
+from dbo_runtime.devices import Device, Event, Lane, Observe, Task, Values
 from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.engine.executor import BoundOp, describe
 from dbo_runtime.errors import SanitizerError, add_context

@@ -47,7 +47,7 @@ def covers(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return wrap
 
 
-def observe(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function of an operator, which notes that it was called."""
 
     @functools.wraps(function)
