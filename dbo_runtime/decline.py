@@ -15,14 +15,14 @@ class Decline:
     Attributes:
         reason: a fixed phrase to count by.
         detail: the figures of this case.
-        expected: seconds that the unsplit step is predicted to take; None without a prediction.
-        kind: of the step, if its time is compared with that of split ones; see `Probation`.
+        expected: predicted seconds of the unsplit step; None without a prediction.
+        trial_class: class of the step, if its time is compared with that of split ones; see `AbTrials`.
     """
 
     reason: str
     detail: str = ""
     expected: float | None = None
-    kind: Hashable | None = None
+    trial_class: Hashable | None = None
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason

@@ -12,6 +12,7 @@ from dbo_runtime.errors import DeviceError, ProgramError, add_context
 from dbo_runtime.ir.codegen import number_slots
 from dbo_runtime.ir.op import Op
 from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.render import digest
 from dbo_runtime.ir.schedule import Instruction, Schedule, Slot
 from dbo_runtime.ir.values import Value
 from dbo_runtime.observe.instrument import Instrument
@@ -79,6 +80,11 @@ class Executor:
         self._forks = [lanes[lane] for lane in schedule.forks]
         self._joins = [events.get(by_issue[issue]) for issue in schedule.joins]
         self._blocking = next((instruction for instruction in schedule.instructions if instruction.op.host_sync), None)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the schedule; ranks compare it."""
+        return digest(self.schedule)
 
     @cached_property
     def range_names(self) -> list[str]:

@@ -18,7 +18,6 @@ from dbo_runtime.ir.ranks import RankPlan, validate_ranks
 from dbo_runtime.ir.render import digest
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
-from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.setting_values import name_policy
 
 if TYPE_CHECKING:
@@ -30,14 +29,14 @@ MakeExecutor: TypeAlias = Callable[[Schedule, Device, EventTable], Executor]
 
 
 class ExecutorCache:
-    """Makes executors, and keeps those made last, by the digests of their schedules.
+    """Makes executors, and keeps those made last.
 
     Args:
-        device: where they run.
-        log: for each new one.
-        ranks: how many ranks run the same schedules, with collectives among them.
-        events: the event table of the executors.
-        make: makes one.
+        device: runs them.
+        log: gets a line for each new one.
+        ranks: number of ranks that run the same schedules, with collectives among them.
+        events: event table of all executors.
+        make: makes an executor.
     """
 
     def __init__(
@@ -53,12 +52,8 @@ class ExecutorCache:
         self._ranks = ranks
         self._events = events
         self._make_executor = make
-        self._digests: BoundedDict[tuple[object, ...], str] = BoundedDict(MAX_PLANS)
-        self._executors: BoundedDict[str, Executor] = BoundedDict(MAX_PLANS)
-
-    def __getitem__(self, name: str) -> Executor:
-        """Return the executor of the schedule with this digest, which was made."""
-        return self._executors[name]
+        self._executors: BoundedDict[str, Executor] = BoundedDict(MAX_PLANS)  # by the digests of their schedules
+        self._known: BoundedDict[tuple[object, ...], Executor] = BoundedDict(MAX_PLANS)  # by policies and orders
 
     @property
     def size_and_capacity(self) -> tuple[int, int]:
@@ -67,49 +62,48 @@ class ExecutorCache:
 
     def forget_orders(self) -> None:
         """Forget which order has which schedule: by other costs, an order of the same name may be another."""
-        self._digests.clear()
+        self._known.clear()
 
     def clear(self) -> None:
         """Forget all executors."""
-        self._digests.clear()
+        self._known.clear()
         self._executors.clear()
 
-    def make_by_policy(self, program: Program, micro_batches: int, policy: tuple[str, int]) -> str:
-        """Return the digest of the schedule by a policy, for equal micro-batches; make its executor if it is new.
+    def get_by_policy(self, program: Program, micro_batches: int, policy: tuple[str, int]) -> Executor:
+        """Return the executor of a policy's schedule, for equal micro-batches; make it if it is new.
 
         Raises:
             ScheduleError: if the schedule is not safe.
         """
-        key = policy, micro_batches, program.lanes
-        name = self._digests.get(key)
-        if name is None or name not in self._executors:
+        executor = self._known.get(key := (policy, micro_batches, program.lanes))
+        if executor is None:
             programs = (program,) * micro_batches
             followed = ("alternate", 0) if policy[0] == "optimal" else policy
-            name = self._make(lower(programs, get_policy(*policy)(programs)), name_policy(*followed))
-            self._digests[key] = name
-        return name
+            executor = self._make(lower(programs, get_policy(*policy)(programs)), name_policy(*followed))
+            self._known[key] = executor
+        return executor
 
-    def make_by_order(self, order: NamedOrder) -> str:
-        """Return the digest of the schedule of a planner's order; make its executor if it is new.
+    def get_by_name(self, name: str, micro_batches: int, schedule: Schedule) -> Executor:
+        """Return the executor of the schedule of a planner's order, by the order's name; make it if it is new.
 
         Raises:
             ScheduleError: if the schedule is not safe.
         """
-        key = order.name, len(order.programs)
-        name = self._digests.get(key)
-        if name is None or name not in self._executors:
-            self._digests[key] = name = self._make(order.schedule, order.name)
-        return name
+        executor = self._known.get(key := (name, micro_batches))
+        if executor is None:
+            self._known[key] = executor = self._make(schedule, name)
+        return executor
 
-    def _make(self, schedule: Schedule, policy: str) -> str:
+    def _make(self, schedule: Schedule, policy: str) -> Executor:
         name = digest(schedule)
-        if name in self._executors:
-            return name
+        known = self._executors.get(name)
+        if known is not None:
+            return known
         if self._ranks > 1:
             validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same plan, so two represent any number
         else:
             validate(schedule)
-        self._executors[name] = self._make_executor(schedule, self._device, self._events)
+        self._executors[name] = executor = self._make_executor(schedule, self._device, self._events)
         self._log.info(
             "new plan",
             micro_batches=len(schedule.programs),
@@ -118,7 +112,7 @@ class ExecutorCache:
             waits=sum(len(instruction.waits) for instruction in schedule.instructions),
             digest=name,
         )
-        return name
+        return executor
 
 
 def make_sanitized(schedule: Schedule, device: Device, events: EventTable) -> Executor:

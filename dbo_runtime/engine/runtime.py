@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, decide, decide_data_parallel, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
 from dbo_runtime.engine.event_table import EventTable
-from dbo_runtime.engine.execution_plan import DataParallelSplit, ExecutionPlan
-from dbo_runtime.engine.executor import Enter, Inputs, Outputs, no_context
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.executor import Enter, Executor, Inputs, Outputs, no_context
 from dbo_runtime.engine.executor_cache import ExecutorCache, make_sanitized
 from dbo_runtime.errors import get_context
 from dbo_runtime.ir.op import SIDE
@@ -22,6 +22,8 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.observe.declines import count_declined, note_standing
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.observe.ranges import open_step
+from dbo_runtime.planner.online.cuts import Cut
+from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check
@@ -35,6 +37,9 @@ NOTHING_TO_HIDE = {
     "one host": "all ranks are on one host, where communication takes the cores that compute",
 }
 """Transports whose communication is not worth overlapping, and why."""
+
+SharedSplit: TypeAlias = "SplitChoice | Cut"
+"""A split that data parallel ranks share: chosen by costs, or only a cut without them."""
 
 HIDES_NOTHING = {transport: Decline("no communication to hide", why) for transport, why in NOTHING_TO_HIDE.items()}
 
@@ -124,7 +129,7 @@ class MicroBatchRuntime:
 
     def describe_caches(self) -> dict[str, tuple[int, int]]:
         """Return how many entries each cache of plans has, and how many it may have."""
-        planned = {} if self._planner is None else self._planner.describe_caches()
+        planned = {} if self._planner is None else self._planner.memory.sizes_and_capacities
         most = 2 * len(self.program.ops) * MAX_MICRO_BATCHES
         return {
             "executors": self._executors.size_and_capacity,
@@ -145,7 +150,7 @@ class MicroBatchRuntime:
         if self._planner is not None and config.mode != "off":
             self._planner.prepare(config)
             for order in self._planner.orders:
-                self._cache.make_by_order(order)
+                self._cache.get_by_name(order.name, len(order.programs), order.schedule)
         self.config = config
 
     def check_transport(self, transport: str) -> Decline | None:
@@ -178,7 +183,7 @@ class MicroBatchRuntime:
         return Decline("no balanced cut", f"the smallest micro-batch would have {share:.0%} of an even one's work")
 
     def plan(
-        self, batch: Batch, cuts: Sequence[int] | None = None, shared: DataParallelSplit | None = None
+        self, batch: Batch, cuts: Sequence[int] | None = None, shared: SharedSplit | None = None
     ) -> ExecutionPlan | Decline:
         """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
 
@@ -189,36 +194,24 @@ class MicroBatchRuntime:
         Raises:
             SplitError: if *cuts* are given and impossible.
         """
-        choice = None if shared is None else shared.choice
         if cuts is not None:
             slices: tuple[BatchSlice, ...] | Decline = slice_batch(batch, cuts, agreed=shared is not None)
-        elif self.config.mode == "off":
-            return OFF
-        elif self._planner is None:
-            slices = decide(batch, self.config.parts, self._thresholds)
-        else:
-            chosen = self._planner.choose(batch, self.config)
-            if isinstance(chosen, Decline):
-                return chosen
-            slices, choice = chosen.slices, chosen
-        if isinstance(slices, Decline):
-            return slices
-        if len(slices) < 2 and choice is None and not self.forces_side:
-            return Decline("nowhere to cut", "no cuts were given")
-        name = self._make_executor(len(slices), choice)
-        if choice is None:
-            return ExecutionPlan(slices, self._cache[name], name)
-        return ExecutionPlan(slices, self._cache[name], name, choice.prediction.split, choice.kind)
-
-    def plan_data_parallel(self, tokens: Sequence[int]) -> DataParallelSplit | Decline:
-        """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
+            return self._bind(slices, shared if isinstance(shared, SplitChoice) else None)
         if self.config.mode == "off":
             return OFF
         if self._planner is None:
-            sizes = decide_data_parallel(tokens, self.config.parts, self._thresholds)
-            return sizes if isinstance(sizes, Decline) else DataParallelSplit(sizes)
-        chosen = self._planner.choose_data_parallel(tokens, self.config)
-        return chosen if isinstance(chosen, Decline) else DataParallelSplit(chosen.sizes, chosen)
+            return self._bind(decide(batch, self.config.parts, self._thresholds))
+        choice = self._planner.choose(batch, self.config)
+        return choice if isinstance(choice, Decline) else self._bind(choice.slices, choice)
+
+    def plan_data_parallel(self, tokens: Sequence[int]) -> SharedSplit | Decline:
+        """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
+        if self.config.mode == "off":
+            return OFF
+        if self._planner is not None:
+            return self._planner.choose_data_parallel(tokens, self.config)
+        sizes = decide_data_parallel(tokens, self.config.parts, self._thresholds)
+        return sizes if isinstance(sizes, Decline) else Cut(sizes=sizes)
 
     def run(
         self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = no_context, instrument: Instrument | None = None
@@ -253,19 +246,32 @@ class MicroBatchRuntime:
         self._sanitized.clear()
         self.device.close()
 
-    def _make_executor(self, micro_batches: int, choice: SplitChoice | None) -> str:
-        """Return the digest of the schedule; make its executor if it is new.
-
-        While races are looked for, half of the split steps have the issue order in which an order that an adapter did
-        not declare is missed: by the Thue-Morse sequence, which has no period that steps could share.
-        """
+    def _bind(
+        self, slices: tuple[BatchSlice, ...] | Decline, choice: SplitChoice | None = None
+    ) -> ExecutionPlan | Decline:
+        """Return the plan that runs these slices; *choice* is that of the planner."""
+        if isinstance(slices, Decline):
+            return slices
         if choice is not None:
-            program = choice.order.programs[0]
+            executor = self._get_executor(len(slices), choice.order)
+            return ExecutionPlan(slices, executor, choice.prediction.split, choice.trial_class)
+        if len(slices) < 2 and not self.forces_side:
+            return Decline("nowhere to cut", "no cuts were given")
+        return ExecutionPlan(slices, self._get_executor(len(slices)))
+
+    def _get_executor(self, micro_batches: int, order: NamedOrder | None = None) -> Executor:
+        """Return the executor of an order, or of the policy of the settings; make it if it is new.
+
+        While races are looked for, half of the split steps use the order that exposes a missing `ordered=True`. The
+        Thue-Morse sequence picks them, because it has no period that steps could share.
+        """
+        if order is not None:
+            program = order.programs[0]
         else:
             program = self.program if self.forces_side else self.program.fold_side()
         if self.config.check is Check.RACES and self.statistics.split.bit_count() % 2:
-            return self._cache.make_by_policy(program, micro_batches, (LATEST_FIRST, 0))
-        if choice is not None:
-            return self._cache.make_by_order(choice.order)
+            return self._cache.get_by_policy(program, micro_batches, (LATEST_FIRST, 0))
+        if order is not None:
+            return self._cache.get_by_name(order.name, len(order.programs), order.schedule)
         policy = keep_layers(self.config.policy) if self.keeps_layers else self.config.policy
-        return self._cache.make_by_policy(program, micro_batches, policy)
+        return self._cache.get_by_policy(program, micro_batches, policy)

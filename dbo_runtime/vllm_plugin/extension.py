@@ -50,12 +50,12 @@ class WorkerExtension:
         """Keep the timeline of the next split step; drop the last one."""
         forward = self._dbo_forward()
         if forward is not None:
-            forward.recording.request()
+            forward.observer.recording.request()
 
     def dbo_timeline(self) -> dict[str, Any] | None:
         """Return the requested timeline, or None if no step was split since; see `Timeline.from_dict`."""
         forward = self._dbo_forward()
-        timeline = None if forward is None else forward.recording.timeline
+        timeline = None if forward is None else forward.observer.recording.timeline
         return None if timeline is None else timeline.as_dict()
 
     def dbo_cut_at(self, cuts: list[Any] | None) -> None:
@@ -94,7 +94,8 @@ class WorkerExtension:
     def dbo_last_step(self) -> dict[str, Any] | None:
         """Return the last step's mode (`split` or `unsplit`), predicted seconds (or None), and measured seconds."""
         forward = self._dbo_forward()
-        return None if forward is None or forward.last_step is None else forward.last_step._asdict()
+        last_step = None if forward is None else forward.observer.last_step
+        return None if last_step is None else last_step._asdict()
 
     def dbo_calibrate(self, path: str = "", budget: float | None = None) -> dict[str, Any] | None:
         """Measure the costs of ops, plan by them from now on, and write them to *path* if that is given.

@@ -202,7 +202,7 @@ def change_workers(engine: Engine, rank: int, change: Callable[[Any], None]) -> 
 
 
 def _leave_nothing(worker: Any) -> None:
-    worker.model_runner.get_model().forward._keep_output = None
+    worker.model_runner.get_model().forward.runner._ends._keep_output = None
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.ir.program import Program
 from dbo_runtime.observe.logs import open_log
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.api.metadata_source import get_source, trace_builders
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
@@ -44,6 +44,7 @@ from tests.benchmarks.bench_core import LAYERS, record_decoder
 from tests.benchmarks.bench_planner import make_table as make_costs
 from tests.benchmarks.page import Publish, find_command, make_table
 from tests.benchmarks.rounds import time_in_turns
+from tests.support.split_forwards import assemble
 from tests.vllm_plugin.context.test_splitter import CONFIG, UNTRACED, FakeBuilder, build, make_common, make_group
 from tests.vllm_plugin.step.test_forward import ONE_RANK
 
@@ -119,20 +120,11 @@ def install(row: Row, program: Program, device: Device, folder: Path) -> tuple[M
     model, metrics = Model(), Metrics(folder, row.reason, 0)
     runtime = MicroBatchRuntime(program, device, row.config, open_log(quiet=True))
     if row.has_costs:
-        runtime.planner = PreparedPlanner(program, make_costs(program), ServingLimits(tokens=512, requests=64))
+        runtime.planner = Planner(program, make_costs(program), ServingLimits(tokens=512, requests=64))
         runtime.prepare(row.config)
     agreement = Agreement(ONE_RANK)  # type: ignore[arg-type]
     decider = StepDecider(runtime, ContextSplitter(get_platform("cpu"), CONFIG), agreement, row.transport)
-    recording = Recording(metrics=metrics)
-    forward = SplitForward(
-        model,
-        model.forward,
-        runtime,
-        decider,
-        agreement,
-        recording=recording,
-        metrics=metrics,  # type: ignore[arg-type]
-    )
+    forward = assemble(model, decider, agreement, recording=Recording(metrics=metrics), metrics=metrics)
     model.forward = forward  # type: ignore[method-assign]
     return model, forward
 

@@ -35,8 +35,8 @@ from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.benchmarks.page import Publish, find_command, make_table
 
@@ -117,7 +117,7 @@ class Case:
         self.after = prepare(self.program, case.table)
         self._always = {
             count: prepare(self.program, case.table, replace(ALWAYS, micro_batches=count))
-            for count in self.after.list_parts(ALWAYS)
+            for count in self.after.list_counts(ALWAYS)
         }
         self._ping_pong = Candidates(self.program.fold_side(), 1).make_policy("alternate", 0, 2)
         self._options: dict[Batch, tuple[SplitChoice, ...]] = {}
@@ -177,9 +177,9 @@ class Machine:
     def _measure_gain(self, batch: Batch, choice: SplitChoice | None) -> float:
         return 0.0 if choice is None else 1.0 - self._truth.time_split(batch, choice) / self._unsplit[batch]
 
-    def _serve(self, planner: PreparedPlanner, config: RuntimeConfig) -> list[float]:
+    def _serve(self, planner: Planner, config: RuntimeConfig) -> list[float]:
         """Serve the steps in random order; return what each gained over all its times [steps]."""
-        planner.forget()
+        planner.memory.forget()
         rng = random.Random(self._seed)
         gains: dict[Batch, list[float]] = {batch: [] for batch in self._batches}
         known: dict[tuple[Batch, str, tuple[int, ...]], float] = {}
@@ -195,16 +195,18 @@ class Machine:
                 mode, expected, gain = SPLIT, decision.prediction.split, known[key]
             gains[batch].append(gain)
             if expected is not None:
-                planner.observe(mode, expected, self._unsplit[batch] * (1.0 - gain) * noise, decision.kind)
-            if planner.correction.count():
-                planner.probation.apply([planner.probation.propose()])
-                planner.correct([planner.correction.propose()])
+                planner.memory.observe(
+                    mode, expected, self._unsplit[batch] * (1.0 - gain) * noise, decision.trial_class
+                )
+            if planner.memory.correction.count():
+                planner.memory.trials.apply([planner.memory.trials.propose()])
+                planner.correct([planner.memory.correction.propose()])
         return [mean(of_batch) for of_batch in gains.values()]
 
 
-def prepare(program: Program, table: CostTable, config: RuntimeConfig = AUTO) -> PreparedPlanner:
+def prepare(program: Program, table: CostTable, config: RuntimeConfig = AUTO) -> Planner:
     """Return a planner that is prepared as when serving."""
-    planner = PreparedPlanner(program, table)
+    planner = Planner(program, table)
     planner.prepare(config)
     return planner
 

@@ -34,7 +34,6 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.benchmarks.bench_core import LAYERS, record_decoder
@@ -116,7 +115,7 @@ class Replay(NamedTuple):
         return [f"{self.row}: {name}" for name, is_met in checks.items() if not is_met]
 
 
-class CountingPlanner(PreparedPlanner):
+class CountingPlanner(Planner):
     """Counts the decisions that were not remembered."""
 
     evaluated = 0
@@ -255,7 +254,7 @@ def _list_batches(row: Row, planner: Planner) -> Iterator[Batch]:
 def _measure_growth() -> float:
     """Return by how many MiB this process grows while it plans distinct batches, after a tenth of them."""
     program, table = ROWS[2].make()
-    planner = PreparedPlanner(program, table)
+    planner = Planner(program, table)
     planner.prepare(CONFIG)
     rng, before = random.Random(1), 0
     for number in range(DISTINCT_BATCHES):

@@ -41,7 +41,6 @@ from dbo_runtime.engine.dispatch import (
     reduce_rows,
 )
 from dbo_runtime.engine.event_table import EventTable
-from dbo_runtime.engine.execution_plan import DataParallelSplit
 from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ScheduleError, SplitError
@@ -50,6 +49,7 @@ from dbo_runtime.ir.policies import alternate
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.observe.logs import open_log
+from dbo_runtime.planner.online.cuts import Cut
 from tests.reference_model import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 
 PATIENCE = 60.0  # seconds for one case; far more than any takes
@@ -474,7 +474,7 @@ def overlap(make: Callable[[], Dispatcher], policy: tuple[str, int], micro_batch
 
     slow = delay(program, random.Random(rank))
     runtime = MicroBatchRuntime(slow, CpuDevice(), config, open_log(quiet=True))
-    plan = runtime.plan(Batch((tokens[rank],), tokens[rank]), list(accumulate(own))[:-1], DataParallelSplit(sizes))
+    plan = runtime.plan(Batch((tokens[rank],), tokens[rank]), list(accumulate(own))[:-1], Cut(sizes=sizes))
     assert not isinstance(plan, Decline)
     try:
         for _ in range(2):  # the second run finds events and lanes used

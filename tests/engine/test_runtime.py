@@ -11,7 +11,7 @@ from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
-from dbo_runtime.engine.execution_plan import DataParallelSplit, ExecutionPlan
+from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.engine.executor import run_sequential
 from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError, DeviceError, ScheduleError, SplitError
@@ -23,9 +23,10 @@ from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.cuts import Cut
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.prediction import Prediction
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.programs import record_dense_and_experts, record_three_lanes, record_toy
 
@@ -286,11 +287,11 @@ def test_thresholds_are_those_of_the_settings_and_bind_auto_only(runtime: MicroB
     assert runtime.check_balance(0.09) is not None
     largest = "80 < 81 on rank 1, which has the most"
     assert runtime.plan_data_parallel([40, 80]) == Decline("fewer tokens than DBO_MIN_TOKENS", largest)
-    assert isinstance(runtime.plan_data_parallel([1024, 80]), DataParallelSplit)
+    assert isinstance(runtime.plan_data_parallel([1024, 80]), Cut)
     runtime.config = replace(runtime.config, mode="always")
     assert len(plan(runtime, few).slices) == len(plan(runtime, decode).slices) == 2
     assert runtime.check_balance(0.09) is None
-    assert isinstance(runtime.plan_data_parallel([40, 80]), DataParallelSplit)
+    assert isinstance(runtime.plan_data_parallel([40, 80]), Cut)
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0])
@@ -306,7 +307,7 @@ def test_off_declines_everything_with_costs_and_without(alpha: float | None, run
 def test_data_parallel_ranks_plan_together_by_costs(runtime: MicroBatchRuntime) -> None:
     use_costs(runtime, alpha=0.0)
     shared = runtime.plan_data_parallel([1024, 700])
-    assert isinstance(shared, DataParallelSplit)
+    assert isinstance(shared, Cut)
     assert [sum(sizes) for sizes in zip(*shared.sizes, strict=True)] == [1024, 700]
     own = runtime.plan(BATCH, list(accumulate(part[0] for part in shared.sizes))[:-1], shared)
     assert isinstance(own, ExecutionPlan)

@@ -21,7 +21,7 @@ from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.correction import PERIOD_STEPS
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
+from dbo_runtime.planner.online.planner import Planner
 from tests.benchmarks.page import make_table, tell_section
 from tests.reliability.page import PAGE
 from tests.reliability.process_sizes import KIB, PROC
@@ -67,7 +67,7 @@ def open_runtime() -> MicroBatchRuntime:
     table = get_case(CASE).table
     program = build_program(table.program)
     runtime = MicroBatchRuntime(program, VirtualDevice(), RuntimeConfig(enabled=True), open_log(quiet=True))
-    runtime.planner = PreparedPlanner(program, table)
+    runtime.planner = Planner(program, table)
     runtime.prepare(runtime.config)
     return runtime
 
@@ -95,10 +95,10 @@ def serve(runtime: MicroBatchRuntime, count: int, seed: int = 0) -> Iterator[Non
             runtime.decline(plan)
         mode = "unsplit" if isinstance(plan, Decline) else "split"
         if plan.expected is not None:
-            planner.observe(mode, plan.expected, plan.expected * chance.uniform(0.8, 1.3), plan.kind)
+            planner.memory.observe(mode, plan.expected, plan.expected * chance.uniform(0.8, 1.3), plan.trial_class)
         if number % PERIOD_STEPS == 0:
-            planner.probation.apply([planner.probation.propose()])
-            planner.correct([planner.correction.propose()])
+            planner.memory.trials.apply([planner.memory.trials.propose()])
+            planner.correct([planner.memory.correction.propose()])
 
 
 def _make_batch(chance: random.Random, number: int) -> Batch:

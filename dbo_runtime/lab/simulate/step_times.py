@@ -11,12 +11,11 @@ from typing import Protocol
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.lab.whatif.corners import Corner, move_to
-from dbo_runtime.lab.whatif.estimate import ESTIMATE_SEARCH_STATES
+from dbo_runtime.lab.whatif.estimate import hold_batch, open_planner
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
+from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
 
 PREFILL_GRID = (0, 256, 1024, 2048, 4096, 8192, 16384)
@@ -76,13 +75,14 @@ def predict_step_times(
         truth: what costs really are.
     """
     prefill, decodes = _end_at(PREFILL_GRID, budget), _end_at(DECODE_GRID, sequences)
-    planner = Planner(build_program(table.program), table, ESTIMATE_SEARCH_STATES)
+    planner = open_planner(table, hold_batch(ServingLimits(), _fill_batch(prefill[-1], decodes[-1], context)))
     corners = truth._replace(imbalance=1.0), truth
     even, uneven = (Predictor(planner.program, move_to(table, corner)) for corner in corners)
     unsplit: dict[Point, float] = {}
     decided: dict[Point, float] = {}
     for tokens, count in product(prefill, decodes):
         batch = _fill_batch(tokens, count, context)
+        planner.memory.forget()  # each point by itself
         choice = planner.choose(batch, config) if batch.query_lens else None
         (features,) = measure_slices(batch, slice_batch(batch, ())) if batch.query_lens else (None,)
         for is_uneven, predictor in ((False, even), (True, uneven)):

@@ -15,7 +15,7 @@ from dbo_runtime.lab.whatif.formatting import align
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.lab.whatif.scale_cases import find_scale_cases
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.prediction import Prediction
 
 NOTHING = "nothing"
 WIDTH = 120

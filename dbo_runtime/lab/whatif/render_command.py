@@ -18,13 +18,15 @@ from dbo_runtime.ir.policies import get_policy
 from dbo_runtime.ir.render import digest, name_issue, parse, render
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.oracle.orders import Orders
 from dbo_runtime.lab.whatif.published_cases import open_costs
 from dbo_runtime.lab.whatif.scale import count_layers
 from dbo_runtime.outside_files import MAX_FILE_BYTES, read_text
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program, repeat_runs
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.planner import SEARCH_STATES
+from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.setting_values import name_policy
 
 DEFAULT_TOKENS = 8192  # of the step whose order is searched, if the costs have none
@@ -88,7 +90,8 @@ def _make_schedule(table: CostTable, batch: Batch, config: RuntimeConfig) -> Sch
         return lower(programs, get_policy(*config.policy)(programs))
     slices = slice_batch(batch, place_cuts(batch, share_evenly(batch, config.parts)))
     assert len(slices) == config.parts  # these steps have enough tokens
-    return Planner(program, table).get_schedule(measure_slices(batch, slices), config)
+    oracle = Orders(program, table, Predictor(program, table), SEARCH_STATES)
+    return oracle.choose_best(measure_slices(batch, slices), config).schedule
 
 
 def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:

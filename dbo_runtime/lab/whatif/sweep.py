@@ -13,7 +13,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.lab.whatif.scale import Bandwidth, Network, scale_bandwidth, scale_tensor
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.prediction import Prediction
 
 TOKENS, BANDWIDTH, RANKS = "tokens", "bandwidth", "tp"
 DECODES = "decodes"  # the name of the axis `tokens` for steps of decodes only

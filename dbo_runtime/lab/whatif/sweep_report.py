@@ -9,7 +9,7 @@ from typing import Any
 from dbo_runtime.lab.whatif.formatting import align, name_split, to_ms
 from dbo_runtime.lab.whatif.sweep import BANDWIDTH, Cell
 from dbo_runtime.lab.whatif.whatif import BreakEven
-from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.prediction import Prediction
 
 DECLINED = "-"
 

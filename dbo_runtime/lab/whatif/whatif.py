@@ -12,13 +12,16 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.op import COMPUTE
 from dbo_runtime.ir.program import Program
-from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
+from dbo_runtime.lab.whatif.estimate import Estimator, hold_batch, resize_batch
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.predictor import Predictor
+from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import make_jobs
@@ -117,16 +120,17 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
     Raises:
         ConfigError: if an op has no cost.
     """
-    planner = Planner(build_program(table.program), table)
+    planner = Planner(build_program(table.program), table, hold_batch(ServingLimits(), batch))
+    predictor = Predictor(planner.program, table)
     (features,) = measure_slices(batch, slice_batch(batch, ()))
-    always = [replace(config, mode="always", micro_batches=parts) for parts in planner.list_parts(config)]
+    always = [replace(config, mode="always", micro_batches=parts) for parts in planner.list_counts(config)]
     choices = [choice for choice in (planner.choose(batch, each) for each in always) if isinstance(choice, SplitChoice)]
     by_parts = {len(choice.slices): choice for choice in reversed(choices)}  # some batches cannot be cut into that many
     return WhatIf(
         batch=batch,
         unsplit=planner.predict_unsplit(features),
         busy=_sum_lanes(planner, features),
-        splits=tuple(_measure(planner, batch, by_parts[parts]) for parts in sorted(by_parts)),
+        splits=tuple(_measure(predictor, table, batch, by_parts[parts]) for parts in sorted(by_parts)),
         timeline=_draw_unsplit(planner, features),
         decision=planner.choose(batch, replace(config, mode="auto")),
     )
@@ -157,23 +161,21 @@ def compute_break_even(
     return BreakEven(high, sizes[-1], tuple(size for size in sizes if size > high and size not in paying))
 
 
-def _measure(planner: Planner, batch: Batch, choice: SplitChoice) -> Split:
-    """Predict a split with its exact features, where the planner does so for the bucket that they are in."""
-    slice_features = measure_slices(batch, choice.slices)
-    timeline = planner.draw_timeline(choice.order.schedule, slice_features)
-    host = planner.table.host
-    outside = host.split + host.split_per_token * sum(features.tokens for features in slice_features)
-    seconds = max(max(span.end for span in timeline.spans) + outside, 0.0)
-    bound = max(_compute_best_bound(planner, choice.order.programs, slice_features) + outside, 0.0)
+def _measure(predictor: Predictor, table: CostTable, batch: Batch, choice: SplitChoice) -> Split:
+    """Predict a split by a simulation of all its ops, where the planner multiplies matrices."""
+    slice_features = choice.cut.features
+    timeline = predictor.simulate(choice.order.schedule, slice_features)
+    seconds = table.host.time_split(compute_end(timeline), batch.tokens)
+    bound = table.host.time_split(_compute_best_bound(table, choice.order.programs, slice_features), batch.tokens)
     sizes, side_ops = tuple(features.tokens for features in slice_features), choice.prediction.side_ops
     return Split(sizes, choice.order.name, seconds, min(bound, seconds), timeline, side_ops)
 
 
 def _compute_best_bound(
-    planner: Planner, programs: Sequence[Program], slice_features: Sequence[BatchFeatures]
+    table: CostTable, programs: Sequence[Program], slice_features: Sequence[BatchFeatures]
 ) -> float:
     """Return seconds that no order can beat: for two micro-batches the optimum, if the search completes."""
-    jobs = make_jobs(programs, [planner.table.times(planner.program, features) for features in slice_features])
+    jobs = make_jobs(programs, [table.times(programs[0], features) for features in slice_features])
     return find_order(jobs, PROOF_SEARCH_STATES).bound if len(jobs) <= 2 else compute_bound(jobs)
 
 

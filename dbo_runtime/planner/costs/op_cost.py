@@ -6,9 +6,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
+
+Seconds = TypeVar("Seconds", float, NDArray[np.float64])
+"""Of one step, or of many."""
 
 ATTENTION = MappingProxyType(
     {
@@ -173,9 +179,26 @@ class HostCost(_Numbers):
     handover: float = field(default=0.0, metadata=_in_file("handover_us", optional=True))
     unsplit_issue: float = field(default=0.0, metadata=_in_file("whole_issue_us", optional=True, is_new=True))
 
-    def issue_unsplit(self, ops: int) -> float:
-        """Return the seconds to issue so many ops of an unsplit step, which lasts that long at least."""
-        return (self.unsplit_issue or self.issue) * ops
+    def issue_unsplit(self, count: int) -> float:
+        """Return the seconds to issue *count* ops of an unsplit step."""
+        return (self.unsplit_issue or self.issue) * count
+
+    def time_unsplit(self, ops: Seconds, count: int, tokens: int) -> Seconds:
+        """Return the seconds of an unsplit step of *tokens* tokens, whose *count* ops take *ops* seconds in sequence.
+
+        It lasts at least as long as the host takes to issue them.
+        """
+        issued = _raise_to(self.issue_unsplit(count), ops)
+        return _raise_to(0.0, issued + self.unsplit + self.unsplit_per_token * tokens)
+
+    def time_split(self, ops: Seconds, tokens: int) -> Seconds:
+        """Return the seconds of a split step of *tokens* tokens, whose last op ends after *ops* seconds."""
+        return _raise_to(0.0, ops + self.split + self.split_per_token * tokens)
+
+
+def _raise_to(least: float, seconds: Seconds) -> Seconds:
+    """Return *seconds*, or *least* where that is more."""
+    return max(seconds, least) if isinstance(seconds, float) else np.maximum(seconds, least)
 
 
 def to_microseconds(seconds: float) -> float:

@@ -1,18 +1,37 @@
-"""Where to cut so that micro-batches cost the same, and the features of each of them."""
+"""Where to cut a step, and the features of the micro-batches that result."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from dbo_runtime.batch import Batch, BatchSlice
+from dbo_runtime.batch import BOUNDARY_TOLERANCE, Batch, BatchSlice, list_shares, place_cuts, share_evenly, slice_batch
 from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ComputeCost
+
+Features: TypeAlias = tuple[BatchFeatures, ...]
+"""Features of each micro-batch of a step."""
+
+
+class Cut(NamedTuple):
+    """A way to cut a step.
+
+    Attributes:
+        features: features of each micro-batch.
+        slices: one a micro-batch; none if the cut is shared by data parallel ranks, each with slices of its own.
+        sizes: tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; none without such ranks.
+    """
+
+    features: Features = ()
+    slices: tuple[BatchSlice, ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
 
 
 class Density(NamedTuple):
@@ -112,6 +131,60 @@ def balance_targets(sums: CostSums, micro_batches: int) -> tuple[int, ...]:
     prompt that costs nothing but attention is at 62 % of it.
     """
     return tuple(sums.find_offset(part / micro_batches) for part in range(1, micro_batches))
+
+
+def list_cuts(batch: Batch, counts: Sequence[int], density: Density) -> list[Cut]:
+    """Return the cuts to predict for each number of micro-batches: even by tokens, and even by cost."""
+    sums = CostSums(batch, density)
+    offsets = dict.fromkeys(
+        place_cuts(batch, targets)
+        for count in counts
+        for targets in (share_evenly(batch, count), balance_targets(sums, count))
+    )
+    return [measure_cut(batch, cut) for cut in offsets if cut or 1 in counts]
+
+
+def list_shared_cuts(tokens: Sequence[int], counts: Iterable[int]) -> list[Cut]:
+    """Return the cuts of a step that data parallel ranks share, from the *tokens* of each [ranks].
+
+    The other ranks wait for the slowest one, so the largest number of tokens counts. Contexts and lengths of requests
+    of other ranks are not known, so attention to them is left out.
+    """
+    return [
+        Cut(tuple(BatchFeatures(max(share)) for share in sizes), sizes=sizes) for sizes in list_shares(tokens, counts)
+    ]
+
+
+def list_samples(batches: Iterable[Batch], counts: Sequence[int], density: Density) -> dict[int, list[Features]]:
+    """Return cuts that stand for all cuts of *batches*: features of each micro-batch, by the number of micro-batches.
+
+    They are the planner's own cuts, and others as far away as request boundaries may lie.
+    """
+    samples: dict[int, dict[Features, None]] = defaultdict(dict)
+    for batch in batches:
+        sums = CostSums(batch, density)
+        for count in counts:
+            for cut in _list_offsets(batch, sums, count):
+                if len(cut) == count - 1 and all(left < right for left, right in pairwise((0, *cut, batch.tokens))):
+                    samples[count][measure_cut(batch, cut).features] = None
+    return {count: list(of_count) for count, of_count in samples.items()}
+
+
+def _list_offsets(batch: Batch, sums: CostSums, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield where to cut a batch into *count* micro-batches: evenly, by cost, and beside that."""
+    even = share_evenly(batch, count)
+    yield place_cuts(batch, even)
+    yield place_cuts(batch, balance_targets(sums, count))
+    shift = int(BOUNDARY_TOLERANCE * batch.tokens / count)
+    for by in (-shift, shift):
+        yield tuple(target + by for target in even)
+    yield tuple(target + (-shift, shift)[number % 2] for number, target in enumerate(even))
+
+
+def measure_cut(batch: Batch, offsets: Sequence[int]) -> Cut:
+    """Return the cut of a batch at these token offsets."""
+    slices = slice_batch(batch, offsets, agreed=True)
+    return Cut(measure_slices(batch, slices), slices)
 
 
 def measure_slices(batch: Batch, slices: Sequence[BatchSlice]) -> tuple[BatchFeatures, ...]:

@@ -1,9 +1,41 @@
-"""On which compute lane a program's ops may be: the choices of a planner."""
+"""The compute lanes on which a program's ops may be: a planner chooses among them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.program import Program
+from dbo_runtime.planner.costs.cost_table import CostTable
+
+
+class Placements:
+    """The ways to place the ops of one program on lanes.
+
+    Args:
+        program: ops of one micro-batch.
+        table: costs of the ops. If it has no contention of lanes that compute, `auto` leaves all ops on `compute`.
+
+    Attributes:
+        programs: the program by each placement, first without `side`; see `list_placements`.
+        can_use_side: whether there are ops for `side`, and costs that say how lanes that compute slow each other.
+    """
+
+    def __init__(self, program: Program, table: CostTable) -> None:
+        self.programs = list_placements(program)
+        self.can_use_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
+
+    def list_allowed(self, config: RuntimeConfig) -> Sequence[int]:
+        """Return the numbers of the placements that the settings allow and the costs cover."""
+        every = range(len(self.programs))
+        if config.side == "on":
+            return every[-1:]
+        return every if config.side == "auto" and self.can_use_side else every[:1]
+
+    def allow_concurrent(self, config: RuntimeConfig) -> bool:
+        """Return whether a step may run its ops concurrently on `side`, also in one micro-batch."""
+        return self.programs[self.list_allowed(config)[-1]] is not self.programs[0]
 
 
 def list_placements(program: Program) -> tuple[Program, ...]:

@@ -1,190 +1,184 @@
-"""Whether to split a step, into how many micro-batches, where, in which issue order, and on which lanes: from costs."""
+"""The planner: whether to split a step, where, in which issue order and on which lanes, all by costs.
+
+Nothing is searched for, lowered or simulated inside a step. Issue orders and their critical paths are found when the
+planner is prepared, for all steps that the scheduler may put together. After that a decision multiplies a few small
+matrices, and is remembered for steps of its class.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
-from dbo_runtime.batch import Batch, BatchSlice, list_shares, place_cuts, share_evenly, slice_batch
-from dbo_runtime.bounded import BoundedDict
+import numpy as np
+
+from dbo_runtime.batch import Batch, place_cuts
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.program import Program
-from dbo_runtime.ir.schedule import Schedule
-from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
-from dbo_runtime.planner.online.candidates import list_side_ops
-from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT, Correction
-from dbo_runtime.planner.online.cuts import CostSums, balance_targets, compute_density, measure_slices
-from dbo_runtime.planner.online.hysteresis import Prediction, compute_gain
+from dbo_runtime.planner.costs.op_times import OpTimes
+from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
+from dbo_runtime.planner.online.cuts import (
+    Cut,
+    compute_density,
+    list_cuts,
+    list_samples,
+    list_shared_cuts,
+    measure_batch,
+    measure_cut,
+)
+from dbo_runtime.planner.online.durations import DurationTables, Vector
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.orders import Orders
-from dbo_runtime.planner.online.predictor import MAX_SIMULATED, Predictor, get_uncertainty, make_worst_cases
-from dbo_runtime.planner.online.probation import Kind
-from dbo_runtime.planner.online.selection import Selection, decline_unpaid
+from dbo_runtime.planner.online.order_book import OrderBook
+from dbo_runtime.planner.online.placements import Placements
+from dbo_runtime.planner.online.prediction import Prediction
+from dbo_runtime.planner.online.predictor import get_uncertainty, make_worst_cases
+from dbo_runtime.planner.online.preparation import Preparation
+from dbo_runtime.planner.online.selection import select
+from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
 from dbo_runtime.planner.online.split_choice import SplitChoice
+from dbo_runtime.planner.online.step_memory import Remembered, StepClass, StepMemory
 
 MAX_MICRO_BATCHES = 3  # that `auto` tries: more add little if phases match, and each pays the fixed costs
-ONLINE_SEARCH_STATES = 40_000  # of the search for an order while a step waits: about a second
-MAX_REMEMBERED_BATCHES = 4096  # batches whose decision is kept
+SEARCH_STATES = 40_000  # that each search for an order may visit: about a second
+
+SIZES_PER_OCTAVE = 5  # classes of steps by their tokens
+ATTENTION_SHARES = 6  # classes by attention's share of the time, from none to all
+ALIKE = 0.015  # share of a step's time by which a remembered decision may be worse for another step of the class
 
 
 class Planner:
-    """Plans steps of one model from its costs.
+    """Plans steps of one model by issue orders that it finds before serving.
 
-    Decisions depend only on the batches that were asked about and on the corrections that were applied: ranks with the
-    same costs that are asked the same decide the same.
+    Decisions follow from costs, from the questions asked before, and from the proposals that were applied to the
+    memory. Ranks for which these are equal decide alike.
 
     Args:
-        program: of one micro-batch. Its `side` ops run on `side` only if that is predicted to pay.
-        table: the costs of its ops. If it has no contention of lanes that compute, `auto` leaves all of them on
-            `compute`.
-        max_states: states that the search for an order may visit; see `search.find_order`.
-        keeps_layers: whether no micro-batch may attend in a layer before all have in the one before it.
+        program: ops of one micro-batch. Those on `side` run there only if that is predicted to pay.
+        table: costs of the ops.
+        limits: largest steps to plan. Larger ones are planned, too, but predicted up to a few percent too short.
+        max_states: states that each search for an order may visit; see `search.find_order`.
+        keeps_layers: whether no micro-batch may attend in a layer before all have attended in the one before it.
+
+    Attributes:
+        memory: decisions and measurements of classes of steps.
+
+    Raises:
+        ConfigError: if an op has no cost.
     """
 
     def __init__(
         self,
         program: Program,
         table: CostTable,
-        max_states: int = ONLINE_SEARCH_STATES,
+        limits: ServingLimits | None = None,
+        max_states: int = SEARCH_STATES,
         keeps_layers: bool = False,
     ) -> None:
+        table.times(program, BatchFeatures(1))
         self.program = program
         self.table = table
-        self.correction = Correction()
-        self._selection = Selection(self.correction)
-        self.probation = self._selection.probation
-        self._predictor = Predictor(program, table)
-        worst_tables = make_worst_cases(table, get_uncertainty(table))
-        self._worst_cases = [Predictor(program, worst_case) for worst_case in worst_tables]
-        self._density = compute_density(table, program)
+        self.memory = StepMemory()
+        self._limits = limits or ServingLimits()
+        self._times = OpTimes(program, table)
         self._counts = Counter(op.name for op in program.ops)
-        self._orders = Orders(program, table, self._predictor, max_states, keeps_layers)
-        self._decisions: BoundedDict[tuple[Batch | tuple[int, ...], RuntimeConfig], SplitChoice | Decline] = (
-            BoundedDict(MAX_REMEMBERED_BATCHES)
-        )
-        self._too_small: BoundedDict[int, Decline | None] = BoundedDict(MAX_REMEMBERED_BATCHES)
+        self._density = compute_density(table, program)
+        self._placements = Placements(program, table)
+        self._tables = DurationTables(program, [table, *make_worst_cases(table, get_uncertainty(table))])
+        self._preparation = Preparation(self._placements.programs, self._tables, max_states, keeps_layers)
+        self._books: dict[int, OrderBook] = {}
+        self._booked_for: tuple[object, ...] = ()
+        self._config: RuntimeConfig | None = None
 
     @property
     def unsplit_program(self) -> Program:
         """The program of an unsplit step: as models run it, without a `side` lane."""
-        return self._orders.placements[0]
+        return self._placements.programs[0]
 
     @property
     def can_use_side(self) -> bool:
-        """Whether there are ops for `side`, and contention of lanes that compute."""
-        return self._orders.can_use_side
+        """Whether there are ops for `side`, and costs that say how lanes that compute slow each other."""
+        return self._placements.can_use_side
+
+    @property
+    def orders(self) -> list[NamedOrder]:
+        """The orders that are prepared."""
+        return [order for book in self._books.values() for order in book.orders]
+
+    @property
+    def digest(self) -> str:
+        """Names the prepared orders: ranks with the same costs and digest predict the same."""
+        return ", ".join(book.digest for book in self._books.values())
+
+    def prepare(self, config: RuntimeConfig) -> None:
+        """Find the orders for all steps under these settings, which takes a second or two; once for equal settings."""
+        if config is self._config or config == self._config:
+            return
+        self._config = config
+        self.memory.forget_decisions()
+        counts = self.list_counts(config)
+        if (config.policy, config.side) != self._booked_for:
+            self._books, self._booked_for = {}, (config.policy, config.side)
+        # A step that allows fewer cuts than asked for has fewer micro-batches.
+        wanted = sorted({*counts, *range(2, max(counts))})
+        missing = [count for count in wanted if count not in self._books]
+        allowed = self._placements.list_allowed(config)
+        made = {
+            count: self._preparation.make_book(samples, allowed, config)
+            for count, samples in list_samples(list_shapes(self._limits), missing, self._density).items()
+        }
+        books = {**self._books, **made}
+        self._books = {count: books[count] for count in wanted if count in books}
+
+    def list_counts(self, config: RuntimeConfig) -> list[int]:
+        """Return the numbers of micro-batches to choose from; also one, if its ops may run concurrently on `side`."""
+        return list_counts(config, self._placements)
 
     def decline_early(self, tokens: int) -> Decline | None:
-        """Return why no step of *tokens* tokens can gain; None if its requests have to be considered.
+        """Return why no step of *tokens* tokens can gain; None if that depends on its requests.
 
-        None can if all communication, and what attention saves by not masking, is less than the fixed costs that the
-        compute lane pays per micro-batch; unless a `side` lane may gain without any cut.
+        No step can gain if all its communication, and the attention that a cut saves by not masking, take less than
+        the fixed costs that the compute lane pays for each micro-batch. A `side` lane may gain without any cut.
         """
         if self.can_use_side:
             return None
-        if tokens not in self._too_small:
-            self._too_small[tokens] = self._judge_size(tokens)
-        return self._too_small[tokens]
+        known = self.memory.too_small
+        if tokens not in known:
+            known[tokens] = self._judge_size(tokens)
+        return known[tokens]
 
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
 
-        Decisions are cached until the correction changes, but for those of `Probation`.
+        A step is cut, and predicted, in proportion to an earlier one of its class, if that suits it.
         """
-        known = self._decisions.get((batch, config))
-        decision = self._remember(batch, config, self._choose(batch, config)) if known is None else known
-        return self._selection.check_measured(decision, config)
+        self.prepare(config)
+        features = measure_batch(batch)
+        step_class = self._classify(features, batch.cuttable)
+        applied = (self._apply(each, batch, features) for each in self.memory.recall(step_class))
+        decision = next((each for each in applied if each is not None), None)
+        if decision is None:
+            counts = [count for count in self.list_counts(config) if count in self._books]
+            decision = self._evaluate(features, list_cuts(batch, counts, self._density), config)
+            self.memory.keep(step_class, decision, batch)
+        return self.memory.check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
-        """Return how all data parallel ranks split a step, from the *tokens* of each [ranks].
-
-        The others wait for the slowest rank, so the largest number of tokens counts. Contexts and lengths of requests
-        of other ranks are not known, and attention to them is left out.
-        """
-        key = tuple(tokens)
-        if (key, config) in self._decisions:
-            return self._selection.check_measured(self._decisions[key, config], config)
-        features = BatchFeatures(max(tokens))
-        options = []
-        for sizes in list_shares(tokens, self.list_parts(config)):
-            slice_features = [BatchFeatures(max(part)) for part in sizes]
-            options.extend(self._make_choices(features, slice_features, config, sizes=sizes))
-        decision = self._remember(key, config, self._selection.decide(options, features, config))
-        return self._selection.check_measured(decision, config)
-
-    @property
-    def orders(self) -> Sequence[NamedOrder]:
-        """The orders that are prepared: none, for this planner searches when it is asked."""
-        return ()
-
-    def prepare(self, config: RuntimeConfig) -> None:
-        """Do under these settings, before steps are planned, what takes long: nothing here."""
-
-    def forget(self) -> None:
-        """Forget what measured steps taught; what was found without them stays."""
-        self.correction = Correction()
-        self._selection = Selection(self.correction)
-        self.probation = self._selection.probation
-        self._decisions.clear()
-
-    def describe_caches(self) -> dict[str, tuple[int, int]]:
-        """Return how many entries each cache has, and how many it may have."""
-        caches: dict[str, BoundedDict[Any, Any]] = {
-            "decisions": self._decisions,
-            "sizes": self._too_small,
-            **self._orders.caches,
-        }
-        worst = [len(predictor.simulated) for predictor in self._worst_cases]
-        return {
-            **{name: (len(cache), cache.max_size) for name, cache in caches.items()},
-            "worst cases": (sum(worst), len(worst) * MAX_SIMULATED),
-            **self._selection.caches,
-        }
-
-    def list_parts(self, config: RuntimeConfig) -> Sequence[int]:
-        """Return the numbers of micro-batches to choose from; also one, if its ops may run concurrently on `side`."""
-        parts = list_parts(config)
-        return (1, *parts) if self._orders.list_placements(config)[-1] is not self.unsplit_program else parts
+        """Return how all data parallel ranks split a step, or why not, from the *tokens* of each [ranks]."""
+        self.prepare(config)
+        cuts = [cut for cut in list_shared_cuts(tokens, self.list_counts(config)) if len(cut.sizes) in self._books]
+        return self.memory.check_measured(self._evaluate(BatchFeatures(max(tokens)), cuts, config), config)
 
     def predict_unsplit(self, features: BatchFeatures) -> float:
-        """Return the seconds of an unsplit step."""
-        return self._predictor.predict_unsplit(features) * self.correction.factor(UNSPLIT)
-
-    def predict_split(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> float:
-        """Return the seconds of a step split into micro-batches with these features."""
-        ordered = self._orders.choose_best(slice_features, config)
-        return self._predictor.predict_split(ordered, slice_features) * self.correction.factor(SPLIT)
-
-    def draw_timeline(self, schedule: Schedule, slice_features: Sequence[BatchFeatures]) -> Timeline:
-        """Return when each op would run in a step split into micro-batches with these features."""
-        return self._predictor.simulate(schedule, slice_features)
-
-    def get_schedule(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> Schedule:
-        """Return the schedule of a step split into micro-batches with these features."""
-        return self._orders.choose_best(slice_features, config).schedule
-
-    def observe(self, mode: str, predicted: float, measured: float, kind: Kind | None = None) -> None:
-        """Learn from a step: *predicted* with the present correction, and *measured*, in seconds."""
-        uncorrected = predicted / self.correction.factor(mode)
-        self.correction.observe(mode, uncorrected, measured)
-        if kind is not None:
-            self.probation.observe(kind, mode, uncorrected, measured)
-
-    def correct(self, proposals: Sequence[dict[str, float]]) -> None:
-        """Apply the proposals of all ranks, and forget cached decisions."""
-        self.correction.apply(proposals)
-        self._decisions.clear()
-
-    def _remember(
-        self, key: Batch | tuple[int, ...], config: RuntimeConfig, decision: SplitChoice | Decline
-    ) -> SplitChoice | Decline:
-        self._decisions[key, config] = decision
-        return decision
+        """Return the seconds of an unsplit step, corrected by measured ones."""
+        host, tokens = self.table.host, features.tokens
+        seconds = host.time_unsplit(self._times.sum(features), len(self.program.ops), tokens)
+        return seconds * self.memory.correction.factor(UNSPLIT)
 
     def _judge_size(self, tokens: int) -> Decline | None:
         features = BatchFeatures(tokens)
@@ -200,69 +194,71 @@ class Planner:
         figures = f"at most {hidden * 1e3:.2f} ms to hide, and splitting costs at least {paid * 1e3:.2f} ms"
         return Decline("no gain predicted", f"{tokens} tokens have {figures}")
 
-    def _choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
-        (features,) = measure_slices(batch, slice_batch(batch, ()))
-        parts: Sequence[int] = self.list_parts(config)
-        if not batch.prefill_tokens and config.mode == "auto":
-            declined = self._decline_decode(features, config)
-            if declined is not None:
-                if 1 not in parts:
-                    return declined
-                parts = (1,)
-        options = [
-            choice
-            for slices in self._list_cuts(batch, parts)
-            for choice in self._make_choices(features, measure_slices(batch, slices), config, slices=slices)
-        ]
-        return self._selection.decide(options, features, config)
-
-    def _decline_decode(self, features: BatchFeatures, config: RuntimeConfig) -> Decline | None:
-        """Return why an even split of decodes does not pay: they are frequent and short, so it is tried first."""
-        parts = list_parts(config)[0]
-        if features.tokens < parts:
-            return None
-        evenly = [BatchFeatures(features.tokens // parts, *(amount / parts for amount in features[1:]))] * parts
-        prediction = self._predict(self._orders.choose_best(evenly, config), features, evenly)
-        return None if prediction.gain > 0 else decline_unpaid(prediction, config)
-
-    def _list_cuts(self, batch: Batch, parts: Sequence[int]) -> list[tuple[BatchSlice, ...]]:
-        """Return the cuts to predict: even by tokens, and even by cost."""
-        sums = CostSums(batch, self._density)
-        cuts = dict.fromkeys(
-            place_cuts(batch, targets)
-            for count in parts
-            for targets in (share_evenly(batch, count), balance_targets(sums, count))
+    def _classify(self, features: BatchFeatures, cuttable: bool) -> StepClass:
+        seconds, attention = self._times.sum(features), self._times.sum_attention(features)
+        return StepClass(
+            round(SIZES_PER_OCTAVE * math.log2(features.tokens)),
+            round(ATTENTION_SHARES * attention / seconds) if seconds else 0,
+            features.prefills > 0,
+            features.prefills > 1,
+            cuttable,
         )
-        return [slice_batch(batch, cut) for cut in cuts if cut or 1 in parts]
 
-    def _make_choices(
-        self,
-        features: BatchFeatures,
-        slice_features: Sequence[BatchFeatures],
-        config: RuntimeConfig,
-        slices: tuple[BatchSlice, ...] = (),
-        sizes: tuple[tuple[int, ...], ...] = (),
-    ) -> list[SplitChoice]:
-        orders = self._orders.list_orders(slice_features, config)
+    def _apply(self, remembered: Remembered, batch: Batch, features: BatchFeatures) -> SplitChoice | Decline | None:
+        """Return what was decided for an earlier step of the class for this one; None if it suits this one less."""
+        decision, shares = remembered
+        unsplit = self.predict_unsplit(features)
+        if isinstance(decision, Decline):
+            return decision if decision.expected is None else replace(decision, expected=unsplit)
+        offsets = place_cuts(batch, [round(share * features.tokens) for share in shares])
+        if len(offsets) < len(shares):
+            return None
+        cut = measure_cut(batch, offsets)
+        ops = self._books[len(cut.slices)].predict_one(cut.features, decision.order)
+        split = self.table.host.time_split(ops, features.tokens) * self.memory.correction.factor(SPLIT)
+        known = decision.prediction
+        if split * known.unsplit > unsplit * known.split * (1.0 + ALIKE):
+            return None
+        prediction = known._replace(unsplit=unsplit, split=split)
+        doubt = None if decision.doubt is None else replace(decision.doubt, expected=unsplit)
+        return replace(decision, prediction=prediction, cut=cut, doubt=doubt)
+
+    def _evaluate(self, features: BatchFeatures, cuts: Sequence[Cut], config: RuntimeConfig) -> SplitChoice | Decline:
+        """Return the best of all cuts and orders."""
+        options: list[SplitChoice] = []
+        unsplit = self._predict_unsplit(features)
+        for count in dict.fromkeys(len(cut.features) for cut in cuts):
+            of_count = [cut for cut in cuts if len(cut.features) == count]
+            options += self._predict_cuts(features.tokens, unsplit, of_count)
+        return select(options, features, config, self.memory)
+
+    def _predict_unsplit(self, features: BatchFeatures) -> Vector:
+        """Return the seconds of an unsplit step by each table [tables]."""
+        ops = self._tables.sum_ops(np.array([features], dtype=np.float64))[:, 0]
+        seconds: Vector = self.table.host.time_unsplit(ops, len(self.program.ops), features.tokens)
+        return seconds * self.memory.correction.factor(UNSPLIT)
+
+    def _predict_cuts(self, tokens: int, unsplit: Vector, cuts: Sequence[Cut]) -> list[SplitChoice]:
+        """Return a choice for each cut of *tokens* tokens and each order; *unsplit* are the seconds by each table.
+
+        All cuts are into equally many micro-batches.
+        """
+        count = len(cuts[0].features)
+        book = self._books[count]
+        ops = book.predict([cut.features for cut in cuts])
+        split = self.table.host.time_split(ops, tokens) * self.memory.correction.factor(SPLIT)
+        longer = np.concatenate([split[1:], split[:1] * (1.0 + self.table.split_error)])
+        reference = np.broadcast_to(np.append(unsplit[1:], unsplit[0])[:, None, None], longer.shape)
+        ratios = np.divide(longer, reference, out=np.ones_like(longer), where=reference > 0)  # see `compute_gain`
+        worst_cases = (1.0 - ratios).min(axis=0).tolist()
         return [
-            SplitChoice(ordered, self._predict(ordered, features, slice_features), slices, sizes) for ordered in orders
+            SplitChoice(order, Prediction(float(unsplit[0]), seconds, count, worst, order.side_ops), cut)
+            for cut, of_cut, worst_of_cut in zip(cuts, split[0].tolist(), worst_cases, strict=True)
+            for order, seconds, worst in zip(book.orders, of_cut, worst_of_cut, strict=True)
         ]
 
-    def _predict(
-        self, ordered: NamedOrder, features: BatchFeatures, slice_features: Sequence[BatchFeatures]
-    ) -> Prediction:
-        factors = self.correction.factor(UNSPLIT), self.correction.factor(SPLIT)
 
-        def predict(predictor: Predictor) -> tuple[float, float]:
-            unsplit, split = predictor.predict_unsplit(features), predictor.predict_split(ordered, slice_features)
-            return unsplit * factors[0], split * factors[1]
-
-        unsplit, split = predict(self._predictor)
-        longer = compute_gain(unsplit, split * (1 + self.table.split_error))
-        worst_case = min(longer, *(compute_gain(*predict(predictor)) for predictor in self._worst_cases))
-        return Prediction(unsplit, split, len(slice_features), worst_case, list_side_ops(ordered.programs[0]))
-
-
-def list_parts(config: RuntimeConfig) -> Sequence[int]:
-    """Return the numbers of micro-batches to choose from."""
-    return range(2, MAX_MICRO_BATCHES + 1) if config.micro_batches is None else (config.micro_batches,)
+def list_counts(config: RuntimeConfig, placements: Placements) -> list[int]:
+    """Return the numbers of micro-batches to choose from; see `Planner.list_counts`."""
+    counts = [*range(2, MAX_MICRO_BATCHES + 1)] if config.micro_batches is None else [config.micro_batches]
+    return [1, *counts] if placements.allow_concurrent(config) else counts

@@ -57,10 +57,8 @@ class Predictor:
 
     def predict_unsplit(self, features: BatchFeatures) -> float:
         """Return the seconds of an unsplit step: of its ops in sequence, or of issuing them if that is longer."""
-        host = self._table.host
-        issued = host.issue_unsplit(len(self._program.ops))
-        seconds = max(self._times.sum(features), issued) + host.unsplit + host.unsplit_per_token * features.tokens
-        return max(seconds, 0.0)
+        ops = self._times.sum(features)
+        return self._table.host.time_unsplit(ops, len(self._program.ops), features.tokens)
 
     def predict_split(self, ordered: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
         """Return the seconds of a step split into micro-batches with these features, issued in this order.
@@ -73,9 +71,8 @@ class Predictor:
             ops = sum(map(self._times.sum, middles))
             self.simulated[ordered.name, shape] = self.simulate_end(ordered, middles) / (ops or 1.0)
         ratio = self.simulated[ordered.name, shape]
-        host, tokens = self._table.host, sum(features.tokens for features in slice_features)
-        seconds = ratio * sum(map(self._times.sum, slice_features)) + host.split + host.split_per_token * tokens
-        return max(seconds, 0.0)
+        tokens = sum(features.tokens for features in slice_features)
+        return self._table.host.time_split(ratio * sum(map(self._times.sum, slice_features)), tokens)
 
     def simulate(self, schedule: Schedule, slice_features: Sequence[BatchFeatures]) -> Timeline:
         """Return when each op would run."""

@@ -17,10 +17,10 @@ from dbo_runtime.planner.online.critical_paths import CriticalPaths, list_differ
 from dbo_runtime.planner.online.durations import DurationLayout, DurationTables, Vector, stack_features
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.order_book import OrderBook, PreparedOrder
-from dbo_runtime.planner.online.orders import SEQUENTIAL
 from dbo_runtime.planner.online.placements import is_moved
 from dbo_runtime.planner.online.predictor import Predictor
 
+SEQUENTIAL = ("sequential", 0)
 PREPARED_LEADS = 2  # of the staggered orders: longer leads are for what a search finds
 MAX_SEARCHES = 4  # for each number of micro-batches, by all placements
 COMPARED_SAMPLES = 4  # to tell which placement is best

@@ -1,4 +1,4 @@
-"""One way to split a step, with what it is predicted to bring."""
+"""How a step is split, by costs: the one noun for what the planner decides."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.op import SIDE
-from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.ab_trial import TrialClass
+from dbo_runtime.planner.online.cuts import Cut
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.probation import Kind
+from dbo_runtime.planner.online.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +18,28 @@ class SplitChoice:
     """How to split a step.
 
     Attributes:
-        order: the issue order.
-        prediction: of the step's time.
-        slices: one per micro-batch; empty where data parallel ranks share a step and each has slices of its own.
-        sizes: tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; empty without such ranks.
-        kind: of the step, if its time is compared with that of unsplit ones; see `Probation`.
-        doubt: why the prediction alone would leave the step unsplit; None if it would not.
+        order: issue order.
+        prediction: predicted times of the step.
+        cut: offsets and features of the micro-batches.
+        trial_class: class of the step, if its time is compared with that of unsplit ones; see `AbTrials`.
+        doubt: reason for which the prediction alone would leave the step unsplit; None if it would not.
     """
 
     order: NamedOrder
     prediction: Prediction
-    slices: tuple[BatchSlice, ...] = ()
-    sizes: tuple[tuple[int, ...], ...] = ()
-    kind: Kind | None = None
+    cut: Cut
+    trial_class: TrialClass | None = None
     doubt: Decline | None = None
+
+    @property
+    def slices(self) -> tuple[BatchSlice, ...]:
+        """One slice a micro-batch; none where each data parallel rank has slices of its own."""
+        return self.cut.slices
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; none without such ranks."""
+        return self.cut.sizes
 
     @property
     def changes(self) -> bool:

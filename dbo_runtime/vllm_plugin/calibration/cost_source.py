@@ -21,7 +21,7 @@ from dbo_runtime.planner.costs.fit import fit_costs
 from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.costs.samples import keep_queued
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.calibration.identity import Identity
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
@@ -217,9 +217,7 @@ class CostSource:
         )  # without a server, vLLM's defaults differ
         prepared, problem = "", ""
         try:
-            runtime.planner = planner = PreparedPlanner(
-                runtime.program, table, limits, keeps_layers=runtime.keeps_layers
-            )
+            runtime.planner = planner = Planner(runtime.program, table, limits, keeps_layers=runtime.keeps_layers)
             runtime.prepare(runtime.config)
             prepared = planner.digest
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; it may be a lack of memory

@@ -39,7 +39,7 @@ from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from dbo_runtime.vllm_plugin.calibration.timeline_samples import measure_late, read_samples
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.warm_up import Phase
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -216,11 +216,11 @@ class _Harness:
     def _run(self, shape: Shape, mode: str, cut: int) -> _Run:
         self._forward = self._forwards[mode]
         decider = self._forward.decider
-        decider.phase = Phase.STARTING if mode == "unsplit" else Phase.SERVING
+        self._forward.phase = Phase.STARTING if mode == "unsplit" else Phase.SERVING
         decider.choose_cuts, decider.decode_len = (lambda _: [cut]), 1  # as `Shape` has it: nothing is drafted
         decider.choose_sizes = lambda tokens: ((cut,) * len(tokens), (shape.total - cut,) * len(tokens))
         if mode != "unsplit":
-            self._forward.recording.request()
+            self._forward.observer.recording.request()
         model = self._runner.get_model()
         served, model.forward = model.forward, self
         try:
@@ -231,7 +231,7 @@ class _Harness:
         if mode == "unsplit":
             issue = self._issued / self._ops
             return _Run(StepSample(mode, (shape.measure_features(),), self._seconds, 0.0, issue=issue), [])
-        timeline = self._forward.recording.timeline
+        timeline = self._forward.observer.recording.timeline
         if timeline is None:
             reasons = ", ".join(self._forward.runtime.statistics.declined)
             raise DeclineError("vLLM's dummy batch cannot be split", f"{shape}: {reasons}")
@@ -250,7 +250,9 @@ def _copy_forward(served: SplitForward, device: Device, policy: str, group: Grou
     """Return a forward of the same model that splits by a policy, whatever the settings are."""
     config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # if the program has one
     own = served.copy_for(device, config, group)
-    own.decider.has_layer_hooks = False  # dummy batches have no KV connector, so any order may be measured
+    own.decider.has_layer_hooks = own.runner.has_layer_hooks = (
+        False  # dummy batches have no KV connector, so any order may be measured
+    )
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 

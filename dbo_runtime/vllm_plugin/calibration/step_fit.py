@@ -9,13 +9,13 @@ from statistics import median
 
 import numpy as np
 
-from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import sequential
 from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.candidates import Candidates
+from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.vllm_plugin.calibration.measurement import StepSample
 
 UPPER_QUARTILE = 0.75  # of the errors: the one that decisions take into account
@@ -43,7 +43,7 @@ def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tu
         )
         host = replace(host, issue=issue, unsplit_issue=unsplit_issue)
     table = replace(table, host=host)
-    unsplit, split = _predict(Planner(program, table), steps)
+    unsplit, split = _predict(program, table, steps)
     (unsplit_fixed, unsplit_per_token), (split_fixed, split_per_token) = fit_rest(unsplit), fit_rest(split)
     host = replace(
         host,
@@ -57,7 +57,7 @@ def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tu
         "split": _compute_error(split, *fit_rest(split)),
     }
     table = replace(table, host=host)
-    return replace(table, split_error=compute_split_error(*_predict(Planner(program, table), steps))), errors
+    return replace(table, split_error=compute_split_error(*_predict(program, table, steps))), errors
 
 
 def find_issue(steps: Iterable[StepSample]) -> float:
@@ -109,11 +109,17 @@ def fit_rest(predicted: list[_Predicted]) -> tuple[float, float]:
     return fixed, per_token[0] if per_token else 0.0
 
 
-def _predict(planner: Planner, steps: list[StepSample]) -> tuple[list[_Predicted], list[_Predicted]]:
-    """Return the unsplit steps, and those split in alternation, with their predicted seconds."""
-    config = RuntimeConfig(policy=("alternate", 0), side="on")  # as they were measured
-    unsplit = [(step, planner.predict_unsplit(step.loads[0])) for step in steps if step.mode == "unsplit"]
-    return unsplit, [(step, planner.predict_split(step.loads, config)) for step in steps if step.mode == "alternate"]
+def _predict(program: Program, table: CostTable, steps: list[StepSample]) -> tuple[list[_Predicted], list[_Predicted]]:
+    """Return the unsplit steps, and those split in alternation, with their predicted seconds.
+
+    Ops are on the lanes on which they were measured: those that the program names, `side` included.
+    """
+    predictor, candidates = Predictor(program, table), Candidates(program, max_states=0)
+    unsplit = [(step, predictor.predict_unsplit(step.loads[0])) for step in steps if step.mode == "unsplit"]
+    alternating = [step for step in steps if step.mode == "alternate"]
+    counts = {len(step.loads) for step in alternating}
+    orders = {count: candidates.make_policy("alternate", 0, count) for count in counts}
+    return unsplit, [(step, predictor.predict_split(orders[len(step.loads)], step.loads)) for step in alternating]
 
 
 def _identify(predicted: _Predicted) -> tuple[tuple[BatchFeatures, ...], float]:

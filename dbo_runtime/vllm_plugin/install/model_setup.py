@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dbo_runtime.adapters.contract import InputAdapter, ModelAdapter, OutputAdapter, RepeatableAdapter, name_adapter
+from dbo_runtime.adapters.contract import InputAdapter, ModelAdapter, name_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
@@ -36,10 +36,14 @@ from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext, make_rank_context
 from dbo_runtime.vllm_plugin.parallel.stage import any_stage
 from dbo_runtime.vllm_plugin.platforms.platform import tell_to_compare
+from dbo_runtime.vllm_plugin.step.comparison import StepComparison
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.model_ends import ModelEnds
+from dbo_runtime.vllm_plugin.step.observer import StepObserver
+from dbo_runtime.vllm_plugin.step.runner import StepRunner
+from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
@@ -196,32 +200,20 @@ def _make_forward(
     agreement = Agreement(rank.groups.all_ranks, count)
     splitter = ContextSplitter(rank.platform, rank.vllm_config, runner, rank.dispatch)
     number = None if data_parallel is None else data_parallel.rank_in_group
-    decider = StepDecider(runtime, splitter, agreement, rank.transport, number, runtime.keeps_layers)
-    decider.phase = Phase.STARTING
-    decider.first_steps = _make_first_steps(rank)
-    adapter = recorded.adapter
-    add_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
-    give_inputs = adapter.give_inputs if isinstance(adapter, RepeatableAdapter) else None
-    keep_output = adapter.keep_output if isinstance(adapter, OutputAdapter) else None
-    recording = Recording(_open_traces(rank, runtime.device), metrics)
     lora = make_lora_mapping(model)
     assert not isinstance(lora, Decline), "then it has no program"
-    return SplitForward(
+    ends = ModelEnds(model, runtime.program, recorded.adapter, rank.stage, recorded.head)
+    decider = StepDecider(runtime, splitter, agreement, rank.transport, number)
+    decider.first_steps = _make_first_steps(rank)
+    forward = SplitForward(
         model,
-        model.forward,
-        runtime,
         decider,
-        agreement,
-        add_inputs,
-        give_inputs,
-        keep_output,
-        rank.stage,
-        recording,
-        metrics,
-        lora,
-        may_diverge(rank.vllm_config),
-        recorded.head,
+        StepRunner(runtime, ends, lora),
+        StepObserver(runtime, agreement, Recording(_open_traces(rank, runtime.device), metrics), metrics),
+        StepComparison(agreement, decider, ends.may_repeat and may_diverge(rank.vllm_config), lora),
     )
+    forward.phase = Phase.STARTING
+    return forward
 
 
 def _make_first_steps(rank: RankContext) -> FirstSteps | None:

@@ -14,14 +14,14 @@ from dbo_runtime.vllm_plugin.parallel.stage import Results, copy_tensors
 
 
 class StepArguments(NamedTuple):
-    """What vLLM calls a model's forward with.
+    """The arguments with which vLLM calls a model's forward.
 
     Attributes:
-        input_ids: [tokens]; None where embeddings are given, and on later stages.
-        positions: [tokens], or [3, tokens] with M-RoPE.
-        intermediate_tensors: of the stage before, each [tokens, ...]; None on the first stage.
-        inputs_embeds: [tokens, hidden]; None if the forward embeds.
-        further: by name.
+        input_ids: token ids [tokens]; None where embeddings are given, and on later stages.
+        positions: positions [tokens], or [3, tokens] with M-RoPE.
+        intermediate_tensors: results of the stage before, each [tokens, ...]; None on the first stage.
+        inputs_embeds: embedded tokens [tokens, hidden]; None if the forward embeds.
+        further: all other arguments, by name.
     """
 
     input_ids: torch.Tensor | None
@@ -29,6 +29,11 @@ class StepArguments(NamedTuple):
     intermediate_tensors: IntermediateTensors | None
     inputs_embeds: torch.Tensor | None
     further: dict[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.positions.shape[-1])
 
     def check_further(self) -> Decline | None:
         """Return why a step with further arguments is not split, or None: programs do not take them."""
@@ -38,8 +43,7 @@ class StepArguments(NamedTuple):
 
     def check_input_ids(self) -> Decline | None:
         """Return why a program that takes token ids cannot run the step, or None."""
-        tokens = self.positions.shape[-1]
-        if self.input_ids is not None and self.input_ids.shape == (tokens,):
+        if self.input_ids is not None and self.input_ids.shape == (self.tokens,):
             return None
         given = "none" if self.input_ids is None else str(list(self.input_ids.shape))
         return Decline("layers choose experts by token ids, which are not given", given)

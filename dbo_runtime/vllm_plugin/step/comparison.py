@@ -1,56 +1,93 @@
-"""Compare split steps with what they should give: under DBO_CHECK, and first steps."""
+"""Compares split steps with unsplit ones: each step under DBO_CHECK, and first steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.forward_context import ForwardContext, get_forward_context
 
+from dbo_runtime.decline import Decline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.errors import SplitError
 from dbo_runtime.vllm_plugin.context.batch_size import count_tokens
 from dbo_runtime.vllm_plugin.context.consistency import find_problem
 from dbo_runtime.vllm_plugin.parallel.stage import Results, name_results
 from dbo_runtime.vllm_plugin.step.differences import PIECES, describe_difference
+from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, decline
 
 if TYPE_CHECKING:
-    from dbo_runtime.decline import Decline
     from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
     from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
-    from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
+    from dbo_runtime.vllm_plugin.step.decision import StepDecider
     from dbo_runtime.vllm_plugin.step.repetition import Repetition
-    from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 
 
 class StepComparison:
     """Compares split steps with the same steps run again. All ranks find what any of them finds.
 
     Args:
-        agreement: of all ranks that communicate in a step.
-        may_diverge: whether rounding alone may lead a step elsewhere, and pieces may run again; see `api.features`.
-        lora: the adapters of each token; None without LoRA.
+        agreement: agreement of all ranks that communicate in a step.
+        decider: decides the steps; it has the first steps to compare.
+        may_diverge: whether rounding alone may lead a step elsewhere, and the micro-batches may run again one by one;
+            see `api.features`.
+        lora: adapters of each token; None without LoRA.
     """
 
-    def __init__(self, agreement: Agreement, may_diverge: bool, lora: LoraMapping | None) -> None:
+    def __init__(
+        self, agreement: Agreement, decider: StepDecider, may_diverge: bool = False, lora: LoraMapping | None = None
+    ) -> None:
         self._agreement = agreement
+        self._decider = decider
         self._may_diverge = may_diverge
         self._lora = lora
 
-    def check_contexts(
-        self, decision: StepDecision, plan: ExecutionPlan, first_steps: FirstSteps | None
-    ) -> ExecutionPlan | Decline:
-        """Return the plan if the micro-batches' contexts fit the step on all ranks; if not, end splitting. Collective.
+    def copy_for(self, decider: StepDecider) -> StepComparison:
+        """Return a comparison of the steps of another decider."""
+        return StepComparison(self._agreement, decider, self._may_diverge, self._lora)
+
+    def check(self, decision: StepDecision, is_checked: bool) -> tuple[StepDecision, bool]:
+        """Return the decision, and whether its step is to be compared. Collective where it is.
+
+        Under DBO_CHECK (*is_checked*) ranks compare each decision. Where the contexts of micro-batches do not fit a
+        first step, nothing is split any more.
 
         Raises:
-            SplitError: under DBO_CHECK, without *first_steps*, if they do not.
+            ScheduleError: under DBO_CHECK, if ranks decided differently.
+            SplitError: under DBO_CHECK, if contexts do not fit the step.
         """
-        problem = self._agreement.find_first(find_problem(get_forward_context(), decision.contexts, plan.slices))
+        first_steps = None if is_checked else self._decider.find_first_steps(decision)
+        if is_checked:
+            self._agreement.compare(decision.fingerprint or str(decision.plan))
+        if isinstance(decision.plan, Decline) or not (is_checked or first_steps is not None):
+            return decision, False
+        problem = find_problem(get_forward_context(), decision.contexts, decision.plan.slices)
+        problem = self._agreement.find_first(problem)
         if not problem:
-            return plan
+            return decision, True
         if first_steps is None:
             raise SplitError(problem)
-        return first_steps.observe(decision.kind, problem) or plan
+        failure = first_steps.observe(decision.step_class, problem)
+        return (decision, True) if failure is None else (decline(failure), False)
+
+    def conclude(self, results: Results, repetition: Repetition, decision: StepDecision, is_checked: bool) -> Results:
+        """Return the results to go on with, of a split step that ran: after a first step, the unsplit ones. Collective.
+
+        Raises:
+            SplitError: under DBO_CHECK (*is_checked*), if a split step differs.
+        """
+        plan = decision.plan
+        assert isinstance(plan, ExecutionPlan), "it ran"
+        make_context = partial(self._decider.make_own_context, decision.contexts, plan.slices)
+        difference, unsplit = self.compare(results, repetition, plan, make_context)
+        first_steps = None if is_checked else self._decider.first_steps
+        if first_steps is not None:
+            first_steps.observe(decision.step_class, difference)
+            return unsplit
+        if difference:
+            raise SplitError(difference)
+        return results
 
     def compare(
         self,

@@ -1,4 +1,4 @@
-"""Compare the first split steps of each kind with unsplit ones, where vLLM's version is untested, and on GPUs.
+"""Compare the first split steps of each class with unsplit ones, where vLLM's version is untested, and on GPUs.
 
 DBO_CHECK compares every step and ends the engine at a difference. `FirstSteps` compares a few, ends by itself, and at a
 difference stops splitting: the request gets the unsplit result.
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 COMPARED_STEPS = 3
-"""Steps of each kind that are compared."""
+"""Number of steps of each class that are compared."""
 
-MAX_KINDS = 1024
-"""Kinds that are remembered; all ranks forget the same, and compare steps of it again."""
+MAX_CLASSES = 1024
+"""Number of classes that are remembered. All ranks forget the same ones, and compare their steps again."""
 
 
-def name_kind(plan: ExecutionPlan, of_ranks: Sequence[int]) -> Hashable:
-    """Name the kind of a step: its schedule, its sizes in octaves, and whether a request is cut.
+def name_class(plan: ExecutionPlan, of_ranks: Sequence[int]) -> Hashable:
+    """Name the class of a step: its schedule, its sizes in octaves, and whether a request is cut.
 
     Sizes are the tokens *of_ranks*, all data parallel ones [ranks]; without them, tokens and requests of this rank:
     prefills have many tokens for each request, decodes few.
@@ -38,7 +38,7 @@ def name_kind(plan: ExecutionPlan, of_ranks: Sequence[int]) -> Hashable:
 
 
 class FirstSteps:
-    """Counts the first split steps of each kind of one model, which are compared; all ranks count alike.
+    """Counts the first split steps of each class of one model, which are compared; all ranks count alike.
 
     Args:
         log: of the model.
@@ -50,23 +50,23 @@ class FirstSteps:
     def __init__(self, log: FilteringBoundLogger) -> None:
         self.failure: Decline | None = None
         self._log = log
-        self._compared: BoundedDict[Hashable, int] = BoundedDict(MAX_KINDS)
+        self._compared: BoundedDict[Hashable, int] = BoundedDict(MAX_CLASSES)
 
     @property
     def size_and_capacity(self) -> tuple[int, int]:
-        """How many kinds of steps are remembered, and how many may be."""
+        """Number of classes that are remembered, and the most that are kept."""
         return len(self._compared), self._compared.max_size
 
-    def takes(self, kind: Hashable) -> bool:
-        """Return whether a step of this kind is still to be compared. All ranks must ask with the same kind."""
-        return self._compared.get(kind, 0) < COMPARED_STEPS
+    def takes(self, step_class: Hashable) -> bool:
+        """Return whether a step of this class is still to be compared. All ranks must ask with the same class."""
+        return self._compared.get(step_class, 0) < COMPARED_STEPS
 
-    def observe(self, kind: Hashable, difference: str) -> Decline | None:
+    def observe(self, step_class: Hashable, difference: str) -> Decline | None:
         """Count a compared step; end splitting, and say so, if there is a *difference*, which is equal on all ranks."""
-        self._compared[kind] = self._compared.get(kind, 0) + 1
+        self._compared[step_class] = self._compared.get(step_class, 0) + 1
         if difference:
             self.failure = Decline("the first split steps differ from unsplit ones", difference)
             self._log.error("nothing is split any more", reason=self.failure.reason, detail=difference)
-        elif self._compared[kind] == COMPARED_STEPS:
-            self._log.info("first steps equal unsplit ones", steps=COMPARED_STEPS, kind=str(kind))
+        elif self._compared[step_class] == COMPARED_STEPS:
+            self._log.info("first steps equal unsplit ones", steps=COMPARED_STEPS, kind=str(step_class))
         return self.failure

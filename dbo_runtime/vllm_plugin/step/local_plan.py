@@ -1,6 +1,6 @@
-"""What a rank plans by itself: its own batch. All that speaks against it there, errors included, is a `LocalDecline`.
+"""The plan of one rank for its own batch, before ranks have agreed. Its reasons not to split are `LocalDecline`s.
 
-An error that ended the step on one rank would leave the others waiting for it: so it is a reason against splitting.
+So are its errors: an error that ended the step on one rank would leave the others waiting for it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import DboError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 
 FAILED = "planning this step failed"
 MAX_TOLD = 64  # lines of code at which planning has failed, and that are not logged again
@@ -35,20 +36,13 @@ class ServedStep(NamedTuple):
     unsupported: Decline | None
 
 
-class LocalPlan(NamedTuple):
-    """A plan with a forward context for each micro-batch, before ranks have agreed."""
-
-    plan: ExecutionPlan
-    contexts: list[ForwardContext]
-
-
 class LocalPlanner:
     """Plans steps of one model on this rank.
 
     Args:
         runtime: makes plans.
-        splitter: makes the micro-batches' forward contexts.
-        ranks: that run the same steps.
+        splitter: makes the forward contexts of micro-batches.
+        ranks: number of ranks that run the same steps.
         votes: whether ranks vote on each step. Where they do not, they all plan the same batch.
     """
 
@@ -59,12 +53,12 @@ class LocalPlanner:
         self._votes = votes
         self._told: BoundedDict[str, None] = BoundedDict(MAX_TOLD)
 
-    def attempt(self, step: ServedStep, plan: Callable[[], LocalPlan | Decline]) -> LocalPlan | LocalDecline:
-        """Return what *plan* does, if the step's arguments can be split; what speaks against it only this rank may see.
+    def attempt(self, step: ServedStep, plan: Callable[[], StepDecision | Decline]) -> StepDecision | LocalDecline:
+        """Return the result of *plan* if the arguments of the step can be split, or a reason that only this rank sees.
 
-        Ranks that do not vote fail alike on the same batch, so each of them may decline: but where what failed may have
-        been this rank's own memory or files, the error is raised, because it must not run unsplit what others split.
-        Without votes this package's own errors are raised, too: then no other rank is left waiting without a word.
+        Ranks that do not vote fail alike on the same batch, so each of them may decline. But the memory or the files of
+        one rank may fail alone. Such an error is raised, because this rank must not run unsplit what others split.
+        Without votes this package's own errors are raised, too. No other rank is then left waiting without a word.
         """
         try:
             planned = step.unsupported or plan()
@@ -76,18 +70,18 @@ class LocalPlanner:
 
     def add_contexts(
         self, context: ForwardContext, plan: ExecutionPlan | Decline, sizes: Sequence[Sequence[int]] = ()
-    ) -> LocalPlan | Decline:
+    ) -> StepDecision | Decline:
         """Return a plan with a forward context for each micro-batch; *sizes* are those of all data parallel ranks."""
         if isinstance(plan, Decline):
             return plan
         contexts = self._splitter.split(context, plan.slices, sizes)
-        return contexts if isinstance(contexts, Decline) else LocalPlan(plan, contexts)
+        return contexts if isinstance(contexts, Decline) else StepDecision(plan, contexts)
 
-    def plan_whole(self, context: ForwardContext, tokens: int) -> LocalPlan | Decline:
+    def plan_whole(self, context: ForwardContext, tokens: int) -> StepDecision | Decline:
         """Plan all tokens of a step as one batch, with ops on the lanes that the settings force."""
         return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), ()))
 
-    def plan_dummy(self, context: ForwardContext, tokens: int) -> LocalPlan | Decline:
+    def plan_dummy(self, context: ForwardContext, tokens: int) -> StepDecision | Decline:
         """Plan a dummy batch, which has no attention metadata, in equal parts."""
         of_ranks = [] if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
         shares = share_data_parallel([tokens, *of_ranks], self._runtime.config.parts)

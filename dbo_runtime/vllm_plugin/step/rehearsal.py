@@ -20,7 +20,7 @@ from dbo_runtime.observe.logs import open_log
 from dbo_runtime.setting_values import Check
 from dbo_runtime.vllm_plugin.api.dummy_batches import run_dummy, run_without_attention
 from dbo_runtime.vllm_plugin.step.failures import attempt
-from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.warm_up import Phase
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -83,14 +83,14 @@ def copy_for_profile(served: SplitForward, device: Device, group: GroupCoordinat
     """Return a forward of the same model that splits every step, on a device, and compares none."""
     config = replace(served.runtime.config, check=Check.OFF)  # without attention metadata results mean nothing
     own = served.copy_for(device, config, group)
-    own.decider.phase = Phase.PROFILING
+    own.phase = Phase.PROFILING
     return own
 
 
 def _copy_for_batch(served: SplitForward, device: Device, group: GroupCoordinator) -> SplitForward:
     """Return a forward of the same model that decides as in serving, and cuts between the two requests."""
     own = copy_for_profile(served, device, group)
-    own.decider.phase = Phase.SERVING
+    own.phase = Phase.SERVING
     own.decider.choose_cuts, own.decider.decode_len = _cut_between, 1
     own.decider.choose_sizes = lambda ranks: ((REQUEST_TOKENS,) * len(ranks),) * REQUESTS
     return own

@@ -1,4 +1,4 @@
-"""What is decided of a step, on all ranks alike."""
+"""The decision about a step: the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from vllm.forward_context import ForwardContext
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
-from dbo_runtime.vllm_plugin.step.local_plan import LocalPlan
 
 
 class StepDecision(NamedTuple):
     """A plan with a forward context for each micro-batch, or a decline without any.
 
-    *statement* must be equal on all ranks; a decline has none, and its text must be. So must *kind*, by which
-    `FirstSteps` counts; None without it.
+    Attributes:
+        plan: the plan, or the reason not to split.
+        contexts: forward context of each micro-batch.
+        fingerprint: text that must be equal on all ranks; empty for a decline, whose own text must be equal.
+        step_class: key by which `FirstSteps` counts; None without it.
     """
 
     plan: ExecutionPlan | Decline
     contexts: list[ForwardContext]
-    statement: str
-    kind: Hashable | None = None
+    fingerprint: str = ""
+    step_class: Hashable | None = None
+
+    def state(self, where: str) -> StepDecision:
+        """Return the decision with its fingerprint: the schedule, and *where* it cuts or why it does not."""
+        if isinstance(self.plan, Decline):
+            return self
+        return self._replace(fingerprint=f"schedule {self.plan.digest}, {where}")
 
 
-def make_decision(planned: LocalPlan | Decline, where: str = "") -> StepDecision:
-    """Make a decision that all ranks make, *where* they cut or why they do not."""
-    if isinstance(planned, Decline):
-        return StepDecision(planned, [], "")
-    return StepDecision(*planned, state_plan(planned, where))
-
-
-def state_plan(planned: LocalPlan, where: str) -> str:
-    """Return what must be equal on all ranks."""
-    return f"schedule {planned.plan.digest}, {where}"
+def decline(reason: Decline) -> StepDecision:
+    """Return the decision not to split."""
+    return StepDecision(reason, [])

@@ -22,8 +22,8 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import list_side_ops
-from dbo_runtime.planner.online.hysteresis import Prediction
 from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.prediction import Prediction
 from dbo_runtime.planner.online.predictor import Predictor, compute_end
 from tests.planner.machines import make_table
 from tests.planner.shop import Shop, do_nothing, find_least_end, simulate_order

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dbo_runtime.batch import Batch
 from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from tests.planner.machines import BYTES, make_table, record_layers
 from tests.planner.online.test_placements import record
@@ -26,8 +26,8 @@ class PreparedMachine(NamedTuple):
     program: Program
     table: CostTable
 
-    def open_planner(self, limits: ServingLimits = LIMITS) -> PreparedPlanner:
-        return PreparedPlanner(self.program, self.table, limits, FEW_STATES)
+    def open_planner(self, limits: ServingLimits = LIMITS) -> Planner:
+        return Planner(self.program, self.table, limits, FEW_STATES)
 
 
 def make_alike(**changes: object) -> PreparedMachine:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.lab.oracle.orders import Orders
 from dbo_runtime.lab.whatif.published_cases import PublishedCase
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -15,8 +16,7 @@ from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.orders import Orders
-from dbo_runtime.planner.online.planner import ONLINE_SEARCH_STATES
+from dbo_runtime.planner.online.planner import SEARCH_STATES
 from dbo_runtime.planner.online.predictor import Predictor
 
 CONTEXTS = (0, 0, 512, 2048, 8192)  # tokens that a request has in the KV cache
@@ -43,8 +43,8 @@ class OrderJudge:
         self.program = build_program(table.program)
         self.table = table
         self.predictor = Predictor(self.program, table)
-        self.orders = Orders(self.program, table, self.predictor, ONLINE_SEARCH_STATES)
-        self._candidates = [Candidates(placed, ONLINE_SEARCH_STATES) for placed in self.orders.placements]
+        self.orders = Orders(self.program, table, self.predictor, SEARCH_STATES)
+        self._candidates = [Candidates(placed, SEARCH_STATES) for placed in self.orders.placements]
 
     def judge(self, slice_features: Sequence[BatchFeatures]) -> Served:
         """Return what is served for micro-batches with these features."""

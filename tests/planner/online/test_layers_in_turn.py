@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.ir.policies import keeps_layers, layered
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.oracle.orders import Orders
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.orders import Orders
+from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.planner.machines import BYTES, make_table
 from tests.planner.online.prepared_machines import FEW_STATES, LIMITS, MACHINES, PreparedMachine, draw_batch
@@ -42,8 +42,8 @@ DENSE = {"one dense layer": make_machine(1, 3), "three dense layers": make_machi
 EVERY = {**DENSE, **MACHINES}
 
 
-def open_planner(machine: PreparedMachine, keeps: bool = True, **settings_: object) -> PreparedPlanner:
-    planner = PreparedPlanner(machine.program, machine.table, LIMITS, FEW_STATES, keeps_layers=keeps)
+def open_planner(machine: PreparedMachine, keeps: bool = True, **settings_: object) -> Planner:
+    planner = Planner(machine.program, machine.table, LIMITS, FEW_STATES, keeps_layers=keeps)
     planner.prepare(RuntimeConfig(mode="always", **settings_))  # type: ignore[arg-type]
     return planner
 

@@ -36,11 +36,12 @@ def serve(
         else:
             mode, expected, ratio = SPLIT, decision.prediction.split, split
         assert expected is not None
-        planner.observe(mode, expected, expected / planner.correction.factor(mode) * ratio, decision.kind)
+        planner.memory.observe(
+            mode, expected, expected / planner.memory.correction.factor(mode) * ratio, decision.trial_class
+        )
         decisions.append(decision)
         if number % PERIOD_STEPS == 0:
-            planner.probation.apply([planner.probation.propose()])
-            planner.correct([planner.correction.propose()])
+            planner.memory.apply([planner.memory.propose()])
     return decisions
 
 
@@ -52,8 +53,8 @@ def list_reasons(decisions: list[SplitChoice | Decline]) -> set[str]:
 def test_predictions_are_corrected_by_steps_on_probation_too(unsplit: float) -> None:
     planner = Planner(PROGRAM, make_table(PROGRAM, COSTS))
     decisions = serve(planner, 3000, unsplit, split=1.2)
-    assert planner.correction.factor(UNSPLIT) == pytest.approx(unsplit)
-    assert planner.correction.factor(SPLIT) == pytest.approx(1.2)
+    assert planner.memory.correction.factor(UNSPLIT) == pytest.approx(unsplit)
+    assert planner.memory.correction.factor(SPLIT) == pytest.approx(1.2)
     first = decisions[0]
     assert isinstance(first, SplitChoice)
     gain = 1 - 1.2 / unsplit * first.prediction.split / first.prediction.unsplit

@@ -15,16 +15,15 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.policies import get_policy
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.oracle.orders import Orders
+from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.lab.whatif.published_cases import get_case, list_cases
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online import candidates
 from dbo_runtime.planner.online.candidates import MAX_SEARCHED, Candidates
-from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.named_order import compute_end
-from dbo_runtime.planner.online.orders import Orders
-from dbo_runtime.planner.online.placements import is_moved
-from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.placements import Placements, is_moved
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.jobs import Job
@@ -42,12 +41,12 @@ MAX_LOSS_OF_MOVED = 0.03  # three micro-batches on two lanes that compute, whose
 def test_prompts_after_unlike_contexts_get_their_own_optimum() -> None:
     """In the order of the average micro-batch, ops would end after 806.5 ms; `staggered:1` takes 691.3."""
     table = get_case("910b-profile-4894").table
-    planner = Planner(build_program(table.program), table)
+    planner = SearchingPlanner(build_program(table.program), table)
     batch = Batch((617, 458, 447, 699), 2221, context_lens=(2048, 8192, 0, 0))
     choice = planner.choose(batch, RuntimeConfig(mode="always", micro_batches=2))
     assert isinstance(choice, SplitChoice)
     validate(choice.order.schedule)
-    timeline = planner.draw_timeline(choice.order.schedule, measure_slices(batch, choice.slices))
+    timeline = Predictor(build_program(table.program), table).simulate(choice.order.schedule, choice.cut.features)
     assert compute_end(timeline) == pytest.approx(0.6905, abs=1e-4)
 
 
@@ -97,10 +96,10 @@ def open_orders(**changes: object) -> tuple[Orders, Predictor]:
 def test_ops_are_on_side_where_settings_and_costs_allow(
     side: str, contention: dict[str, float], numbers: list[int]
 ) -> None:
-    orders, _ = open_orders(contention=contention)
-    placed = orders.list_placements(RuntimeConfig(side=side))
-    assert placed == [orders.placements[number] for number in numbers]
-    assert orders.can_use_side == (contention is CONTENDED_SIDE)
+    program, table = record(), replace(MACHINES["side"].table, contention=contention)
+    placements = Placements(program, table)
+    assert list(placements.list_allowed(RuntimeConfig(side=side))) == numbers
+    assert placements.can_use_side == (contention is CONTENDED_SIDE)
 
 
 @pytest.mark.parametrize("policy", [("alternate", 0), ("staggered", 1)])
@@ -108,7 +107,7 @@ def test_the_order_of_the_settings_is_taken_where_they_name_one(policy: tuple[st
     orders, _ = open_orders()
     (order,) = orders.list_orders(SLICES, RuntimeConfig(side="off", policy=policy))
     assert order.order == get_policy(*policy)(order.programs)
-    assert len(orders.caches["orders"]) == 0, "it searched"
+    assert len(orders._found) == 0, "it searched"
 
 
 def test_what_was_searched_is_kept_and_counted() -> None:
@@ -116,8 +115,7 @@ def test_what_was_searched_is_kept_and_counted() -> None:
     (first,) = orders.list_orders(SLICES, RuntimeConfig(side="off"))
     (again,) = orders.list_orders(SLICES, RuntimeConfig(side="off"))
     assert first is again
-    assert orders.caches.keys() == {"orders", "policies", "simulations"}
-    assert len(orders.caches["orders"]) == 1
+    assert len(orders._found) == 1
 
 
 @pytest.mark.parametrize("slices", [SLICES, SLICES[:1]], ids=["two", "one"])

@@ -10,18 +10,21 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dbo_runtime.batch import Batch, slice_batch
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.ir.policies import staggered
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
+from dbo_runtime.planner.online.ab_trial import Proposal
+from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
+from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.search import ROUNDING
 from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit, record_layers, simulate_split
@@ -42,7 +45,7 @@ COSTS: dict[str, OpCost] = {
 }
 
 
-BOTH = pytest.mark.parametrize("kind", [Planner, PreparedPlanner], ids=["searching", "prepared"])
+BOTH = pytest.mark.parametrize("kind", [SearchingPlanner, Planner], ids=["searching", "prepared"])
 
 
 def open_planner(error: float = 0.0, kind: type[Planner] = Planner, **changes: object) -> Planner:
@@ -173,7 +176,7 @@ def test_no_policy_is_predicted_faster_than_what_is_searched_for(
         else ComputeCost(1e-6, rng.uniform(1, 9) * 1e-7)
         for op in program.ops[:4]
     }
-    planner = Planner(program, make_table(program, costs, contention=contention), FEW_STATES)
+    planner = SearchingPlanner(program, make_table(program, costs, contention=contention), FEW_STATES)
     features = [BatchFeatures(1023)] * micro_batches  # the middle of a bucket: orders are searched for there
     found = planner.predict_split(features, ALWAYS)
     for policy in (("alternate", 0), ("staggered", 1), ("sequential", 0)):
@@ -238,7 +241,7 @@ def test_what_is_declined_by_its_size_alone_gains_nothing(
         "attention": ComputeCost(fixed * 1e-6, per_token * 1e-6, **pairs),
         "reduce": CommCost(alpha * 1e-6, beta * 1e-6 / BYTES, BYTES),
     }
-    planner = Planner(PROGRAM, make_table(PROGRAM, costs, host=HostCost(split=added * 1e-6)), FEW_STATES)
+    planner = Planner(PROGRAM, make_table(PROGRAM, costs, host=HostCost(split=added * 1e-6)), max_states=FEW_STATES)
     if planner.decline_early(tokens) is not None:
         quick = replace(ALWAYS, policy=("alternate", 0), micro_batches=2)
         assert split(planner, Batch((tokens,), tokens, decode_len=0), quick).prediction.gain <= ROUNDING
@@ -271,8 +274,9 @@ def test_an_unsplit_step_takes_no_less_than_its_host() -> None:
 
 
 def test_what_the_host_adds_to_a_split_step_counts() -> None:
-    slice_features = measure_slices(PROMPT, slice_batch(PROMPT, (2048,)))
-    without, added = (open_planner(host=HostCost(split=s)).predict_split(slice_features, ALWAYS) for s in (0.0, 5e-3))
+    without, added = (
+        split(open_planner(host=HostCost(split=seconds)), PROMPT, ALWAYS).prediction.split for seconds in (0.0, 5e-3)
+    )
     assert added == pytest.approx(without + 5e-3)
 
 
@@ -286,21 +290,12 @@ def test_predictions_are_close_to_what_the_exact_features_would_take(batch: Batc
         assert choice.prediction.split == pytest.approx(simulate_exactly(planner, batch, choice), rel=0.04)
 
 
-def test_the_drawn_timeline_is_that_of_the_chosen_order() -> None:
-    planner = open_planner()
-    choice = split(planner, PROMPT, AUTO)
-    slice_features = measure_slices(PROMPT, choice.slices)
-    assert planner.get_schedule(slice_features, AUTO) == choice.order.schedule
-    drawn = planner.draw_timeline(choice.order.schedule, slice_features)
-    assert max(span.end for span in drawn.spans) == pytest.approx(simulate_exactly(planner, PROMPT, choice))
-
-
 def test_a_message_that_follows_another_at_once_is_predicted_to_pay_for_all_of_itself() -> None:
     reduce = CommCost(1e-6, 1e-6 / BYTES, BYTES, free_bytes=100 * BYTES)
     costs = {**COSTS, "attention": ComputeCost(1e-6), "reduce": reduce}
-    planner = Planner(PROGRAM, make_table(PROGRAM, costs), FEW_STATES)
-    slice_features = [BatchFeatures(1000)] * 2
-    drawn = planner.draw_timeline(planner.get_schedule(slice_features, AUTO), slice_features)
+    table, slice_features = make_table(PROGRAM, costs), [BatchFeatures(1000)] * 2
+    order = Candidates(PROGRAM, FEW_STATES).make_policy("alternate", 0, 2)
+    drawn = Predictor(PROGRAM, table).simulate(order.schedule, slice_features)
     sent = [span.end - span.start for span in drawn.spans if span.lane == "comm"]
     assert sent[0] == pytest.approx(901e-6)
     assert sent[1:] == pytest.approx([1000e-6 + 1e-6] * (len(sent) - 1), rel=0.01)  # attention gives hardly any rest
@@ -309,15 +304,13 @@ def test_a_message_that_follows_another_at_once_is_predicted_to_pay_for_all_of_i
 # What is remembered and learnt
 
 
-def test_a_batch_that_was_seen_is_decided_by_the_same_object_until_something_is_learnt() -> None:
+def test_a_batch_that_was_seen_is_decided_alike_also_after_nothing_was_learnt() -> None:
     planner = open_planner()
     for batch in (PROMPT, DECODES):
         first = planner.choose(batch, AUTO)
-        assert planner.choose(replace(batch), replace(AUTO)) is first
-        planner.correct([{}])
-        again = planner.choose(batch, AUTO)
-        assert again is not first
-        assert again == first
+        assert planner.choose(replace(batch), replace(AUTO)) == first
+        planner.memory.apply([({}, Proposal(False, {}))])
+        assert planner.choose(batch, AUTO) == first
 
 
 @BOTH
@@ -344,7 +337,7 @@ def test_what_is_learnt_does_not_build_up() -> None:
     learn(planner, UNSPLIT, 1.2)
     features = measure_unsplit(PROMPT)
     corrected = planner.predict_unsplit(features)
-    planner.observe(UNSPLIT, corrected, corrected)
+    planner.memory.observe(UNSPLIT, corrected, corrected)
     learn(planner, UNSPLIT, 1.0, times=20)
     assert planner.predict_unsplit(features) == pytest.approx(corrected)
 
@@ -373,9 +366,9 @@ def test_ranks_that_are_asked_the_same_decide_alike(asked: list[Batch], learnt: 
 
 def learn(planner: Planner, mode: str, ratio: float, times: int = 40) -> None:
     """Let a planner learn that steps take *ratio* times what its costs say."""
-    planner.observe(mode, planner.correction.factor(mode), ratio)
+    planner.memory.observe(mode, planner.memory.correction.factor(mode), ratio)
     for _ in range(times):
-        planner.correct([planner.correction.propose()])
+        planner.memory.apply([(planner.memory.correction.propose(), Proposal(False, {}))])
 
 
 # Data parallel ranks

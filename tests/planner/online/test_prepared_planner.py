@@ -17,21 +17,22 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import build_program
-from dbo_runtime.planner.online import named_order, predictor, probation, simulation
+from dbo_runtime.planner.online import ab_trial, named_order, predictor, simulation
+from dbo_runtime.planner.online.ab_trial import Proposal
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import measure_slices
-from dbo_runtime.planner.online.hysteresis import MAX_KINDS
 from dbo_runtime.planner.online.named_order import compute_end
-from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.planner import ALIKE, Planner
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.online.prepared_planner import ALIKE, MAX_REMEMBERED_KINDS, PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
+from dbo_runtime.planner.online.step_memory import MAX_CLASSES
 from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit
 from tests.planner.online.prepared_machines import (
     FEW_STATES,
@@ -69,7 +70,7 @@ def decline(planner: Planner, batch: Batch, config: RuntimeConfig = AUTO) -> Dec
     return choice
 
 
-def count_evaluations(monkeypatch: pytest.MonkeyPatch, planner: PreparedPlanner) -> list[BatchFeatures]:
+def count_evaluations(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> list[BatchFeatures]:
     """Return a list that grows by the features of each step that is evaluated from now on."""
     evaluated: list[BatchFeatures] = []
     evaluate = planner._evaluate
@@ -89,7 +90,7 @@ def count_evaluations(monkeypatch: pytest.MonkeyPatch, planner: PreparedPlanner)
 def test_steps_are_decided_as_by_a_search_and_a_simulation(name: str) -> None:
     """Where decisions differ, the gain is near the margin, or near nothing in the worst case."""
     machine, rng = MACHINES[name], random.Random(name)
-    prepared, reference = machine.open_planner(), Planner(*machine, FEW_STATES)
+    prepared, reference = machine.open_planner(), SearchingPlanner(*machine, FEW_STATES)
     differing = 0
     steps = [draw_batch(rng) for _ in range(12 if SIDE in machine.program.lanes else 25)]
     for batch in steps:
@@ -157,7 +158,7 @@ def test_nothing_is_searched_for_lowered_or_simulated_once_it_is_prepared(monkey
                 choice = planner.choose(draw_batch(rng), config)
                 planner.choose_data_parallel([rng.randint(1, 4096) for _ in range(3)], config)
                 assert isinstance(choice, Decline) or choice.order.schedule.instructions
-        planner.correct([{SPLIT: 0.01}])
+        planner.memory.apply([({SPLIT: 0.01}, Proposal(False, {}))])
         planner.choose(PROMPT, AUTO)
 
 
@@ -206,7 +207,7 @@ def test_a_step_for_which_the_decision_of_its_kind_is_worse_is_decided_anew(monk
     planner = MACHINES["unlike"].open_planner()  # where attention takes no other share of an uneven step
     evaluated = count_evaluations(monkeypatch, planner)
     even, uneven = Batch((2048, 2048), 4096, cuttable=False), Batch((3800, 296), 4096, cuttable=False)
-    kinds = {planner._get_kind(measure_unsplit(batch), batch.cuttable) for batch in (even, uneven)}
+    kinds = {planner._classify(measure_unsplit(batch), batch.cuttable) for batch in (even, uneven)}
     assert len(kinds) == 1
     good = split(planner, even)
     bad = planner.choose(uneven, AUTO)
@@ -236,15 +237,15 @@ def test_what_is_learnt_changes_decisions(monkeypatch: pytest.MonkeyPatch) -> No
     evaluated = count_evaluations(monkeypatch, planner)
     split(planner, PROMPT)
     assert not evaluated
-    planner.observe(SPLIT, 1.0, 1.5)
+    planner.memory.observe(SPLIT, 1.0, 1.5)
     for _ in range(40):
-        planner.correct([planner.correction.propose()])
+        planner.memory.apply([(planner.memory.correction.propose(), Proposal(False, {}))])
     declined = decline(planner, PROMPT)
     assert len(evaluated) == 1
     assert f"{predicted.split * 1.5 * 1e3:.2f} ms in" in declined.detail
-    planner.observe(UNSPLIT, 1.0, 1.5)
+    planner.memory.observe(UNSPLIT, 1.0, 1.5)
     for _ in range(40):
-        planner.correct([planner.correction.propose()])
+        planner.memory.apply([(planner.memory.correction.propose(), Proposal(False, {}))])
     again = split(planner, PROMPT).prediction
     assert (again.split, again.unsplit) == pytest.approx((predicted.split * 1.5, predicted.unsplit * 1.5))
     assert split(planner, PROMPT).prediction.split == pytest.approx(again.split)
@@ -253,27 +254,26 @@ def test_what_is_learnt_changes_decisions(monkeypatch: pytest.MonkeyPatch) -> No
 def test_caches_do_not_grow_beyond_their_bounds() -> None:
     planner = MACHINES["alike, doubted"].open_planner()
     planner.prepare(RuntimeConfig())
-    planner._remembered = BoundedDict(16)
-    planner._selection._hysteresis._split = BoundedDict(16)
-    planner._too_small = BoundedDict(16)
+    memory = planner.memory
+    memory._decided, memory._split, memory.too_small = BoundedDict(16), BoundedDict(16), BoundedDict(16)
     ask_distinct(planner, 1000)
-    assert {len(planner._remembered), len(planner._selection._hysteresis._split), len(planner._too_small)} == {16}
+    assert {len(memory._decided), len(memory._split), len(memory.too_small)} == {16}
     before = count_entries(planner)
     ask_distinct(planner, 500, first=1000)
-    assert count_entries(planner) <= before + probation.MAX_KINDS
+    assert count_entries(planner) <= before + ab_trial.MAX_CLASSES
 
 
 @pytest.mark.slow
 def test_years_of_serving_leave_bounded_caches() -> None:
     planner = MACHINES["side"].open_planner()
     ask_distinct(planner, 20_000)
-    caches = {**planner.describe_caches(), "hysteresis": (len(planner._selection._hysteresis._split), MAX_KINDS)}
-    assert caches["kinds"][1] == MAX_REMEMBERED_KINDS
+    caches = planner.memory.sizes_and_capacities
+    assert caches["decisions"][1] == MAX_CLASSES
     assert {name for name, (entries, most) in caches.items() if entries > most} == set()
-    assert caches["kinds"][0] < caches["kinds"][1], "steps are of few kinds"
+    assert caches["decisions"][0] < caches["decisions"][1], "steps are of few classes"
 
 
-def ask_distinct(planner: PreparedPlanner, count: int, first: int = 0) -> None:
+def ask_distinct(planner: Planner, count: int, first: int = 0) -> None:
     """Let it plan so many steps, all of which differ from each other."""
     rng, config = random.Random(first), RuntimeConfig()
     for number in range(first, first + count):
@@ -283,7 +283,7 @@ def ask_distinct(planner: PreparedPlanner, count: int, first: int = 0) -> None:
         planner.decline_early(sum(lengths))
 
 
-def count_entries(planner: PreparedPlanner) -> int:
+def count_entries(planner: Planner) -> int:
     """Return the entries of all dictionaries and lists that a planner has, at any depth."""
     seen: dict[int, object] = {}
     todo: list[object] = [planner]
@@ -312,13 +312,13 @@ def count_entries(planner: PreparedPlanner) -> int:
 def test_ranks_that_are_asked_the_same_decide_alike(asked: list[Batch | float], name: str) -> None:
     first, second = PLANNERS[name]
     for planner in (first, second):
-        planner.correct([{}])
+        planner.memory.apply([({}, Proposal(False, {}))])
     for each in asked:
         if isinstance(each, Batch):
             assert first.choose(each, AUTO) == second.choose(each, AUTO)
         else:
             for planner in (first, second):
-                planner.correct([{SPLIT: each - 1.0}])
+                planner.memory.apply([({SPLIT: each - 1.0}, Proposal(False, {}))])
 
 
 PLANNERS = {name: [MACHINES[name].open_planner() for _ in range(2)] for name in ("alike, doubted", "side")}
@@ -452,7 +452,7 @@ def test_where_no_step_can_be_cut_none_is(limits: ServingLimits) -> None:
 @pytest.mark.parametrize("contention", [{}, {"compute": 1.1, "comm": 1.3}])
 def test_ops_that_cost_nothing_are_planned(contention: dict[str, float]) -> None:
     costs = {"attention": ComputeCost(), "reduce": CommCost(0.0, 0.0, BYTES)}
-    planner = PreparedPlanner(PROGRAM, make_table(PROGRAM, costs, contention=contention), LIMITS, FEW_STATES)
+    planner = Planner(PROGRAM, make_table(PROGRAM, costs, contention=contention), LIMITS, FEW_STATES)
     for _ in range(2):
         assert split(planner, PROMPT, ALWAYS).prediction.gain == 0
         decline(planner, PROMPT, AUTO)
@@ -472,7 +472,7 @@ def test_unsplit_steps_that_are_predicted_to_take_no_time_stay_unsplit() -> None
 def test_published_models_of_all_layers_are_planned_as_by_a_search(name: str) -> None:
     case = get_case(name)
     machine = PreparedMachine(build_program(case.table.program), case.table)
-    planner, searching = PreparedPlanner(*machine, ServingLimits(tokens=16_384)), Planner(*machine)
+    planner, searching = Planner(*machine, ServingLimits(tokens=16_384)), SearchingPlanner(*machine)
     rng = random.Random(name)
     differing, errors, longer = 0, [], []
     for batch in (draw_prompts(rng) for _ in range(30)):

@@ -23,7 +23,6 @@ from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.calibration import cost_source, measurement
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
@@ -32,7 +31,7 @@ from dbo_runtime.vllm_plugin.calibration.shapes import Shape
 from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fit_rest, fit_steps
 from dbo_runtime.vllm_plugin.install import worker_setup
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from tests.planner.machines import make_table, record_layers
 from tests.planner.online.test_planner import COSTS
 from tests.vllm_plugin.costs import FEW_SHAPES, Lines, calibrate_few, forget_costs, get_costs, make_planner, measure_few
@@ -172,8 +171,8 @@ def test_costs_of_a_file_are_planned_by(
     assert (level, event) == ("info", "planning by costs")
     assert (figures["source"], figures["kind"], figures["digest"]) == (str(path), "measured", digest)
     one_rank.generate(PROMPTS)
-    assert forward.last_step is not None
-    assert forward.last_step.expected is not None
+    assert forward.observer.last_step is not None
+    assert forward.observer.last_step.expected is not None
 
 
 def test_without_settings_there_are_no_costs(forward: SplitForward, log: Lines) -> None:
@@ -189,10 +188,10 @@ def test_costs_are_prepared_when_vllm_has_warmed_up_and_before_anything_is_split
     worker_setup._wrap_warm_up(worker)
     monkeypatch.setattr(forward.decider, "phase", Phase.STARTING)
     seen = []
-    monkeypatch.setattr(get_costs(forward), "prepare", lambda config: seen.append((config, forward.decider.phase)))
+    monkeypatch.setattr(get_costs(forward), "prepare", lambda config: seen.append((config, forward.phase)))
     assert worker.compile_or_warm_up_model() == "warm"
     assert seen == [(forward.runtime.config, Phase.STARTING)]
-    assert forward.decider.phase is Phase.SERVING
+    assert forward.phase is Phase.SERVING
 
 
 def edit(change: Callable[[Any], object]) -> Callable[[str], str]:
@@ -269,8 +268,8 @@ def assert_serves_on_without_costs(
     assert log.lines == [("warning", warning, {"reason": reason})]
     assert forward.runtime.planner is None
     engine.generate(PROMPTS)
-    assert forward.last_step is not None
-    assert (forward.last_step.mode, forward.last_step.expected) == ("split", None)
+    assert forward.observer.last_step is not None
+    assert (forward.observer.last_step.mode, forward.observer.last_step.expected) == ("split", None)
 
 
 def test_a_file_that_is_not_there_is_refused(
@@ -433,7 +432,7 @@ def load_with_own_digest(worker: Any, path: str) -> str:
     forward = worker.model_runner.get_model().forward
     costs = get_costs(forward)
     own = f"orders of {costs._group.rank_in_group}"
-    with mock.patch.object(PreparedPlanner, "digest", own), pytest.raises(ConfigError) as raised:
+    with mock.patch.object(Planner, "digest", own), pytest.raises(ConfigError) as raised:
         costs.load(path)
     assert forward.runtime.planner is None
     return str(raised.value)

@@ -333,7 +333,7 @@ def generate_by_costs(engine: Engine, rank: int, mode: str) -> tuple[list[Answer
         answers = run_prompts(engine, BATCHES[rank], 4, ARRIVALS[rank])
     engine.configure()
     after = engine.statistics()[0]
-    learnt = engine.runner.get_model().forward.runtime.planner.correction
+    learnt = engine.runner.get_model().forward.runtime.planner.memory.correction
     return answers, {
         "split": after["split"] - before["split"],
         "declined": count_since(before["declined"], after["declined"]),

@@ -21,6 +21,7 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from tests.support.split_forwards import assemble
 from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
 
 LAYERS = (1, 3)
@@ -57,7 +58,7 @@ def make_forward(model: Model, check: bool) -> SplitForward:
     runtime = MicroBatchRuntime(record(), VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(ONE_RANK)
     decider = StepDecider(runtime, Splitter(), agreement, "network")
-    return SplitForward(model, model.forward, runtime, decider, agreement, stage=STAGE)
+    return assemble(model, decider, agreement, stage=STAGE)
 
 
 @pytest.mark.parametrize("check", [False, True])

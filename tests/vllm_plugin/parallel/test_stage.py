@@ -28,6 +28,7 @@ from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from tests.support.split_forwards import assemble
 from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
 from tests.vllm_plugin.step.test_unsupported import make_config as make_vllm_config
 
@@ -77,7 +78,7 @@ def make_forward(model: Model, check: bool = False) -> SplitForward:
     runtime = MicroBatchRuntime(record(model), VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(ONE_RANK)
     decider = StepDecider(runtime, Splitter(), agreement, "network")
-    return SplitForward(model, model.forward, runtime, decider, agreement, stage=model.stage)
+    return assemble(model, decider, agreement, stage=model.stage)
 
 
 def make_handed(stage: Stage, tokens: int = 8) -> IntermediateTensors | None:

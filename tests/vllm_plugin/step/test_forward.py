@@ -45,9 +45,10 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step import forward as forward_module
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from tests.planner.machines import make_table
+from tests.support.split_forwards import assemble
 from tests.vllm_plugin.telemetry.test_metrics import scrape
 
 BATCH = Batch((4, 4), prefill_tokens=8)
@@ -147,7 +148,7 @@ def make_forward(
     runtime = MicroBatchRuntime(program, VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(group)
     decider = StepDecider(runtime, splitter or Splitter(), agreement, transport)
-    return SplitForward(model, model.forward, runtime, decider, agreement, **telemetry)
+    return assemble(model, decider, agreement, **telemetry)
 
 
 def run(forward: SplitForward, **kwargs: Any) -> torch.Tensor:
@@ -279,7 +280,7 @@ def test_the_transport_is_found(groups: Groups, hosts: int, transport: str) -> N
 
 def test_nothing_is_split_before_vllm_has_warmed_up() -> None:
     forward = make_forward(Model())
-    forward.decider.phase = Phase.STARTING
+    forward.phase = Phase.STARTING
     assert torch.equal(run(forward), EXPECTED)
     assert forward.runtime.statistics.declined == {"starting up": 1}
 
@@ -378,7 +379,7 @@ def test_some_steps_run_as_vllm_would_run_them(
 def test_before_vllm_serves_its_graphs_of_unsplit_steps_get_concurrent_ops(mode: CUDAGraphMode) -> None:
     model = Model()
     forward = make_concurrent_forward(model, Splitter(), side="on")
-    forward.decider.phase = Phase.STARTING
+    forward.phase = Phase.STARTING
     assert torch.equal(run_served(forward, make_served_context(cudagraph_runtime_mode=mode)), EXPECTED)
     assert (forward.runtime.statistics.concurrent, model.unsplit) == (1, [])
     run_served(forward, make_context())  # profiling, without attention
@@ -397,7 +398,7 @@ def test_graphs_stay_those_of_vllm_where_they_cannot_hold_ours(settings: dict[st
     """A capture in which results are read, or in which the host waits, fails and takes vLLM's start with it."""
     model = Model()
     forward = make_concurrent_forward(model, Splitter(), side="on", **settings)
-    forward.decider.phase = Phase.STARTING
+    forward.phase = Phase.STARTING
     context = make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL)
     context.moe_comm_type = SimpleNamespace(name=communication)  # type: ignore[attr-defined]  # vllm-ascend's
     assert torch.equal(run_served(forward, context), EXPECTED)
@@ -407,13 +408,13 @@ def test_graphs_stay_those_of_vllm_where_they_cannot_hold_ours(settings: dict[st
 def test_what_goes_into_a_graph_is_not_recorded() -> None:
     """It takes no time yet: a timeline that was requested is of the first step that is served."""
     forward = make_concurrent_forward(Model(), Splitter(), side="on", mode="auto")
-    forward.recording.request()
-    forward.decider.phase = Phase.STARTING
+    forward.observer.recording.request()
+    forward.phase = Phase.STARTING
     run_served(forward, make_served_context(cudagraph_runtime_mode=CUDAGraphMode.FULL))
-    assert forward.recording.timeline is None
-    forward.decider.phase = Phase.SERVING
+    assert forward.observer.recording.timeline is None
+    forward.phase = Phase.SERVING
     run_served(forward, make_served_context())
-    assert forward.recording.timeline is not None
+    assert forward.observer.recording.timeline is not None
 
 
 def test_costs_may_make_ops_concurrent_where_there_is_no_communication() -> None:
@@ -531,17 +532,17 @@ def learn(forward: SplitForward) -> Planner:
 def test_the_last_step_has_its_mode_and_its_expected_and_measured_seconds() -> None:
     forward = make_forward(Model())
     run(forward)
-    assert forward.last_step is not None
-    assert forward.last_step[:2] == ("split", None)
+    assert forward.observer.last_step is not None
+    assert forward.observer.last_step[:2] == ("split", None)
     planner = learn(forward)
     run(forward)
     choice = planner.choose(BATCH, forward.runtime.config)
     assert isinstance(choice, SplitChoice)
-    assert forward.last_step[:2] == ("split", choice.prediction.split)
+    assert forward.observer.last_step[:2] == ("split", choice.prediction.split)
     forward.runtime.config = replace(forward.runtime.config, mode="off")
     run(forward)
-    assert forward.last_step[:2] == ("unsplit", None)
-    assert forward.last_step.seconds > 0
+    assert forward.observer.last_step[:2] == ("unsplit", None)
+    assert forward.observer.last_step.seconds > 0
 
 
 def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_noted(
@@ -560,7 +561,7 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
     forward.runtime.config = replace(forward.runtime.config, mode="auto", margin=0.9)
     run(forward)  # declined by prediction
     run(forward, spec_step_idx=1)  # declined for another reason
-    assert planner.correction._steps == 4
+    assert planner.memory.correction._steps == 4
     assert isinstance(choice, SplitChoice)
     assert [step[:2] for step in noted] == [("split", choice.prediction.split), ("unsplit", choice.prediction.unsplit)]
     assert all(seconds > 0 for _, _, seconds, _ in noted)
@@ -569,9 +570,9 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
 def test_steps_before_vllm_has_warmed_up_are_not_counted() -> None:
     forward = make_forward(Model())
     planner = learn(forward)
-    forward.decider.phase = Phase.STARTING
+    forward.phase = Phase.STARTING
     run(forward)
-    assert planner.correction._steps == 0
+    assert planner.memory.correction._steps == 0
 
 
 def test_a_step_that_is_checked_is_counted_once_and_without_the_check() -> None:
@@ -580,13 +581,13 @@ def test_a_step_that_is_checked_is_counted_once_and_without_the_check() -> None:
     unsplit = forward._forward
 
     def check(*arguments: Any, **kwargs: Any) -> Any:
-        assert planner.correction._steps == 1, "the step is over"
+        assert planner.memory.correction._steps == 1, "the step is over"
         return unsplit(*arguments, **kwargs)
 
     forward._forward = check
     assert torch.equal(run(forward), EXPECTED)
-    assert planner.correction._steps == 1
-    assert planner.correction.propose().keys() == {"split"}
+    assert planner.memory.correction._steps == 1
+    assert planner.memory.correction.propose().keys() == {"split"}
 
 
 def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_nothing_else(
@@ -598,13 +599,15 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
     config, before = forward.runtime.config, planner.choose(BATCH, forward.runtime.config)
     for _ in range(PERIOD_STEPS - 2):
         run(forward)
-    assert (other_rank.compared, planner.correction.factor("split")) == ([], 1.0)
+    assert (other_rank.compared, planner.memory.correction.factor("split")) == ([], 1.0)
     run(forward)
     ((errors, measured),) = other_rank.compared
     assert errors.keys() == {"split"}
     assert measured[1] == {}  # nothing is on probation where all steps are split
-    assert planner.correction.factor("split") == pytest.approx(math.exp(MAX_LOG_CHANGE))  # far slower than predicted
-    assert planner.correction.factor("unsplit") == 1.0
+    assert planner.memory.correction.factor("split") == pytest.approx(
+        math.exp(MAX_LOG_CHANGE)
+    )  # far slower than predicted
+    assert planner.memory.correction.factor("unsplit") == 1.0
     after = planner.choose(BATCH, config)
     assert isinstance(before, SplitChoice)
     assert isinstance(after, SplitChoice)
@@ -716,8 +719,8 @@ def test_the_time_that_a_served_step_waits_for_its_decision_is_counted_without_t
     clock = Clock()
     monkeypatch.setattr(forward_module, "time", clock)
     forward = make_forward(SlowModel(clock), SlowSplitter(clock, batch), metrics=Metrics(tmp_path, "tiny", 0))
-    forward.recording.request()
-    forward.decider.phase = Phase.STARTING
+    forward.observer.recording.request()
+    forward.phase = Phase.STARTING
     run(forward)
     forward.start_serving()
     for _ in range(2):
@@ -726,7 +729,7 @@ def test_the_time_that_a_served_step_waits_for_its_decision_is_counted_without_t
     buckets = {float(labels[-1]): value for labels, value in found["vllm:dbo_planning_seconds_bucket"].items()}
     assert (buckets[0.1], buckets[1.0]) == (0, 2)
     assert list(found["vllm:dbo_planning_seconds_sum"].values()) == [0.5]
-    timeline = forward.recording.timeline
+    timeline = forward.observer.recording.timeline
     assert (None if timeline is None else timeline.planning) == (0.25 if isinstance(batch, Batch) else None)
 
 

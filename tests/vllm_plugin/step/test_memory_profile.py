@@ -17,8 +17,8 @@ from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner
 from dbo_runtime.vllm_plugin.step.memory_profile import profile_split, run_both
-from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.step.rehearsal import copy_for_profile
+from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from tests.vllm_plugin.engine import Engine
 
 GROUP = SimpleNamespace(world_size=1, rank_in_group=0)
@@ -58,7 +58,7 @@ def test_vllms_profile_runs_split_without_attention_metadata_and_is_not_counted(
     after = served.runtime.statistics.as_dict()
     assert after["split"] == before["split"]
     assert one_rank.runner.get_model().forward is served
-    assert served.decider.phase is not Phase.PROFILING
+    assert served.phase is not Phase.PROFILING
 
 
 def test_on_the_cpu_the_profile_runs_once_as_it_was(one_rank: Engine, served: SplitForward) -> None:

@@ -171,9 +171,9 @@ def test_auto_leaves_unsplit_what_costs_say_does_not_pay_and_logs_the_figures_on
     (line,) = log.find("step not split")
     figures = r"\d+\.\d\d ms unsplit, \d+\.\d\d ms in 3 micro-batches: \d+\.\d% more \(\d+\.\d% more if costs are off\)"
     assert re.fullmatch(rf"{figures}; DBO_MARGIN asks for more than 2\.0% less, .*", line["detail"])
-    assert networked.last_step is not None
-    assert networked.last_step.mode == "unsplit"
-    assert networked.last_step.expected == planner.predict_unsplit(measure_features((64, 64), ()))
+    assert networked.observer.last_step is not None
+    assert networked.observer.last_step.mode == "unsplit"
+    assert networked.observer.last_step.expected == planner.predict_unsplit(measure_features((64, 64), ()))
 
 
 def test_auto_does_not_even_look_at_a_step_that_is_too_small_to_gain(
@@ -221,8 +221,8 @@ def test_cuts_from_outside_come_before_the_planners(one_rank: Engine, forward: S
     finally:
         one_rank.cut_by_settings()
     assert forward.runtime.statistics.micro_batches == 4
-    assert forward.last_step is not None
-    assert (forward.last_step.mode, forward.last_step.expected) == ("split", None)
+    assert forward.observer.last_step is not None
+    assert (forward.observer.last_step.mode, forward.observer.last_step.expected) == ("split", None)
 
 
 def ask(engine: Engine, method: str, *arguments: Any) -> Any:
@@ -293,5 +293,5 @@ def plan_by_paying_costs(worker: Any) -> None:
 
 
 def tell_correction(worker: Any) -> dict[str, float]:
-    correction = worker.model_runner.get_model().forward.runtime.planner.correction
+    correction = worker.model_runner.get_model().forward.runtime.planner.memory.correction
     return {"steps": correction._steps, **{mode: correction.factor(mode) for mode in ("unsplit", "split")}}

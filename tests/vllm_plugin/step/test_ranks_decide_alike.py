@@ -42,8 +42,8 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.local_plan import FAILED
-from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
+from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from tests.planner.machines import make_table
 from tests.profiles import scale
 from tests.vllm_plugin.context.test_splitter import BLOCK, CONFIG, FakeBuilder, NeedsWidth, make_common, make_group
@@ -317,7 +317,7 @@ def test_ranks_in_any_states_decide_alike_and_none_waits_for_ever() -> None:
             tokens = [rank.tokens for rank in ranks]
             jobs = []
             for decider, rank in zip(deciders, ranks, strict=True):
-                decider.phase = phase
+                phase = phase
                 jobs.append(partial(decide, decider, rank, make_context(rank, shared, tokens, graph)))
             with pair.connected():
                 decisions, met = run_both(jobs)

@@ -78,7 +78,7 @@ def test_an_error_of_the_split_step_alone_refuses_all_further_ones(one_rank: Eng
     refusal = served.decider.refusal
     assert isinstance(refusal, Decline)
     assert "AttributeError: no attribute 'input_norm'" in refusal.detail
-    assert served.decider.find_standing() is refusal
+    assert served.decider.find_permanent_decline() is refusal
 
 
 def test_a_runner_whose_batches_are_too_small_rehearses_nothing(one_rank: Engine, served: SplitForward) -> None:

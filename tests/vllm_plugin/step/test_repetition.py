@@ -45,6 +45,23 @@ class CpuSplitter(Splitter):
     platform = get_platform("cpu")
 
 
+class Keeping:
+    """An adapter whose model keeps data for its next forward."""
+
+    def take_inputs(self, model: Any, x: torch.Tensor, keep: bool) -> torch.Tensor:
+        return x
+
+
+class Giving(Keeping):
+    """And can be given them back."""
+
+    def __init__(self, given: list[torch.Tensor]) -> None:
+        self._given = given
+
+    def give_inputs(self, model: Any, x: torch.Tensor) -> None:
+        self._given.append(x)
+
+
 def make_compared(model: Model, is_first: bool, splitter: Splitter | None = None, **options: Any) -> SplitForward:
     """Return a forward whose steps are compared: as first steps, or under DBO_CHECK."""
     forward = make_forward(model, splitter or CpuSplitter(), check=not is_first, **options)
@@ -84,7 +101,7 @@ def test_where_rounding_leads_nowhere_else_the_unsplit_step_alone_is_right() -> 
 def test_a_model_that_keeps_what_cannot_be_given_back_runs_no_pieces() -> None:
     model = ReroutingModel()
     with pytest.raises(SplitError, match="split and unsplit hidden states differ"):
-        run(make_compared(model, is_first=False, may_diverge=True, add_inputs=lambda model, x, keep: x))
+        run(make_compared(model, is_first=False, may_diverge=True, adapter=Keeping()))
     assert model.sizes == [TOKENS]
 
 
@@ -94,8 +111,7 @@ def test_what_a_model_keeps_is_given_back_to_each_run_for_its_tokens() -> None:
         model,
         is_first=False,
         may_diverge=True,
-        add_inputs=lambda model, x, keep: x,
-        give_inputs=lambda model, x: given.append(x),
+        adapter=Giving(given),
     )
     run(forward)
     x = model.embed_input_ids(torch.arange(TOKENS))

@@ -10,7 +10,7 @@ import torch
 
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from dbo_runtime.vllm_plugin.step.phase import Phase
+from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from tests.vllm_plugin.step.test_forward import EXPECTED, Lines, Model, make_forward, run
 from tests.vllm_plugin.telemetry.test_metrics import scrape
@@ -19,7 +19,7 @@ from tests.vllm_plugin.telemetry.test_metrics import scrape
 def install(model: Model, **options: Any) -> SplitForward:
     """Install a forward on a model that vLLM has not warmed up yet."""
     forward = make_forward(model, **options)
-    forward.decider.phase = Phase.STARTING
+    forward.phase = Phase.STARTING
     model.forward = forward  # type: ignore[method-assign]
     return forward
 

@@ -17,6 +17,7 @@ from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, take_kept
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from tests.support.split_forwards import assemble
 from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
 
 
@@ -49,12 +50,12 @@ class Adapter:
         model.buffer.copy_(torch.cat(list(parts)))
 
 
-def make_forward(model: Model, program: Program, keep_output: Any = None) -> SplitForward:
+def make_forward(model: Model, program: Program, adapter: Any = None) -> SplitForward:
     config = RuntimeConfig(mode="always", min_tokens=1, min_prefill_tokens=0)
     runtime = MicroBatchRuntime(program, VirtualDevice(lambda step: 1.0), config, Lines())
     agreement = Agreement(ONE_RANK)
     decider = StepDecider(runtime, Splitter(), agreement, "network")
-    return SplitForward(model, model.forward, runtime, decider, agreement, keep_output=keep_output)
+    return assemble(model, decider, agreement, adapter)
 
 
 def test_numbers_are_cut_with_their_tokens_and_what_is_kept_is_left_in_their_order() -> None:
@@ -62,7 +63,7 @@ def test_numbers_are_cut_with_their_tokens_and_what_is_kept_is_left_in_their_ord
     program = adapter.record(ProgramBuilder())
     assert isinstance(adapter, OutputAdapter)
     assert WHOLE_MODEL.check_program(program) is None, "neither is what stages send each other"
-    forward = make_forward(model, program, adapter.keep_output)
+    forward = make_forward(model, program, adapter)
     assert torch.equal(run(forward), model.forward(IDS, POSITIONS))
     assert forward.runtime.statistics.as_dict()["split"] == 1
     assert torch.equal(model.buffer, 2 * model.embed_input_ids(IDS))

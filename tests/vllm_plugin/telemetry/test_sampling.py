@@ -136,15 +136,15 @@ def test_one_step_of_many_is_a_sample_and_is_read_when_no_device_is_still_at_it(
 
 def test_whatever_else_is_recorded_a_request_gets_its_timeline(tmp_path: Path) -> None:
     forward = make_forward(Model(), recording=Recording(open_folder(tmp_path, Lines(), steps=1), Samples()))
-    forward.recording.request()
+    forward.observer.recording.request()
     for _ in range(SAMPLED_STEP):
         run(forward)
-    first = forward.recording.timeline
+    first = forward.observer.recording.timeline
     assert first is not None
     (traced,) = read_trace(tmp_path / "step-000001.json").values()
     assert [span.op for span in traced.spans] == [span.op for span in first.spans]
-    forward.recording.request()
-    assert forward.recording.timeline is None
+    forward.observer.recording.request()
+    assert forward.observer.recording.timeline is None
 
 
 class SlowClock(VirtualLane):

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
-from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
-from dbo_runtime.planner.online.hysteresis import Prediction
-from dbo_runtime.planner.online.probation import (
+from dbo_runtime.planner.online.ab_trial import (
     COST_SHARE,
     LEAD_PAIRS,
-    MAX_KINDS,
+    MAX_CLASSES,
     REFRESH_STEPS,
     WINDOW_PAIRS,
-    Kind,
-    Probation,
+    AbTrials,
     Proposal,
-    get_kind,
+    TrialClass,
+    get_trial_class,
 )
+from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
+from dbo_runtime.planner.online.prediction import Prediction
 from tests.profiles import scale
 
 KIND = ("prefill", 2)
@@ -40,17 +40,19 @@ class Rank:
     """A rank that serves steps of known times."""
 
     def __init__(self, seed: int = 0, noise: float = 0.0) -> None:
-        self.probation = Probation()
+        self.trials = AbTrials()
         self._rng = random.Random(seed)
         self._noise = noise
 
-    def run(self, prediction: Prediction, doubt: Decline | None, split: float, kind: Kind = KIND) -> Decline | None:
+    def run(
+        self, prediction: Prediction, doubt: Decline | None, split: float, kind: TrialClass = KIND
+    ) -> Decline | None:
         """Serve a step that takes 1 s unsplit and *split* s split; return why it was not split, or None."""
-        declined = self.probation.check(kind, prediction, doubt)
+        declined = self.trials.check(kind, prediction, doubt)
         mode, predicted, seconds = (
             (SPLIT, prediction.split, split) if declined is None else (UNSPLIT, prediction.unsplit, 1.0)
         )
-        self.probation.observe(kind, mode, predicted, seconds * math.exp(self._rng.gauss(0.0, self._noise)))
+        self.trials.observe(kind, mode, predicted, seconds * math.exp(self._rng.gauss(0.0, self._noise)))
         return declined
 
 
@@ -70,23 +72,23 @@ def serve(
 
 
 def exchange(ranks: Iterable[Rank]) -> None:
-    proposals = [rank.probation.propose() for rank in ranks]
+    proposals = [rank.trials.propose() for rank in ranks]
     for rank in ranks:
-        rank.probation.apply(proposals)
+        rank.trials.apply(proposals)
 
 
-def learn(probation: Probation, pairs: list[float], kind: Kind = KIND) -> None:
+def learn(trials: AbTrials, pairs: list[float], kind: TrialClass = KIND) -> None:
     """Let ranks agree on these pairs of a kind."""
-    probation.check(kind, GAINS, None)
+    trials.check(kind, GAINS, None)
     for number in range(len(pairs)):
-        probation.observe(kind, UNSPLIT, 1.0, 1.0)
-        probation.observe(kind, SPLIT, 1.0, math.exp(pairs[number]))
-    probation.apply([probation.propose()])
+        trials.observe(kind, UNSPLIT, 1.0, 1.0)
+        trials.observe(kind, SPLIT, 1.0, math.exp(pairs[number]))
+    trials.apply([trials.propose()])
 
 
 @pytest.mark.parametrize("doubt", [None, DOUBT])
 def test_what_is_not_timed_stays_with_the_prediction(doubt: Decline | None) -> None:
-    probation = Probation()
+    probation = AbTrials()
     for _ in range(1000):
         assert probation.check(KIND, GAINS, doubt) is doubt
         probation.apply([probation.propose(), Proposal(True, {})])
@@ -96,7 +98,7 @@ def test_a_split_that_measures_slower_is_given_up_with_the_figures() -> None:
     decisions = serve(Rank(), 4000, GAINS, split=1.1)
     last = decisions[-2]
     assert last is not None
-    assert (last.reason, last.expected, last.kind) == ("measured slower split", GAINS.unsplit, KIND)
+    assert (last.reason, last.expected, last.trial_class) == ("measured slower split", GAINS.unsplit, KIND)
     figures = re.fullmatch(
         r"10\.0% longer than unsplit; in (\d+) of (\d+) pairs of steps splitting was slower", last.detail
     )
@@ -178,7 +180,7 @@ def test_noise_costs_little(noise: float, split: float) -> None:
 
 
 def test_an_outlier_counts_once() -> None:
-    probation = Probation()
+    probation = AbTrials()
     learn(probation, [5.0, *[-0.5] * (LEAD_PAIRS + 1)])
     assert probation.check(KIND, Prediction(1.0, 1.2, 2), DOUBT) is None
 
@@ -186,7 +188,7 @@ def test_an_outlier_counts_once() -> None:
 @pytest.mark.parametrize(("pair", "splits"), [(0.05, True), (0.15, False)])
 def test_pairs_are_relative_to_what_is_predicted(pair: float, splits: bool) -> None:
     """Steps of a kind differ: by the same pairs one of large gain is split, and one of small gain is not."""
-    probation = Probation()
+    probation = AbTrials()
     learn(probation, [pair] * LEAD_PAIRS)
     declined = probation.check(KIND, Prediction(1.0, math.exp(-0.1), 2), None)
     assert (declined is None) == splits
@@ -194,21 +196,21 @@ def test_pairs_are_relative_to_what_is_predicted(pair: float, splits: bool) -> N
 
 
 def test_kinds_are_apart() -> None:
-    probation = Probation()
+    probation = AbTrials()
     learn(probation, [0.5] * LEAD_PAIRS)
     assert probation.check(KIND, GAINS, None) is not None
     assert probation.check("another", GAINS, None) is None
 
 
 def test_only_kinds_met_last_are_kept() -> None:
-    probation = Probation()
+    probation = AbTrials()
     learn(probation, [0.5] * LEAD_PAIRS)
-    for number in range(MAX_KINDS - 1):
+    for number in range(MAX_CLASSES - 1):
         probation.check(number, GAINS, None)
     assert probation.check(KIND, GAINS, None) is not None
-    for number in range(MAX_KINDS):
+    for number in range(MAX_CLASSES):
         probation.check(number, GAINS, None)
-    assert len(probation._records) == MAX_KINDS
+    assert len(probation._records) == MAX_CLASSES
     probation.observe(KIND, SPLIT, 1.0, 1.0)  # of a step that ran before it was forgotten
     assert probation.check(KIND, GAINS, None) is None
 
@@ -217,7 +219,7 @@ def test_only_kinds_met_last_are_kept() -> None:
     ("predicted", "measured"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, math.inf), (math.inf, 1.0)]
 )
 def test_what_is_no_time_is_not_learnt(predicted: float, measured: float) -> None:
-    probation = Probation()
+    probation = AbTrials()
     probation.check(KIND, GAINS, None)
     probation.observe(KIND, SPLIT, predicted, measured)
     assert probation.propose() == Proposal(False, {})
@@ -235,7 +237,7 @@ def test_ranks_that_measure_differently_decide_alike(
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=4))
 def test_of_ranks_that_are_behind_the_pairs_count_that_all_have(behind: list[int]) -> None:
     """A device may be behind its host, by another number of steps on each rank; what it has measured is kept."""
-    probations = [Probation() for _ in behind]
+    probations = [AbTrials() for _ in behind]
     for probation, late in zip(probations, behind, strict=True):
         probation.check(KIND, GAINS, None)
         for _ in range(10 - late):
@@ -250,29 +252,29 @@ def test_of_ranks_that_are_behind_the_pairs_count_that_all_have(behind: list[int
 
 def test_steps_of_a_kind_are_about_as_large_and_alike_prefills_or_decodes() -> None:
     prompt, longer = BatchFeatures(1000, 3e5, prefills=1), BatchFeatures(1400, 5.6e5, prefills=1)
-    assert get_kind(prompt, GAINS, ("optimal", 0)) == get_kind(longer, GAINS, ("optimal", 0))
+    assert get_trial_class(prompt, GAINS, ("optimal", 0)) == get_trial_class(longer, GAINS, ("optimal", 0))
     others = (
-        get_kind(prompt._replace(tokens=4000), GAINS, ("optimal", 0)),
-        get_kind(prompt._replace(context_pairs=8e6), GAINS, ("optimal", 0)),
-        get_kind(prompt._replace(decodes=1.0), GAINS, ("optimal", 0)),
-        get_kind(BatchFeatures(1000, decodes=1000.0, decode_pairs=3e5), GAINS, ("optimal", 0)),
-        get_kind(prompt, GAINS._replace(micro_batches=3), ("optimal", 0)),
-        get_kind(prompt, GAINS._replace(side_ops=("keys",)), ("optimal", 0)),
-        get_kind(prompt, GAINS, ("alternate", 0)),
+        get_trial_class(prompt._replace(tokens=4000), GAINS, ("optimal", 0)),
+        get_trial_class(prompt._replace(context_pairs=8e6), GAINS, ("optimal", 0)),
+        get_trial_class(prompt._replace(decodes=1.0), GAINS, ("optimal", 0)),
+        get_trial_class(BatchFeatures(1000, decodes=1000.0, decode_pairs=3e5), GAINS, ("optimal", 0)),
+        get_trial_class(prompt, GAINS._replace(micro_batches=3), ("optimal", 0)),
+        get_trial_class(prompt, GAINS._replace(side_ops=("keys",)), ("optimal", 0)),
+        get_trial_class(prompt, GAINS, ("alternate", 0)),
     )
-    assert len({get_kind(prompt, GAINS, ("optimal", 0)), *others}) == len(others) + 1
+    assert len({get_trial_class(prompt, GAINS, ("optimal", 0)), *others}) == len(others) + 1
 
 
 @pytest.mark.parametrize(("gain", "splits"), [(0.01, False), (0.03, True)])
 def test_what_is_in_doubt_must_measure_faster_by_more_than_the_margin(gain: float, splits: bool) -> None:
-    probation = Probation()
+    probation = AbTrials()
     learn(probation, [math.log((1 - gain) / DOUBTED.split)] * LEAD_PAIRS)
     declined = probation.check(KIND, DOUBTED, DOUBT, margin=0.02)
     assert declined is (None if splits else DOUBT)
 
 
 def test_a_margin_of_all_the_time_is_never_gained() -> None:
-    probation = Probation()
+    probation = AbTrials()
     learn(probation, [-5.0] * LEAD_PAIRS)
     declined = probation.check(KIND, GAINS, None, margin=1.0)
     assert declined is not None
@@ -280,7 +282,7 @@ def test_a_margin_of_all_the_time_is_never_gained() -> None:
 
 
 def test_an_unsplit_step_is_tried_at_once_for_it_costs_nothing() -> None:
-    probation = Probation()
+    probation = AbTrials()
     learn(probation, [0.0])
     decisions = [probation.check(KIND, GAINS, None) for _ in range(2)]
     assert [declined and declined.reason for declined in decisions] == ["on probation", None]
@@ -288,7 +290,7 @@ def test_an_unsplit_step_is_tried_at_once_for_it_costs_nothing() -> None:
 
 def test_what_corrections_have_learnt_is_not_counted_twice() -> None:
     """Pairs are of uncorrected predictions: that all split steps take longer, a corrected one says already."""
-    probation = Probation()
+    probation = AbTrials()
     learn(probation, [math.log(1.2)] * LEAD_PAIRS)
     corrected = Prediction(1.0, 0.9 * 1.2, 2)
     assert probation.check(KIND, corrected, None, correction=1.2) is not None

@@ -1,19 +1,17 @@
-"""Issue orders for micro-batches, and the lanes on which a program's ops are best placed, from costs."""
+"""The fastest issue order for given micro-batches, found by a search each time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.placements import is_moved, list_placements
+from dbo_runtime.planner.online.placements import Placements, is_moved
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Bucket, Predictor, compute_midpoint, get_bucket
 
 SEQUENTIAL = ("sequential", 0)
@@ -34,29 +32,19 @@ class Orders:
 
     Attributes:
         placements: the program with its `side` ops on `compute`, and other placements; see `list_placements`.
-        can_use_side: whether there are such ops, and costs that say how lanes that compute slow each other.
     """
 
     def __init__(
         self, program: Program, table: CostTable, predictor: Predictor, max_states: int, keeps_layers: bool = False
     ) -> None:
-        self.placements = list_placements(program)
-        self.can_use_side = SIDE in program.lanes and any(SIDE in name.split("/") for name in table.contention)
+        self._placements = Placements(program, table)
+        self.placements = self._placements.programs
         self._program = program
         self._table = table
         self._predictor = predictor
         self._candidates = [Candidates(program, max_states, keeps_layers) for program in self.placements]
         self._found: BoundedDict[tuple[int, tuple[Bucket, ...]], NamedOrder | None] = BoundedDict(MAX_FOUND)
         self._policies: BoundedDict[tuple[int, int, tuple[str, int]], NamedOrder] = BoundedDict(MAX_FOUND)
-
-    @property
-    def caches(self) -> dict[str, BoundedDict[Any, Any]]:
-        """What is remembered, by name."""
-        return {"orders": self._found, "policies": self._policies, "simulations": self._predictor.simulated}
-
-    def list_placements(self, config: RuntimeConfig) -> Sequence[Program]:
-        """Return the program with its ops on the lanes that the settings allow and the costs cover."""
-        return [self.placements[number] for number in self.list_allowed(config)]
 
     def choose_best(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
         """Return the order for micro-batches like these, on the lanes that are predicted to be fastest."""
@@ -73,16 +61,9 @@ class Orders:
             return tuple(self._get_policy(number, slice_features, config) for number in placements)
         return tuple(self._choose_searched(number, slice_features) for number in placements)
 
-    def list_allowed(self, config: RuntimeConfig) -> Sequence[int]:
-        """Return the numbers of the placements that the settings allow and the costs cover."""
-        every = range(len(self.placements))
-        if config.side == "on":
-            return every[-1:]
-        return every if config.side == "auto" and self.can_use_side else every[:1]
-
     def _pick(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> Sequence[int]:
         """Return the first placement, of the others the best one under the policy, and the one with moved ops."""
-        first, *others = self.list_allowed(config)
+        first, *others = self._placements.list_allowed(config)
         if len(others) <= 1:
             return (first, *others)
         orders = {number: self._get_policy(number, slice_features, config) for number in others}

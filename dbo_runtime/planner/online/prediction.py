@@ -1,24 +1,21 @@
-"""Whether a predicted split pays, with hysteresis so that decisions do not flicker."""
+"""The predicted time of a step, unsplit and split, and whether splitting it pays."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
-from dbo_runtime.bounded import BoundedDict
-
-MAX_KINDS = 4096  # of steps of which is remembered that they are split
-REMAIN_SHARE_OF_MARGIN = 0.5  # what steps that are split already have to gain
+REMAIN_SHARE_OF_MARGIN = 0.5  # the share of the margin that steps which are split already have to gain
 
 
 class Prediction(NamedTuple):
     """The predicted time of a step.
 
     Attributes:
-        unsplit: seconds unsplit.
-        split: seconds split into so many *micro_batches*.
+        unsplit: seconds without a split.
+        split: seconds in *micro_batches* micro-batches.
+        micro_batches: their number.
         worst_case: the gain if costs are wrong by their uncertainty, in the direction that is worst for splitting.
-        side_ops: names of the ops that are on the `side` lane, the only difference if there is one micro-batch.
+        side_ops: names of the ops on the `side` lane. They are all that changes if there is one micro-batch.
     """
 
     unsplit: float
@@ -36,6 +33,11 @@ class Prediction(NamedTuple):
         """Whether more than *margin* is gained, and nothing is lost in the worst case."""
         return self.gain > margin and self.worst_case >= 0
 
+    def still_pays(self, margin: float) -> bool:
+        """Whether steps that are split already stay split: they need half of the *margin*, and may lose as much."""
+        share = margin * REMAIN_SHARE_OF_MARGIN
+        return self.gain > share and self.worst_case >= -share
+
     @property
     def description(self) -> str:
         """Such as `2 micro-batches`, or `1 micro-batch, keys concurrent`."""
@@ -45,34 +47,6 @@ class Prediction(NamedTuple):
         """Such as `12.10 ms unsplit, 9.80 ms in 2 micro-batches: 19.0% less (12.0% less if costs are off)`."""
         times = f"{self.unsplit * 1e3:.2f} ms unsplit, {self.split * 1e3:.2f} ms in {self.description}"
         return f"{times}: {_describe(self.gain)} ({_describe(self.worst_case)} if costs are off)"
-
-
-class SplitHysteresis:
-    """Splits steps of a kind once the predicted gain exceeds a margin and nothing is lost in the worst case.
-
-    They stay split until the gain falls below half of the margin. Decisions depend on earlier questions only: ranks
-    that ask the same get the same answers.
-    """
-
-    def __init__(self) -> None:
-        self._split: BoundedDict[Hashable, None] = BoundedDict(MAX_KINDS)
-
-    @property
-    def size_and_capacity(self) -> tuple[int, int]:
-        """How many kinds are split, and how many may be."""
-        return len(self._split), self._split.max_size
-
-    def decide(self, key: Hashable, prediction: Prediction, margin: float) -> bool:
-        """Return whether to split steps like *key*, for which *margin* is a share of the unsplit time."""
-        still_pays = (
-            prediction.gain > margin * REMAIN_SHARE_OF_MARGIN
-            and prediction.worst_case >= -margin * REMAIN_SHARE_OF_MARGIN
-        )
-        if prediction.pays(margin) or (key in self._split and still_pays):
-            self._split[key] = None
-            return True
-        self._split.pop(key, None)
-        return False
 
 
 def compute_gain(unsplit: float, split: float) -> float:

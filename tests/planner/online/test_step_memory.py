@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.planner.online.hysteresis import Prediction
+from dbo_runtime.planner.online.cuts import Cut
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.planner import SplitChoice
-from dbo_runtime.planner.online.remembered import MAX_DECISIONS, Remembered, add_decision
+from dbo_runtime.planner.online.prediction import Prediction
+from dbo_runtime.planner.online.split_choice import SplitChoice
+from dbo_runtime.planner.online.step_memory import MAX_DECISIONS, Remembered, add_decision
 
 ORDER = NamedOrder("any", (), ())
 
@@ -17,7 +18,7 @@ ORDER = NamedOrder("any", (), ())
 def remember(ratio: float | None) -> Remembered:
     if ratio is None:
         return Remembered(Decline("no gain predicted"), ())
-    return Remembered(SplitChoice(ORDER, Prediction(1.0, ratio, 2)), (0.5,))
+    return Remembered(SplitChoice(ORDER, Prediction(1.0, ratio, 2), Cut()), (0.5,))
 
 
 @given(st.lists(st.none() | st.floats(0.1, 2.0), max_size=8))
@@ -34,5 +35,5 @@ def test_the_new_decision_is_kept_with_those_that_gain_most(ratios: list[float |
 
 
 def test_costs_that_are_nothing_have_no_ratio() -> None:
-    free = Remembered(SplitChoice(ORDER, Prediction(0.0, 0.0, 2)), (0.5,))
+    free = Remembered(SplitChoice(ORDER, Prediction(0.0, 0.0, 2), Cut()), (0.5,))
     assert add_decision((remember(None),), free)[0] is free

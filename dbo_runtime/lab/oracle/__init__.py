@@ -1,0 +1,1 @@
+"""The planner's oracle: it searches and simulates for each step."""

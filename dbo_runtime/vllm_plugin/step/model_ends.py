@@ -1,0 +1,109 @@
+"""The ends of a step: the inputs of a program from a forward's arguments, and the forward's result from its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dbo_runtime.adapters.contract import (
+    INPUT_IDS,
+    POSITIONS,
+    InputAdapter,
+    OutputAdapter,
+    RepeatableAdapter,
+    X,
+)
+from dbo_runtime.batch import BatchSlice
+from dbo_runtime.decline import Decline
+from dbo_runtime.ir.program import Program
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Results, Stage, take_inputs, take_kept
+from dbo_runtime.vllm_plugin.step.arguments import StepArguments
+from dbo_runtime.vllm_plugin.step.head import Head
+from dbo_runtime.vllm_plugin.step.padding import drop_padding, pad_inputs
+from dbo_runtime.vllm_plugin.step.repetition import Repetition
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
+
+
+class ModelEnds:
+    """Leads from vLLM's arguments into a program, and out of it again.
+
+    Args:
+        model: the top-level model.
+        program: ops of one micro-batch.
+        adapter: recorded the program. It may keep data for the next forward, or leave some for another model; see
+            `InputAdapter`, `RepeatableAdapter` and `OutputAdapter`.
+        stage: pipeline stage of the model.
+        head: runs on the hidden states of the backbone; None if the forward returns them.
+    """
+
+    def __init__(
+        self, model: VllmModel, program: Program, adapter: Any, stage: Stage = WHOLE_MODEL, head: Head | None = None
+    ) -> None:
+        self._model = model
+        self._program = program
+        self._take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
+        self._give_inputs = adapter.give_inputs if isinstance(adapter, RepeatableAdapter) else None
+        self._keep_output = adapter.keep_output if isinstance(adapter, OutputAdapter) else None
+        self._stage = stage
+        self._head = head
+        self._takes_input_ids = any(value.name == INPUT_IDS for value in program.inputs)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the model's data for the next forward, if any, can be given back, so that a step can run again."""
+        return self._take_inputs is None or self._give_inputs is not None
+
+    def check(self, arguments: StepArguments) -> Decline | None:
+        """Return why a program cannot take these arguments; None if it can."""
+        tensors, tokens = arguments.intermediate_tensors, arguments.tokens
+        unsupported = arguments.check_further() or self._stage.check_inputs(tensors, tokens)
+        return unsupported or (arguments.check_input_ids() if self._takes_input_ids else None)
+
+    def enter(
+        self, arguments: StepArguments, slices: Sequence[BatchSlice], repetition: Repetition | None
+    ) -> list[tuple[Any, ...]]:
+        """Return the inputs of each micro-batch [micro-batches][inputs]; see `Program.cut_inputs`.
+
+        The model keeps its data for the next forward if there is a *repetition*, which may give them back, too.
+        """
+        inputs = self._name_inputs(arguments if repetition is None else arguments.copy(), repetition)
+        padded = pad_inputs(self._program, inputs, slices[-1].last_token)
+        return [self._program.cut_inputs(padded, each.tokens, each.requests) for each in slices]
+
+    def leave(
+        self, outputs: Sequence[Sequence[torch.Tensor]], slices: Sequence[BatchSlice], positions: torch.Tensor
+    ) -> Results:
+        """Return the forward's result from the outputs of each micro-batch [micro-batches][outputs]."""
+        results, kept = take_kept(self._program, drop_padding(outputs, slices, positions.shape[-1]))
+        if self._keep_output is not None and kept:
+            self._keep_output(self._model, kept)
+        joined = self._stage.join(self._program, results)
+        if self._head is None:
+            return joined
+        assert isinstance(joined, torch.Tensor), "models that score neither draft nor are in a pipeline"
+        return self._head(joined, positions)
+
+    def _name_inputs(self, arguments: StepArguments, repetition: Repetition | None) -> dict[str, torch.Tensor]:
+        """Return the program's inputs: embedded tokens, or the tensors of the stage before; positions; token ids."""
+        inputs = {POSITIONS: arguments.positions}
+        if self._takes_input_ids:
+            assert arguments.input_ids is not None, "checked before the decision"
+            inputs[INPUT_IDS] = arguments.input_ids
+        if arguments.intermediate_tensors is not None:
+            return {**take_inputs(self._program, arguments.intermediate_tensors), **inputs}
+        embeds = arguments.inputs_embeds
+        x = self._model.embed_input_ids(arguments.input_ids) if embeds is None else embeds
+        if self._take_inputs is not None:
+            x = self._take_inputs(self._model, x, repetition is not None)
+            if repetition is not None and self._give_inputs is not None:
+                repetition.give_back = partial(_give_back, partial(self._give_inputs, self._model), x.clone())
+        return {X: x, **inputs}
+
+
+def _give_back(give_inputs: Any, x: torch.Tensor, tokens: slice) -> None:
+    give_inputs(x[tokens])

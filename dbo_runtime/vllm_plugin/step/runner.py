@@ -1,0 +1,91 @@
+"""Runs a plan that was decided: all of a split step between its decision and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+from vllm import forward_context
+from vllm.forward_context import ForwardContext, get_forward_context
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.observe.timeline import Recorder
+from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_context
+from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
+from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
+from dbo_runtime.vllm_plugin.parallel.stage import Results
+from dbo_runtime.vllm_plugin.step.arguments import StepArguments
+from dbo_runtime.vllm_plugin.step.model_ends import ModelEnds
+from dbo_runtime.vllm_plugin.step.repetition import Repetition
+
+
+class StepRunner:
+    """Runs split steps of one model.
+
+    Args:
+        runtime: runs plans.
+        ends: leads into the program and out of it.
+        lora: adapters of each token; None without LoRA.
+
+    Attributes:
+        has_layer_hooks: whether a KV connector has layer hooks that do something.
+    """
+
+    def __init__(self, runtime: MicroBatchRuntime, ends: ModelEnds, lora: LoraMapping | None = None) -> None:
+        self.has_layer_hooks = runtime.keeps_layers
+        self._runtime = runtime
+        self._ends = ends
+        self._lora = lora
+
+    def copy_for(self, runtime: MicroBatchRuntime) -> StepRunner:
+        """Return a runner of the same model with another runtime."""
+        return StepRunner(runtime, self._ends, self._lora)
+
+    def check(self, arguments: StepArguments) -> Decline | None:
+        """Return why a step with these arguments cannot be split; None if it can."""
+        unsupported = self._ends.check(arguments)
+        if unsupported is None and self._lora is not None:
+            unsupported = self._lora.check(arguments.tokens)
+        return unsupported
+
+    def run(
+        self,
+        plan: ExecutionPlan,
+        contexts: list[ForwardContext],
+        arguments: StepArguments,
+        repetition: Repetition | None = None,
+        recorder: Recorder | None = None,
+    ) -> Results:
+        """Run a plan with the forward context of each micro-batch, and return the forward's result.
+
+        Args:
+            plan: the plan.
+            contexts: forward contexts, one a micro-batch.
+            arguments: arguments of the forward.
+            repetition: runs the step again later, for a comparison; None if nothing is compared.
+            recorder: keeps the times of the ops; None if they are not recorded.
+        """
+        inputs = self._ends.enter(arguments, plan.slices, repetition)
+        if plan.executor.check_context is not None:
+            contexts = [guard_context(context, plan.executor.check_context) for context in contexts]
+        hooks = transfer_once(get_forward_context(), contexts) if self.has_layer_hooks else nullcontext()
+        select_lora = nullcontext(None) if self._lora is None else self._lora.split(plan.slices)
+        # At the end, the step's own forward context is restored.
+        with hooks, forward_context.override_forward_context(contexts[0]), select_lora as select:
+            enter = partial(_enter, contexts) if select is None else partial(_enter_with_lora, contexts, select)
+            outputs = self._runtime.run(plan, inputs, enter, recorder)
+        return self._ends.leave(outputs, plan.slices, arguments.positions)
+
+
+def _enter(contexts: list[ForwardContext], micro_batch: int) -> None:
+    """Make a micro-batch's forward context the current one."""
+    enter_context(contexts[micro_batch])
+
+
+def _enter_with_lora(contexts: list[ForwardContext], select: Callable[[int], None], micro_batch: int) -> None:
+    """Make a micro-batch's forward context, and its LoRA adapters, the current ones."""
+    enter_context(contexts[micro_batch])
+    select(micro_batch)

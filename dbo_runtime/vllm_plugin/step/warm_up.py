@@ -1,0 +1,65 @@
+"""The decisions before serving: while vLLM profiles memory, warms up and captures graphs."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from dbo_runtime.decline import Decline
+from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.context.checks import check_capture
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner
+from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, decline
+
+STARTING_UP = Decline("starting up")
+
+
+class Phase(Enum):
+    """The use that vLLM makes of the model."""
+
+    STARTING = "profiling, compiling and capturing unsplit steps"
+    PROFILING = "profiling the memory of split steps"
+    SERVING = "serving requests"
+
+
+class WarmUp:
+    """Decides the steps of one model before serving.
+
+    Args:
+        runtime: makes plans.
+        splitter: makes the forward contexts of micro-batches.
+        local: plans on this rank.
+    """
+
+    def __init__(self, runtime: MicroBatchRuntime, splitter: ContextSplitter, local: LocalPlanner) -> None:
+        self._runtime = runtime
+        self._splitter = splitter
+        self._local = local
+
+    def decide(self, phase: Phase, tokens: int, unsupported: Decline | None, is_compared: bool) -> StepDecision:
+        """Decide a step of *tokens* tokens.
+
+        Args:
+            phase: any but `SERVING`.
+            tokens: number of tokens.
+            unsupported: reason for which the arguments of the forward cannot be split; None if they can.
+            is_compared: whether split steps are compared with unsplit ones, which reads results.
+        """
+        if not is_forward_context_available():
+            return decline(Decline("no forward context"))
+        context = get_forward_context()
+        if phase is Phase.PROFILING:
+            planned = unsupported or self._local.plan_dummy(context, tokens)
+            return decline(planned) if isinstance(planned, Decline) else planned.state("profiling")
+        # vLLM runs a step with attention, unsplit, right before it captures one: communicators are made then. A graph
+        # can hold concurrent ops. It cannot hold a comparison, or an op that waits for the device.
+        runtime, platform = self._runtime, self._splitter.platform
+        if unsupported is not None or not runtime.forces_side or not context.attn_metadata:
+            return decline(STARTING_UP)
+        cannot_capture = is_compared or any(op.host_sync for op in runtime.program.ops)
+        if cannot_capture or check_capture(context, platform, self._splitter.dispatch):
+            return decline(STARTING_UP)
+        concurrent = self._local.plan_whole(context, tokens)
+        return decline(STARTING_UP) if isinstance(concurrent, Decline) else concurrent.state("for a graph")
