@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dbo_runtime.batch import Batch, BatchSlice, slice_batch
+from dbo_runtime.batch import Batch, BatchSlice
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices.cpu import CpuDevice
@@ -23,7 +23,7 @@ from dbo_runtime.observe.timeline import Recorder
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from dbo_runtime.planner.online.cuts import Cut
+from dbo_runtime.planner.online.cuts import Cut, measure_cut
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prediction import Prediction
@@ -179,7 +179,7 @@ class FixedPlanner:
         self._order = NamedOrder("best", (program,) * 2, policy((program,) * 2))
 
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice:
-        return SplitChoice(self._order, Prediction(2.0, 1.0, 2), slice_batch(batch, [batch.tokens // 2]))
+        return SplitChoice(self._order, Prediction(2.0, 1.0, 2), measure_cut(batch, [batch.tokens // 2]))
 
 
 def test_with_a_new_planner_orders_of_old_names_are_made_anew(runtime: MicroBatchRuntime) -> None:
@@ -307,12 +307,11 @@ def test_off_declines_everything_with_costs_and_without(alpha: float | None, run
 def test_data_parallel_ranks_plan_together_by_costs(runtime: MicroBatchRuntime) -> None:
     use_costs(runtime, alpha=0.0)
     shared = runtime.plan_data_parallel([1024, 700])
-    assert isinstance(shared, Cut)
+    assert isinstance(shared, SplitChoice)
     assert [sum(sizes) for sizes in zip(*shared.sizes, strict=True)] == [1024, 700]
     own = runtime.plan(BATCH, list(accumulate(part[0] for part in shared.sizes))[:-1], shared)
     assert isinstance(own, ExecutionPlan)
-    assert shared.choice is not None
-    assert own.expected == shared.choice.prediction.split
+    assert own.expected == shared.prediction.split
     use_costs(runtime, alpha=10.0)
     assert isinstance(runtime.plan_data_parallel([1024, 700]), Decline)
 

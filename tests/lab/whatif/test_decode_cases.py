@@ -14,6 +14,8 @@ from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.policies import sequential
 from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.lab.oracle.orders import Orders
+from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.lab.whatif.estimate import Estimator
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.lab.whatif.scale import set_layers
@@ -22,7 +24,7 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import list_side_ops
-from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.planner import SEARCH_STATES
 from dbo_runtime.planner.online.prediction import Prediction
 from dbo_runtime.planner.online.predictor import Predictor, compute_end
 from tests.planner.machines import make_table
@@ -104,7 +106,7 @@ def test_concurrent_ops_are_never_predicted_to_lose(count: int, factors: tuple[f
     keys = ("compute/side", "side/compute", "comm")
     contention = {**SHORT.contention, **dict(zip(keys, factors, strict=True))}
     changed = CostTable(SHORT.provenance, SHORT.program, SHORT.ops, contention, SHORT.host, {})
-    planner = Planner(build_program(changed.program), changed, 2000)
+    planner = SearchingPlanner(build_program(changed.program), changed, 2000)
     slice_features = [measure_decodes(count)] * parts
     auto, off = (planner.predict_split(slice_features, RuntimeConfig(side=side)) for side in ("auto", "off"))
     assert auto <= off
@@ -129,8 +131,8 @@ def test_no_order_of_two_micro_batches_on_three_lanes_is_faster(times: list[int]
     ops: dict[str, OpCost] = {name: ComputeCost(float(value)) for name, value in seconds.items() if name != "send"}
     ops["send"] = CommCost(float(seconds["send"]), 0.0, 1.0)
     table = make_table(program, ops, contention={SIDE: 1.0})
-    planner = Planner(program, table)
-    schedule = planner.get_schedule([BatchFeatures(1)] * 2, RuntimeConfig(side="on"))
+    orders = Orders(program, table, Predictor(program, table), SEARCH_STATES)
+    schedule = orders.choose_best([BatchFeatures(1)] * 2, RuntimeConfig(side="on")).schedule
     assert list_side_ops(schedule.programs[0]) == ("keys",)
     shop = Shop((program, program), (tuple(table.times(program, BatchFeatures(1))),) * 2)
     order = [step.issue for step in schedule.instructions]

@@ -18,6 +18,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.engine.runtime import Statistics
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.op_cost import HostCost
@@ -462,7 +463,7 @@ ALTERNATE = RuntimeConfig(policy=("alternate", 0))
 
 def make_steps(sizes: tuple[int, ...], spread: tuple[float, ...] = (1.0,)) -> list[StepSample]:
     """Return steps that take what is predicted with HANDOVER, and FIXED and PER_TOKEN more; repeats spread a little."""
-    planner = Planner(PROGRAM, replace(TABLE, host=HostCost(handover=HANDOVER)))
+    planner = SearchingPlanner(PROGRAM, replace(TABLE, host=HostCost(handover=HANDOVER)))
     steps = []
     for tokens in sizes:
         unsplit, half = BatchFeatures(tokens), BatchFeatures(tokens // 2)
@@ -513,7 +514,7 @@ def test_what_split_steps_take_longer_than_predicted_is_told_by_the_time_that_th
 
 def test_a_planner_of_the_fitted_costs_predicts_the_steps() -> None:
     steps = make_steps((64, 512, 4096))
-    planner = Planner(PROGRAM, fit_steps(TABLE, PROGRAM, steps)[0])
+    planner = SearchingPlanner(PROGRAM, fit_steps(TABLE, PROGRAM, steps)[0])
     for step in steps:
         if step.mode == "unsplit":
             assert planner.predict_unsplit(step.loads[0]) == pytest.approx(step.seconds)

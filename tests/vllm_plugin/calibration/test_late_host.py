@@ -12,13 +12,13 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import alternate, sequential
 from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.fit import fit_costs
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.samples import Sample, keep_queued
-from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 from dbo_runtime.vllm_plugin.calibration.measurement import StepSample
@@ -92,7 +92,7 @@ def calibrate(shapes: Sequence[Shape], knows_host: bool = True) -> CostTable:
 
 def find_errors(table: CostTable, sizes: Sequence[int]) -> list[float]:
     """Return the relative errors of predicted steps of these sizes, unsplit and split."""
-    planner, true = Planner(PROGRAM, table), Planner(PROGRAM, TRUE)
+    planner, true = SearchingPlanner(PROGRAM, table), SearchingPlanner(PROGRAM, TRUE)
     errors = []
     for size in sizes:
         whole, half = BatchFeatures(size), (BatchFeatures(size // 2),) * 2

@@ -107,8 +107,8 @@ def test_a_decline_because_of_cached_blocks_is_not_repeated() -> None:
 
 
 def test_a_step_that_is_unsplit_for_comparison_declines_no_later_ones() -> None:
-    """`Probation` has single steps run unsplit of a kind that splits, and counts all of them."""
-    splitter = Splitter(Decline("on probation", expected=1.0, kind="a kind"))
+    """`AbTrials` has single steps run unsplit of a class that splits, and counts all of them."""
+    splitter = Splitter(Decline("on probation", expected=1.0, trial_class="a class"))
     forward = make_declined(splitter)
     splitter.batch = BATCH
     run(forward)

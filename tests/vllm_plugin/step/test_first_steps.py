@@ -9,7 +9,7 @@ import torch
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.engine.execution_plan import ExecutionPlan
-from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps, name_kind
+from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps, name_class
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model, Splitter, make_forward, run
 
@@ -66,16 +66,16 @@ def test_after_a_difference_requests_get_unsplit_results_and_nothing_is_split() 
 def test_a_difference_on_another_rank_ends_splitting_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, _ = make_trial(Model())
     assert forward.decider.first_steps is not None
-    monkeypatch.setattr(forward._agreement, "gather", lambda own: [own, "differs by 1"])
+    monkeypatch.setattr(forward._comparison._agreement, "gather", lambda own: [own, "differs by 1"])
     assert torch.equal(run(forward), EXPECTED)
     assert forward.decider.first_steps.failure is not None
     assert forward.decider.first_steps.failure.detail == "differs by 1"
 
 
-def test_data_parallel_ranks_name_kinds_alike_whatever_their_own_batches_are() -> None:
+def test_data_parallel_ranks_name_classs_alike_whatever_their_own_batches_are() -> None:
     forward, _ = make_trial(Model())
     plans = [forward.runtime.plan(batch) for batch in (Batch((4, 4), 8), Batch((100, 20), 120))]
-    assert len({name_kind(plan, [8, 120]) for plan in plans if isinstance(plan, ExecutionPlan)}) == 1
+    assert len({name_class(plan, [8, 120]) for plan in plans if isinstance(plan, ExecutionPlan)}) == 1
 
 
 def test_under_dbo_check_every_step_is_compared_and_a_difference_is_raised() -> None:

@@ -14,7 +14,8 @@ from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.errors import ScheduleError, SplitError
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
-from dbo_runtime.vllm_plugin.step.local_plan import FAILED, MAX_TEXT, LocalPlan, LocalPlanner, ServedStep
+from dbo_runtime.vllm_plugin.step.local_plan import FAILED, MAX_TEXT, LocalPlanner, ServedStep
+from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Model, Splitter, make_context, make_forward, run
 
 EVERY = (
@@ -28,15 +29,15 @@ EVERY = (
     ScheduleError("an unsafe order"),
 )
 OF_ONE_RANK, OURS = EVERY[2:6], EVERY[6:]
-PLAN: Any = LocalPlan(None, [])  # type: ignore[arg-type]
+PLAN: Any = StepDecision(None, [])  # type: ignore[arg-type]
 
 
 def make_step(unsupported: Decline | None = None) -> ServedStep:
     return ServedStep(make_context(), 8, unsupported)
 
 
-def attempt(planner: LocalPlanner, error: Exception) -> LocalPlan | LocalDecline:
-    def plan() -> LocalPlan | Decline:
+def attempt(planner: LocalPlanner, error: Exception) -> StepDecision | LocalDecline:
+    def plan() -> StepDecision | Decline:
         raise error
 
     return planner.attempt(make_step(), plan)

@@ -287,7 +287,7 @@ def judge(decisions: Sequence[StepDecision | Exception], met: int, tokens: Seque
     assert isinstance(second, ExecutionPlan), "only one rank splits"
     assert met > 0 or is_dummy, "ranks run a plan without having asked"
     assert (first.digest, len(first.slices)) == (second.digest, len(second.slices))
-    assert one.statement == other.statement
+    assert one.fingerprint == other.fingerprint
     sizes = [[c.dp_metadata.num_tokens_across_dp_cpu.tolist() for c in each.contexts] for each in (one, other)]
     assert sizes[0] == sizes[1]
     for number, plan in enumerate(plans):

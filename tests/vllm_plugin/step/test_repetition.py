@@ -161,7 +161,7 @@ def test_contexts_that_do_not_fit_are_found_before_any_op_runs(is_first: bool, m
 def test_a_problem_on_another_rank_stops_this_one_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     forward = make_compared(model, is_first=False)
-    monkeypatch.setattr(forward._agreement, "gather", lambda own: [own, "the second rank has other slots"])
+    monkeypatch.setattr(forward._comparison._agreement, "gather", lambda own: [own, "the second rank has other slots"])
     with pytest.raises(SplitError, match="the second rank has other slots"):
         run(forward)
     assert model.seen == []
