@@ -181,6 +181,12 @@ def _list_offsets(batch: Batch, sums: CostSums, count: int) -> Iterator[tuple[in
     yield tuple(target + (-shift, shift)[number % 2] for number, target in enumerate(even))
 
 
+def cut_in_shares(batch: Batch, shares: Sequence[float]) -> Cut | None:
+    """Return the cut of a batch at these shares of its tokens; None if its requests do not allow so many cuts."""
+    offsets = place_cuts(batch, [round(share * batch.tokens) for share in shares])
+    return None if len(offsets) < len(shares) else measure_cut(batch, offsets)
+
+
 def measure_cut(batch: Batch, offsets: Sequence[int]) -> Cut:
     """Return the cut of a batch at these token offsets."""
     slices = slice_batch(batch, offsets, agreed=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dbo_runtime.batch import Batch, place_cuts
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.program import Program
@@ -26,11 +26,11 @@ from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.cuts import (
     Cut,
     compute_density,
+    cut_in_shares,
     list_cuts,
     list_samples,
     list_shared_cuts,
     measure_batch,
-    measure_cut,
 )
 from dbo_runtime.planner.online.durations import DurationTables, Vector
 from dbo_runtime.planner.online.named_order import NamedOrder
@@ -210,10 +210,9 @@ class Planner:
         unsplit = self.predict_unsplit(features)
         if isinstance(decision, Decline):
             return decision if decision.expected is None else replace(decision, expected=unsplit)
-        offsets = place_cuts(batch, [round(share * features.tokens) for share in shares])
-        if len(offsets) < len(shares):
+        cut = cut_in_shares(batch, shares)
+        if cut is None:
             return None
-        cut = measure_cut(batch, offsets)
         ops = self._books[len(cut.slices)].predict_one(cut.features, decision.order)
         split = self.table.host.time_split(ops, features.tokens) * self.memory.correction.factor(SPLIT)
         known = decision.prediction
