@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 SLOWEST_FILES = 10
-DURATIONS = (
-    "TEST_DURATIONS"  # names a file to which each run adds what each test took and whether it passed, for `tools.shards`
-)
+DURATIONS = "TEST_DURATIONS"  # names a file to which each run adds its tests, for `tools.shards` and `.ci/run`
 
 
 def write_notes(reporter: pytest.TerminalReporter) -> None:

@@ -6,6 +6,7 @@ shards that always run, then those whose inputs have changed, then the stalest, 
 `tests/shards.json` states. CI fails when a shard is too old: somebody then runs it, and commits the ledger.
 
 `catalogue` reads the list, `inputs` finds the files that a shard depends on, `ledger` keeps what passed, `history` asks
-git, `plan` chooses, `runner` calls `make` and counts, and `slow_tests` finds slow tests that no shard holds. All of it
-needs Python alone, so that it runs before there is an environment.
+git, `plan` chooses, `runner` calls `make` and counts, `recording` writes down what passed, `report` says all that in
+words, and `slow_tests` finds slow tests that no shard holds. All of it needs Python alone, so that it runs before there
+is an environment.
 """

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from . import catalogue, ledger
-from .catalogue import Catalogue, Shard
+from .catalogue import Shard
 
 PACKAGES = MappingProxyType(
     {
@@ -45,11 +45,6 @@ class InputFinder:
         self._modules: dict[Path, tuple[frozenset[Path], bool]] = {}
         self._digests: dict[Path, str] = {}
         self._data: dict[Path, frozenset[Path]] = {}
-
-    @classmethod
-    def of(cls, root: Path, found: Catalogue) -> InputFinder:
-        """Return a finder with the inputs that all shards share."""
-        return cls(root, found.inputs)
 
     def digest(self, shard: Shard) -> str:
         """Name what is in all inputs of a shard, and what it runs."""

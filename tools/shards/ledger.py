@@ -62,5 +62,13 @@ def read_ledger(root: Path) -> Ledger:
 def write_ledger(root: Path, ledger: Ledger) -> None:
     """Write the ledger, one line for each shard."""
     rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(asdict(each))}" for name, each in ledger.entries.items())
-    lines = ["{", f'  "about": {json.dumps(ABOUT)},', f'  "landing": {ledger.landing},', '  "shards": {', rows, "  }", "}"]
+    lines = [
+        "{",
+        f'  "about": {json.dumps(ABOUT)},',
+        f'  "landing": {ledger.landing},',
+        '  "shards": {',
+        rows,
+        "  }",
+        "}",
+    ]
     (root / FILE).write_text("\n".join(lines) + "\n")

@@ -56,7 +56,7 @@ class Plan:
 
 def find_standings(root: Path, catalogue: Catalogue, ledger: Ledger, history: History) -> list[Standing]:
     """Find out how each shard stands."""
-    finder, now = InputFinder.of(root, catalogue), ledger.landing + history.count_unrecorded()
+    finder, now = InputFinder(root, catalogue.inputs), ledger.landing + history.count_unrecorded()
     standings = []
     for shard in catalogue.shards:
         entry = ledger.get(shard.name)
@@ -89,5 +89,5 @@ def make_plan(standings: Sequence[Standing], budget: int, oldest: int) -> Plan:
 
 
 def sort_by_age(standings: Iterable[Standing]) -> list[Standing]:
-    """Return the stalest first. Among those of one age the digest of inputs decides, so that each change has its own."""
+    """Return the stalest first. Between those of one age their inputs decide, so that no shard is always the last."""
     return sorted(standings, key=lambda each: (-each.age, each.inputs))

@@ -59,7 +59,9 @@ def call_make(root: Path, shards: Sequence[Shard], tests: dict[str, Ran]) -> int
     with tempfile.TemporaryDirectory() as folder:
         durations = Path(folder) / "durations"
         durations.touch()
-        status = subprocess.run(command, cwd=root, env={**os.environ, DURATIONS: str(durations)}, check=False).returncode
+        status = subprocess.run(
+            command, cwd=root, env={**os.environ, DURATIONS: str(durations)}, check=False
+        ).returncode
         text = durations.read_text()
     if DURATIONS in os.environ:
         with Path(os.environ[DURATIONS]).open("a") as file:

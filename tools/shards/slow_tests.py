@@ -25,7 +25,7 @@ WORDS = MappingProxyType(
 
 def check_shards(root: Path, shards: Sequence[Shard]) -> list[str]:
     """Say which tests no shard of their word holds, which are in two, and which shards name what holds no such test."""
-    complaints = []
+    complaints: list[str] = []
     for (folder, slow), word in WORDS.items():
         files = [file for file in list_files(root) if is_within(file, ASCEND) == (folder == ASCEND)]
         tests = [test for file in files for test in list_tests(root, file, slow)]
