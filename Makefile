@@ -122,7 +122,7 @@ test-slow: setup ##+ run the slow tests: the examples, served models, large layo
 test-shards: ## run the long tests that CI would choose, or SHARDS="families lora", and note in tests/ledger.json what passed
 	@$(PYTHON) -m tools.shards run $(SHARDS)
 
-test-all: ## run every test there is, long ones too, and note in tests/ledger.json what passed (hours)
+test-all: ## run all tests and shards, long ones too, and note in tests/ledger.json what passed (hours)
 	$(MAKE) test NPU=required
 	@$(PYTHON) -m tools.shards run --all
 
