@@ -29,6 +29,7 @@ FILES = {
     "tests/ir/test_batch.py": "def test_it():\n    from dbo_runtime.batch import Batch\n",
     "tests/ir/golden/batch.txt": "",
     "tests/ir/__pycache__/test_batch.pyc": "",
+    "tests/ir/things.egg-info/PKG-INFO": "",
     "tests/lab/test_cases.py": 'COMMAND = ["-m", "dbo_runtime.lab.cases"]\n',
     "tests/vllm_plugin/conftest.py": "",
     "tests/vllm_plugin/test_engine.py": "from vllm import LLM\n",

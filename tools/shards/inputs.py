@@ -33,6 +33,7 @@ PACKAGES = MappingProxyType(
 """Where the packages of this repository lie."""
 
 NAME = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
+MADE = ("__pycache__", ".pyc", ".egg-info")  # what Python and setuptools leave behind
 OWN_FILES = (catalogue.FILE, ledger.FILE)  # they say what is run, not how it ends
 
 
@@ -133,7 +134,7 @@ class InputFinder:
 
 def is_source(path: Path) -> bool:
     """Return whether a file may be part of the repository, by its name within a folder."""
-    return path.suffix != ".pyc" and not any(part.startswith((".", "__pycache__")) for part in path.parts)
+    return not any(part.startswith(".") or part.endswith(MADE) for part in path.parts)
 
 
 def list_imports(file: Path, root: Path) -> Iterator[str]:
