@@ -36,7 +36,7 @@ class Shard:
     seconds: int
     """About how long the tests take on one core, until the ledger has measured it."""
     set_up: int = 0
-    """Seconds that an environment takes which only this shard needs."""
+    """Twice the seconds that its own environment takes, if it has one: both cores wait for it."""
     always: bool = False
     inputs: tuple[str, ...] = ()
 
