@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 SLOWEST_FILES = 10
-DURATIONS = (
-    "TEST_DURATIONS"  # names a file to which each run adds the seconds that each file of tests took, for `.ci/run`
-)
+DURATIONS = "TEST_DURATIONS"  # names a file to which each run adds its tests, for `tools.shards` and `.ci/run`
 
 
 def write_notes(reporter: pytest.TerminalReporter) -> None:
@@ -45,18 +43,27 @@ def count_devices(reporter: pytest.TerminalReporter) -> Counter[tuple[str, str]]
 def write_slowest_files(reporter: pytest.TerminalReporter) -> None:
     """Write the files that took longest, fixtures included; nothing where there are not more files than that.
 
-    The seconds of all of them go to the file that `TEST_DURATIONS` names, if it is set.
+    The seconds of each test go to the file that `TEST_DURATIONS` names, if it is set.
     """
     seconds: Counter[str] = Counter()
     for report in list_reports(reporter):
         seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment] - a Counter of floats
     if DURATIONS in os.environ:
-        with Path(os.environ[DURATIONS]).open("a") as file:
-            file.writelines(f"{took:.3f} {name}\n" for name, took in seconds.items())
+        add_durations(reporter, Path(os.environ[DURATIONS]))
     if len(seconds) > SLOWEST_FILES:
         reporter.section(f"slowest {SLOWEST_FILES} files")
         for file, took in seconds.most_common(SLOWEST_FILES):
             reporter.write_line(f"{took:7.1f} s  {file}")
+
+
+def add_durations(reporter: pytest.TerminalReporter, path: Path) -> None:
+    """Add a line for each test to a file: seconds, how many of its cases passed, and its name without parameters."""
+    seconds: Counter[str] = Counter()
+    for report in list_reports(reporter):
+        seconds[report.nodeid.partition("[")[0]] += report.duration  # type: ignore[assignment] - a Counter of floats
+    passed = Counter(report.nodeid.partition("[")[0] for report in reporter.stats.get("passed", ()))
+    with path.open("a") as file:
+        file.writelines(f"{took:.3f} {passed[name]} {name}\n" for name, took in seconds.items())
 
 
 def list_reports(reporter: pytest.TerminalReporter) -> Iterator[pytest.TestReport]:

@@ -102,5 +102,5 @@ def test_properties_of_tests_are_in_the_report_for_ci(processes: str, tmp_path: 
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     properties = [(found.get("name"), found.get("value")) for found in ElementTree.parse(report).iter("property")]
     assert ("device", "cpu") in properties
-    seconds, file = durations.read_text().split()
-    assert (file, float(seconds) > 0) == ("tests/devices/test_contract.py", True)
+    seconds, passed, name = durations.read_text().split()
+    assert (name, int(passed) > 0, float(seconds) > 0) == (test, True, True)

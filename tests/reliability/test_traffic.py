@@ -1,4 +1,4 @@
-"""The cases of `make soak` that public reports were about, each with a few requests; `.ci/run` takes one by the day."""
+"""The cases of `make soak` that public reports were about, each with a few requests; they are in shards of CI."""
 
 from __future__ import annotations
 
