@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import profiles, session_report, suites
+from tests.support import profiles, session_report, suites
 
 # torch loads torch_npu by itself, where that is installed; the tests have CANN, or a stand-in, to load before.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 profiles.load()
 
-from tests.devices import rigs  # noqa: E402 - torch must find the variable
-from tests.executors import EXECUTORS, Prepare, make_prepare  # noqa: E402
+from tests.support.devices import rigs  # noqa: E402 - torch must find the variable
+from tests.support.executors import EXECUTORS, Prepare, make_prepare  # noqa: E402
 
 
 @pytest.fixture(params=rigs.find_present())

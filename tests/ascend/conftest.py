@@ -10,10 +10,10 @@ import pytest
 
 from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
 from dbo_runtime.vllm_plugin.platforms.npu import find_release
-from tests import suites
 from tests.standin_cann import cann
 from tests.standin_cann.build import build
-from tests.vllm_plugin.ranks import Ranks
+from tests.support import suites
+from tests.support.vllm.ranks import Ranks
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-deepseek"
 ENVIRONMENT = {

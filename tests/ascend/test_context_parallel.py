@@ -15,9 +15,6 @@ from unittest.mock import patch
 import pytest
 
 from tests.ascend.conftest import FOUR, OPTIONS, PIPELINE, start
-from tests.ascend.jobs import Prompts, answer, cut_at_boundaries, generate, make_prompts
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
 from tests.ascend.test_sparse_attention import (
     GLM,
@@ -30,9 +27,12 @@ from tests.ascend.test_sparse_attention import (
 )
 from tests.ascend.test_speculative import assert_drafts_are_equal
 from tests.ascend.test_traps import keep_rotary_tables
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import Prompts, answer, cut_at_boundaries, generate, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.families import make_family
+from tests.support.vllm.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 SHARED_OUT: dict[str, Any] = {

@@ -18,10 +18,6 @@ from unittest.mock import patch
 import pytest
 
 from tests.ascend.conftest import FOUR, OPTIONS, start
-from tests.ascend.jobs import answer, cut_at_boundaries, find_planner, generate, make_prompts
-from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
-from tests.ascend.reference import count_equal
 from tests.ascend.test_context_parallel import (
     answer_without,
     derive_states,
@@ -48,9 +44,13 @@ from tests.ascend.test_sparse_attention import (
 )
 from tests.ascend.test_speculative import assert_drafts_are_equal
 from tests.ascend.test_traps import keep_rotary_tables
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import answer, cut_at_boundaries, find_planner, generate, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, STATIC, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.ascend.reference import count_equal
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.families import make_family
+from tests.support.vllm.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 SHARED_OUT: dict[str, Any] = {

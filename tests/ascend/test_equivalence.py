@@ -13,7 +13,7 @@ import pytest
 
 from examples.tiny_tasks import held_out
 from tests.ascend.conftest import TINY, start
-from tests.ascend.jobs import (
+from tests.support.ascend.jobs import (
     answer,
     answer_as_they_come,
     answer_by_all_to_all,
@@ -23,9 +23,9 @@ from tests.ascend.jobs import (
     generate,
     make_prompts,
 )
-from tests.ascend.reference import answer_in_float, count_equal, measure_error, tokenize
-from tests.vllm_plugin.engine import find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.reference import answer_in_float, count_equal, measure_error, tokenize
+from tests.support.vllm.engine import find_difference
+from tests.support.vllm.ranks import Ranks
 
 LENGTHS = (5, 40, 130, 3, 64)
 PROMPTS = make_prompts(*LENGTHS)

@@ -18,9 +18,9 @@ from tests.ascend.test_equivalence import (
     assert_prefills_are_equal,
     assert_the_sanitizer_finds_nothing,
 )
-from tests.vllm_plugin.families import FAMILIES, LINEAR_ATTENTION, make_family
-from tests.vllm_plugin.multimodal_families import INTERNVL, OMNI, make_internvl, make_omni
-from tests.vllm_plugin.vision_families import (
+from tests.support.vllm.families import FAMILIES, LINEAR_ATTENTION, make_family
+from tests.support.vllm.multimodal_families import INTERNVL, OMNI, make_internvl, make_omni
+from tests.support.vllm.vision_families import (
     KIMI,
     QWEN3,
     QWEN3_MOE,

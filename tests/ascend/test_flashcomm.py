@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 
 from tests.ascend.conftest import FOUR, OPTIONS, PIPELINE, TINY, start
-from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
@@ -24,10 +21,13 @@ from tests.ascend.test_equivalence import (
 from tests.ascend.test_families import OPTIONS_OF, make_model
 from tests.ascend.test_sparse_attention import GLM, SHARING, V32
 from tests.ascend.test_speculative import assert_drafts_are_equal, leave_backend
-from tests.vllm_plugin.drafters import draft_by_eagle3, draft_by_mtp
-from tests.vllm_plugin.engine import find_difference
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.vllm.drafters import draft_by_eagle3, draft_by_mtp
+from tests.support.vllm.engine import find_difference
+from tests.support.vllm.families import make_family
+from tests.support.vllm.ranks import Ranks
 
 FLASHCOMM: dict[str, Any] = {"additional_config": {**OPTIONS["additional_config"], "enable_flashcomm1": True}}
 REPLICATED = {"additional_config": {**FLASHCOMM["additional_config"], "enable_shared_expert_dp": True}}

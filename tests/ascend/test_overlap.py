@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.ascend.conftest import start
-from tests.ascend.jobs import find_planner, make_prompts
 from tests.standin_cann.cann import Kernel, load
-from tests.vllm_plugin.engine import Engine
+from tests.support.ascend.jobs import find_planner, make_prompts
+from tests.support.vllm.engine import Engine
 
 LAYERS = 3
 REDUCE = "HcclAllReduce"

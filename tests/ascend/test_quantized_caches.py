@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 
 from tests.ascend.conftest import start
-from tests.ascend.jobs import make_prompts
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_indexers, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.ascend.test_context_parallel import SHARED_OUT
 from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
 from tests.ascend.test_sparse_attention import (
@@ -28,8 +25,11 @@ from tests.ascend.test_sparse_attention import (
     share_out,
 )
 from tests.ascend.test_speculative import assert_drafts_are_equal
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.families import make_family
+from tests.support.ascend.jobs import make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_indexers, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.vllm.engine import Engine
+from tests.support.vllm.families import make_family
 
 INDEXERS: dict[str, Any] = {"attention_config": {"indexer_kv_dtype": "int8"}}
 LATENTS: dict[str, Any] = {"kv_cache_dtype": "int8"}
@@ -37,10 +37,10 @@ BOTH = {**INDEXERS, **LATENTS}
 PRODUCER = {  # of a prefill node, where vllm-ascend stores an indexer's keys run by run
     "kv_transfer_config": {
         "kv_connector": "HookRecorder",
-        "kv_connector_module_path": "tests.ascend.hook_recorder",
+        "kv_connector_module_path": "tests.support.ascend.hook_recorder",
         "kv_role": "kv_producer",
     },
-    "worker_extension_cls": "tests.vllm_plugin.layer_recorder.Extension",
+    "worker_extension_cls": "tests.support.vllm.layer_recorder.Extension",
 }
 
 

@@ -11,9 +11,6 @@ import pytest
 
 from examples.tiny_tasks import held_out
 from tests.ascend.conftest import TINY, start
-from tests.ascend.jobs import answer
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
-from tests.ascend.reference import count_equal, tokenize
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
@@ -21,7 +18,10 @@ from tests.ascend.test_equivalence import (
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.vllm_plugin.families import make_family
+from tests.support.ascend.jobs import answer
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.support.ascend.reference import count_equal, tokenize
+from tests.support.vllm.families import make_family
 
 QUANTIZED = {"quantization": "ascend"}
 

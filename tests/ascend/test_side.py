@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.ascend.conftest import OPTIONS, start
-from tests.ascend.jobs import make_prompts
 from tests.standin_cann.cann import ORDERING, load
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import make_prompts
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
 SIDE = {"DBO_SIDE": "on", "DBO_MODE": "auto"}
 PROMPTS = [make_prompts(40, 30, 25, 5), make_prompts(40, 7)]

@@ -14,18 +14,6 @@ from unittest.mock import patch
 import pytest
 
 from tests.ascend.conftest import PIPELINE, start
-from tests.ascend.jobs import (
-    answer,
-    answer_as_they_come,
-    answer_in_chunks,
-    cut_at_boundaries,
-    find_planner,
-    generate,
-    make_prompts,
-)
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
-from tests.ascend.reference import count_equal
 from tests.ascend.test_equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
@@ -36,9 +24,21 @@ from tests.ascend.test_equivalence import (
 from tests.ascend.test_side import GRAPHS
 from tests.ascend.test_speculative import assert_drafts_are_equal
 from tests.ascend.test_traps import keep_rotary_tables
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.families import INDEXED, make_family
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import (
+    answer,
+    answer_as_they_come,
+    answer_in_chunks,
+    cut_at_boundaries,
+    find_planner,
+    generate,
+    make_prompts,
+)
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.ascend.reference import count_equal
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.families import INDEXED, make_family
+from tests.support.vllm.ranks import Ranks
 
 V32, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
 SHARING: dict[str, Any] = {  # the first layer chooses for all three, and a layer that drafts once for all drafts

@@ -14,15 +14,15 @@ import pytest
 
 from examples.tiny_tasks import held_out
 from tests.ascend.conftest import TINY, start
-from tests.ascend.jobs import answer_as_they_come, cut_at_boundaries, generate, make_prompts
-from tests.ascend.mtp_layers import MTP, add_mtp_layer
-from tests.ascend.reference import count_equal, tokenize
 from tests.ascend.test_families import OPTIONS_OF
-from tests.vllm_plugin.drafters import NGRAM, draft_by_eagle3, draft_by_mtp
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.ranks import Ranks
-from tests.vllm_plugin.speculation import count_drafts
+from tests.support.ascend.jobs import answer_as_they_come, cut_at_boundaries, generate, make_prompts
+from tests.support.ascend.mtp_layers import MTP, add_mtp_layer
+from tests.support.ascend.reference import count_equal, tokenize
+from tests.support.vllm.drafters import NGRAM, draft_by_eagle3, draft_by_mtp
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.families import make_family
+from tests.support.vllm.ranks import Ranks
+from tests.support.vllm.speculation import count_drafts
 
 GLM = "Glm4MoeForCausalLM"
 

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.jobs import cut_at_boundaries, find_planner, generate, make_prompts
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import cut_at_boundaries, find_planner, generate, make_prompts
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
 PROMPTS = [make_prompts(40, 30, 20, 10, 5, 50)]
 CUT_INSIDE = [make_prompts(400)]

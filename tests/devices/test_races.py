@@ -26,19 +26,19 @@ from dbo_runtime.ir.policies import alternate
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
-from tests.devices import rigs
-from tests.executors import EXECUTORS
-from tests.latch import GRACE
-from tests.mutants import remove_wait
-from tests.profiles import scale
-from tests.strategies import Case, cases
+from tests.support.devices import rigs
+from tests.support.executors import EXECUTORS
+from tests.support.latch import GRACE
+from tests.support.mutants import remove_wait
+from tests.support.profiles import scale
+from tests.support.strategies import Case, cases
 
 if not {*rigs.STREAMS} & {*rigs.find_present()}:
     pytest.skip("no device with streams is here; `make test-npu` has one", allow_module_level=True)
 
 import torch
 
-from tests.devices.tensor_programs import LENGTH, make_tensors, read, with_all_outputs, with_tensors
+from tests.support.devices.tensor_programs import LENGTH, make_tensors, read, with_all_outputs, with_tensors
 
 EXAMPLES = 300
 LONGEST = 2e-4  # seconds that a kernel is slowed down by

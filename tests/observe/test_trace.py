@@ -19,8 +19,8 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import make_trace, save_trace
 from dbo_runtime.planner.search.bound import compute_bound_of
-from tests.observe.trace_format import check_format, find_enclosing
-from tests.programs import lower_toy
+from tests.support.observe.trace_format import check_format, find_enclosing
+from tests.support.programs import lower_toy
 
 TOY = simulate(lower_toy(), lambda step: 3.7e-6 * (1 + len(step.op.name)))
 TIMES = st.floats(0, 0.01) | st.integers(0, 5000).map(lambda nanoseconds: nanoseconds * 1e-9)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import suites
 from tests.standin_cann import cann
 from tests.standin_cann.build import build
+from tests.support import suites
 
 if TYPE_CHECKING:
     from tests.standin_cann.gate import StreamGate

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.latch import Latch
 from tests.standin_cann import build
+from tests.support.latch import Latch
 
 
 @pytest.fixture

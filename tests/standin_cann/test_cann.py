@@ -10,7 +10,7 @@ import torch
 
 from tests.standin_cann import cann
 from tests.standin_cann.cann import ORDERING, Kernel, StandIn
-from tests.standin_cann.streams import make_streams
+from tests.support.standin.streams import make_streams
 
 if TYPE_CHECKING:
     from tests.standin_cann.gate import StreamGate

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.standin_cann.cann import StandIn
-from tests.standin_cann.streams import list_values, make_streams, run_script
+from tests.support.standin.streams import list_values, make_streams, run_script
 
 if TYPE_CHECKING:
     from tests.standin_cann.gate import StreamGate

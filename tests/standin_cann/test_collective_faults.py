@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.standin_cann.npu_ranks import Rank, Ranks
+from tests.support.standin.npu_ranks import Rank, Ranks
 
 DEVICE = "npu:0"
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.standin_cann.cann import ORDERING
-from tests.standin_cann.npu_ranks import Rank, Ranks
+from tests.support.standin.npu_ranks import Rank, Ranks
 
 DEVICE = "npu:0"
 POOL = 32  # streams that torch_npu makes for a device before it hands them out again

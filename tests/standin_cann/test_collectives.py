@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.latch import GRACE
-from tests.standin_cann.npu_ranks import Job, Rank, Ranks
+from tests.support.latch import GRACE
+from tests.support.standin.npu_ranks import Job, Rank, Ranks
 
 REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int16, torch.int32, torch.int64)
 CARRIED = (*REDUCED, torch.uint8, torch.float64)  # torch_npu refuses to reduce these two

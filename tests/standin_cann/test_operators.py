@@ -12,7 +12,7 @@ import torch
 
 from tests.standin_cann.build import lib, list_symbols
 from tests.standin_cann.cann import StandIn
-from tests.standin_cann.operator_cases import ALL, ATTENTION, CASES, FLOATS, FUSED, NUMBERS, RANDOM, Case
+from tests.support.standin.operator_cases import ALL, ATTENTION, CASES, FLOATS, FUSED, NUMBERS, RANDOM, Case
 
 # torch_npu says so once for some operators; the stand-in knows no other format.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format:UserWarning")

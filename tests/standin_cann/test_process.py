@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.standin_cann.streams import run_script
+from tests.support.standin.streams import run_script
 
 
 def test_devices_are_as_many_as_asked_for(standin_folder: Path) -> None:

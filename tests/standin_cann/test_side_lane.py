@@ -35,9 +35,9 @@ from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from tests.latch import GRACE
 from tests.standin_cann.cann import Kernel, StandIn
-from tests.standin_cann.latent_decoder import LatentDecoder
+from tests.support.latch import GRACE
+from tests.support.standin.latent_decoder import LatentDecoder
 
 if TYPE_CHECKING:
     from tests.standin_cann.gate import StreamGate

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.vllm.engine import Engine
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

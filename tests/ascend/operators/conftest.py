@@ -28,7 +28,7 @@ def standin() -> Iterator[cann.StandIn]:
     import torch_npu  # noqa: F401 - only now that it finds its libraries
     from standin_ascend import operators
 
-    from tests.ascend.operators.checks import note
+    from tests.support.ascend.operators.checks import note
 
     with pytest.MonkeyPatch.context() as patch:
         for namespace, functions in operators.OPERATORS.items():

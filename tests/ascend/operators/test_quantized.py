@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.cases import draw_scales, make_int8
-from tests.ascend.operators.checks import (
+from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.cases import draw_scales, make_int8
+from tests.support.ascend.operators.checks import (
     ANY_FORMAT,
     COUNTS,
     CUMULATED,
@@ -26,9 +27,8 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.ascend.operators.experts import Routing, make_routings
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.experts import Routing, make_routings
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.angles import make_angles, rotate_side_by_side
-from tests.ascend.operators.attention import attend
-from tests.ascend.operators.blocks import cut_into_blocks, make_table
-from tests.ascend.operators.checks import (
+from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.angles import make_angles, rotate_side_by_side
+from tests.support.ascend.operators.attention import attend
+from tests.support.ascend.operators.blocks import cut_into_blocks, make_table
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     FLOATS,
@@ -30,8 +31,7 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

@@ -18,7 +18,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_feat
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from tests.programs import record_chain, record_toy
+from tests.support.programs import record_chain, record_toy
 
 NAN, INF = float("nan"), float("inf")
 FEATURES = BatchFeatures(10, 55.0, 40.0)

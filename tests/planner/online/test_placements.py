@@ -23,7 +23,7 @@ from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.placements import list_placements
-from tests.programs import record_toy
+from tests.support.programs import record_toy
 
 LAYERS = 3
 LONGEST = 3e-4  # seconds

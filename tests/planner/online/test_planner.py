@@ -24,9 +24,9 @@ from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.search import ROUNDING
-from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit, record_layers, simulate_split
-from tests.profiles import scale
-from tests.strategies import batches
+from tests.support.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit, record_layers, simulate_split
+from tests.support.profiles import scale
+from tests.support.strategies import batches
 
 PROMPT = Batch((4096,), 4096)
 DECODES = Batch((1,) * 64, 0, context_lens=(1000,) * 64)

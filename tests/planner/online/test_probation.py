@@ -27,7 +27,7 @@ from dbo_runtime.planner.online.probation import (
     Proposal,
     get_kind,
 )
-from tests.profiles import scale
+from tests.support.profiles import scale
 
 KIND = ("prefill", 2)
 GAINS = Prediction(1.0, 0.9, 2, 0.05)

@@ -26,8 +26,8 @@ from dbo_runtime.vllm_plugin.calibration.measurement import (
     overlaps_itself,
 )
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
-from tests.vllm_plugin.costs import FEW_SHAPES, measure_few
-from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.support.vllm.costs import FEW_SHAPES, measure_few
+from tests.support.vllm.engine import Engine, make_prompt
 
 IN_TURNS = {shape.measure_parts(shape.cuts[0]) for shape in FEW_SHAPES}
 MODES = ("unsplit", "sequential", "alternate")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples.tiny_tasks import held_out
-from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
+from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
 
 CLOSE = 1e-4  # of log-probabilities in fp32, where the shapes of matrix products differ
 LENGTHS = (96, 64, 160, 128, 80)

@@ -14,8 +14,11 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.planner.online import correction
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements
+from tests.support.vllm.costs import calibrate_few, forget_costs, measure_few
+from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
+from tests.support.vllm.engines import Engines
+from tests.support.vllm.ranks import Ranks
 from tests.vllm_plugin.calibration.test_measurement import assert_complete
-from tests.vllm_plugin.costs import calibrate_few, forget_costs, measure_few
 from tests.vllm_plugin.end_to_end.test_equivalence import (
     BOUNDARIES,
     CLOSE,
@@ -25,9 +28,6 @@ from tests.vllm_plugin.end_to_end.test_equivalence import (
     get_unsplit,
     run_cut,
 )
-from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
-from tests.vllm_plugin.engines import Engines
-from tests.vllm_plugin.ranks import Ranks
 
 LENGTHS = ((96, 64, 160, 128, 80), (32, 200, 48, 48, 120, 16))
 BATCHES = [

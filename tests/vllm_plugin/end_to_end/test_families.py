@@ -9,6 +9,19 @@ from pathlib import Path
 import pytest
 
 from dbo_runtime.adapters.registry import GROUP
+from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.families import (
+    DEEPSEEK_V4,
+    FAMILIES,
+    LINEAR_ATTENTION,
+    MINIMAX_M3,
+    SPARSE_ATTENTION,
+    find_backend,
+    make_family,
+)
+from tests.support.vllm.multimodal_families import INTERNVL, OMNI, make_internvl
+from tests.support.vllm.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_unsplit
 from tests.vllm_plugin.end_to_end.test_expert_parallel import (
     ARRIVALS,
@@ -20,19 +33,6 @@ from tests.vllm_plugin.end_to_end.test_expert_parallel import (
     assert_split_is_close,
     generate,
 )
-from tests.vllm_plugin.engine import Engine, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import (
-    DEEPSEEK_V4,
-    FAMILIES,
-    LINEAR_ATTENTION,
-    MINIMAX_M3,
-    SPARSE_ATTENTION,
-    find_backend,
-    make_family,
-)
-from tests.vllm_plugin.multimodal_families import INTERNVL, OMNI, make_internvl
-from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 
 # The tutorial's adapter, or none; test_linear_attention.py; and tests/ascend/test_sparse_attention.py.
 ELSEWHERE = {"GraniteForCausalLM", *LINEAR_ATTENTION, *SPARSE_ATTENTION}

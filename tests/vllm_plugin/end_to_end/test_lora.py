@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.families import LAYERS, make_family
 from tests.vllm_plugin.end_to_end.test_equivalence import PROMPTS, assert_close
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import LAYERS, make_family
 
 RANK = 4
 HIDDEN, INTERMEDIATE, QUERIES, KEYS = 128, 256, 128, 64

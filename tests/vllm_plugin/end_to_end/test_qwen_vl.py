@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.vllm.engine import Answer, Engine, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.multimodal_families import make_omni
+from tests.support.vllm.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_requests, make_vision_family
 from tests.vllm_plugin.end_to_end.test_equivalence import assert_close, run_cut, run_unsplit
-from tests.vllm_plugin.engine import Answer, Engine, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.multimodal_families import make_omni
-from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from dbo_runtime.observe.timeline import Timeline
-from tests.vllm_plugin.costs import calibrate_few, forget_costs
+from tests.support.vllm.costs import calibrate_few, forget_costs
+from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.ranks import Ranks
 from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut
 from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
-from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.ranks import Ranks
 from tests.vllm_plugin.step.test_planned_steps import set_transport
 
 SIDE = {"DBO_SIDE": "on"}

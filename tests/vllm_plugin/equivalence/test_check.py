@@ -10,8 +10,8 @@ import pytest
 from dbo_runtime import __main__ as program
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.testing import check_equivalence
-from tests.vllm_plugin.engines import TINY
-from tests.vllm_plugin.families import make_family
+from tests.support.vllm.engines import TINY
+from tests.support.vllm.families import make_family
 
 
 @pytest.mark.vllm

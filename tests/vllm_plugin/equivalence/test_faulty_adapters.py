@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dbo_runtime.testing import EquivalenceReport, check_equivalence
-from tests.vllm_plugin.families import make_family
+from tests.support.vllm.families import make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -33,7 +33,7 @@ def check_with(granite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
 
     def check(adapter: str, requests: int = 48, **options: Any) -> EquivalenceReport:
-        entry = f"GraniteForCausalLM = tests.vllm_plugin.equivalence.faulty_adapters:{adapter}"
+        entry = f"GraniteForCausalLM = tests.support.lab.faulty_adapters:{adapter}"
         (package / "entry_points.txt").write_text(f"[dbo_runtime.adapters]\n{entry}\n")
         return check_equivalence(granite, requests=requests, **OPTIONS, **options)
 

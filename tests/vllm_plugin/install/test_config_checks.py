@@ -46,7 +46,7 @@ def test_a_command_whose_steps_are_split() -> None:
 
 def test_everything_that_prevents_splitting_is_listed_not_the_first_only() -> None:
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
-    module = "tests.vllm_plugin.layer_recorder"
+    module = "tests.support.vllm.layer_recorder"
     transfer = json.dumps({"kv_connector": "LayerRecorder", "kv_connector_module_path": module, "kv_role": "kv_both"})
     layout, *found = check(
         "--tensor-parallel-size=2",

@@ -47,7 +47,7 @@ from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
-from tests.planner.machines import make_table
+from tests.support.planner.machines import make_table
 from tests.vllm_plugin.telemetry.test_metrics import scrape
 
 BATCH = Batch((4, 4), prefill_tokens=8)

@@ -44,8 +44,8 @@ from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.local_plan import FAILED
 from dbo_runtime.vllm_plugin.step.phase import Phase
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
-from tests.planner.machines import make_table
-from tests.profiles import scale
+from tests.support.planner.machines import make_table
+from tests.support.profiles import scale
 from tests.vllm_plugin.context.test_splitter import BLOCK, CONFIG, FakeBuilder, NeedsWidth, make_common, make_group
 from tests.vllm_plugin.context.test_splitter import _traced as _traced
 

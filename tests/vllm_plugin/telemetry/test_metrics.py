@@ -25,7 +25,7 @@ from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.vllm_plugin.telemetry.metrics import HISTOGRAMS, Metrics
-from tests.programs import record_toy
+from tests.support.programs import record_toy
 
 NOTHING = {
     "split": 0,

@@ -21,7 +21,7 @@ from dbo_runtime.lab.verify.draft.folding import fold
 from dbo_runtime.lab.verify.draft.package import DraftNames, write_package, write_source
 from dbo_runtime.lab.verify.draft.recording import find_layers, record_forward
 from dbo_runtime.lab.verify.tiny_config import make_config, shrink
-from tests.vllm_plugin.verify.toy_decoders import (
+from tests.support.lab.toy_decoders import (
     HIDDEN,
     AlternatingLayer,
     BatchedLayer,

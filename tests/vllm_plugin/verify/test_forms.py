@@ -16,7 +16,7 @@ from dbo_runtime.adapters.contract import ModelAdapter
 from dbo_runtime.engine.executor import run_sequential
 from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.lab.verify.verification import verify_adapter
-from tests.vllm_plugin.families import ATTENTION, FAMILIES, IDS, SIZES, SLIDING, Family
+from tests.support.vllm.families import ATTENTION, FAMILIES, IDS, SIZES, SLIDING, Family
 
 OTHERS = {  # verified, not registered
     "Gemma2ForCausalLM": Family("gemma2", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),

@@ -17,10 +17,10 @@ from dbo_runtime.lab.verify.comparing_forward import Mismatch, Verification
 from dbo_runtime.lab.verify.results import join_pieces
 from dbo_runtime.lab.verify.verification import verify_adapter
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
-from tests.vllm_plugin.engines import TINY
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.spoiled_ops import spoil_op
-from tests.vllm_plugin.vision_families import QWEN3, make_vision_family
+from tests.support.vllm.engines import TINY
+from tests.support.vllm.families import make_family
+from tests.support.vllm.spoiled_ops import spoil_op
+from tests.support.vllm.vision_families import QWEN3, make_vision_family
 
 
 @pytest.fixture(scope="module")
