@@ -21,6 +21,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 profiles.load()
 
 from tests.support.devices import rigs  # noqa: E402 - torch must find the variable
+from tests.support.engine_fixtures import (  # noqa: E402, F401 - tests find the fixtures here
+    data_parallel,
+    engines,
+    expert_ranks,
+    mark_engines,
+    one_rank,
+    two_ranks,
+)
 from tests.support.executors import EXECUTORS, Prepare, make_prepare  # noqa: E402
 
 
@@ -54,6 +62,11 @@ def device(rig: Any) -> Any:
 def prepare(request: pytest.FixtureRequest) -> Prepare:
     """Either executor."""
     return make_prepare(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts an engine."""
+    mark_engines(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
