@@ -10,8 +10,8 @@ import pytest
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
-from tests.ascend.conftest import start
 from tests.standin_cann.cann import load
+from tests.support.ascend.engines import start
 from tests.support.ascend.jobs import answer, make_prompts
 from tests.support.vllm.engine import Engine
 

@@ -15,8 +15,8 @@ from zlib import crc32
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
-from tests.ascend.test_speculative import leave_backend
+from tests.support.ascend.drafts import leave_backend
+from tests.support.ascend.engines import FOUR, OPTIONS, TINY, start
 from tests.support.ascend.jobs import answer, make_prompts
 from tests.support.ascend.modelslim import quantize_model
 from tests.support.vllm.drafters import draft_by_mtp

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import start
+from tests.support.ascend.engines import start
 from tests.support.ascend.jobs import answer, make_prompts
 from tests.support.vllm.engine import Answer, Engine, find_difference
 from tests.support.vllm.layer_events import SAVE, WAIT, WRITTEN, Event

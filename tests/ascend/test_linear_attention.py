@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import start
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.drafts import assert_drafts_are_equal
+from tests.support.ascend.engines import start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.ascend.test_families import OPTIONS_OF, make_model
-from tests.ascend.test_speculative import assert_drafts_are_equal
+from tests.support.ascend.families import OPTIONS_OF, make_model
 from tests.support.ascend.jobs import answer, make_prompts, order_corrections
 from tests.support.ascend.modelslim import DYNAMIC, quantize_model
 from tests.support.ascend.mtp_layers import add_qwen_mtp_layer

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_tasks import held_out
-from tests.ascend.conftest import TINY, start
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.engines import TINY, start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from examples.tiny_tasks import held_out
-from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
+from tests.support.ascend.engines import FOUR, OPTIONS, TINY, start
 from tests.support.ascend.jobs import answer, answer_by_all_to_all, make_prompts
 from tests.support.ascend.modelslim import quantize_model
 from tests.support.ascend.reference import count_equal, tokenize

@@ -27,8 +27,8 @@ from dbo_runtime.testing import EquivalenceReport, check_equivalence
 from tests.support.page import ROOT, make_table, tell_section
 from tests.support.vllm.engines import TINY
 from tests.support.vllm.families import make_family
+from tests.support.vllm.lora import make_lora
 from tests.support.vllm.vision_families import QWEN3, make_vision_family
-from tests.vllm_plugin.end_to_end.test_lora import make_lora
 
 PAGE = ROOT / "docs" / "reliability.md"
 COMMAND = "python -m tests.reliability.traffic --write-page"

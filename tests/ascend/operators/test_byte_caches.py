@@ -10,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.test_quantized import assert_quantized
-from tests.ascend.operators.test_sparse import ABSENT_KEY, REQUESTS, make_requests
 from tests.standin_cann.cann import StandIn
 from tests.support.ascend.operators.attention import attend
 from tests.support.ascend.operators.blocks import cut_into_blocks
@@ -38,7 +36,9 @@ from tests.support.ascend.operators.checks import (
     npu,
     put,
 )
+from tests.support.ascend.operators.quantized import assert_quantized
 from tests.support.ascend.operators.sparse import prepare
+from tests.support.ascend.operators.sparse_requests import ABSENT_KEY, REQUESTS, make_requests
 from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT

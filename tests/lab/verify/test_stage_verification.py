@@ -20,7 +20,7 @@ from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.verify.stage_verification import record_stages
 from dbo_runtime.lab.verify.watched_run import run_ops
-from tests.test_layers import LAYERS, make_decoder
+from tests.support.decoders import LAYERS, make_decoder
 
 X, POSITIONS = torch.arange(1.0, 9).reshape(4, 2), torch.arange(4.0)[:, None]
 

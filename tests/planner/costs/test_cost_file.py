@@ -23,7 +23,7 @@ from dbo_runtime.planner.costs.cost_file import (
 )
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from tests.planner.costs.test_cost_table import make_provenance, make_table
+from tests.support.planner.cost_tables import make_provenance, make_table
 from tests.support.programs import record_three_lanes
 from tests.support.strategies import programs
 

@@ -20,7 +20,7 @@ from dbo_runtime.planner.online.cuts import (
     measure_batch,
     measure_slices,
 )
-from tests.planner.costs.test_cost_table import make_table
+from tests.support.planner.cost_tables import make_table
 from tests.support.programs import record_toy
 from tests.support.strategies import batches
 

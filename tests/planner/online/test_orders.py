@@ -29,7 +29,7 @@ from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.jobs import Job
 from dbo_runtime.planner.search.search import FoundOrder, find_order
-from tests.planner.online.test_placements import record
+from tests.support.planner.placed_programs import record
 from tests.support.planner.prepared_machines import CONTENDED, CONTENDED_SIDE, FEW_STATES, MACHINES
 from tests.support.planner.served_orders import OrderJudge, draw_features
 from tests.support.profiles import scale

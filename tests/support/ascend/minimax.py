@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.ascend.test_speculative import leave_backend
+from tests.support.ascend.drafts import leave_backend
 from tests.support.vllm.drafters import draft_by_head_of
 from tests.support.vllm.families import LAYERS, MINIMAX_M3, TINY, VOCABULARY
 

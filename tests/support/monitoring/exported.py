@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from dbo_runtime.decline import Decline
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
-from tests.vllm_plugin.telemetry.test_metrics import make_plan
+from tests.support.vllm.metrics import make_plan
 
 
 class Family(NamedTuple):

@@ -18,7 +18,7 @@ from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from tests.planner.costs.test_cost_table import make_provenance
+from tests.support.planner.cost_tables import make_provenance
 from tests.support.planner.shop import do_nothing
 
 BYTES = 14336.0  # a token

@@ -10,8 +10,8 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable, HostCost, OpCost
 from dbo_runtime.planner.online.prepared_planner import PreparedPlanner
 from dbo_runtime.planner.online.shapes import ServingLimits
-from tests.planner.online.test_placements import record
 from tests.support.planner.machines import BYTES, make_table, record_layers
+from tests.support.planner.placed_programs import record
 
 FEW_STATES = 1_000
 LIMITS = ServingLimits(tokens=4096, requests=128, context=8192)

@@ -29,8 +29,8 @@ from dbo_runtime.lab.verify.tiny_config import make_config
 from dbo_runtime.observe.counts import FOLDER, SHARED, statistics
 from dbo_runtime.observe.trace import make_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
-from tests.observe.test_trace import TOY, record_run
 from tests.support.lab.handmade import make_split_step, make_ubatched_step
+from tests.support.observe.recorded_runs import TOY, record_run
 from tests.support.programs import lower_toy
 from tests.support.reliability.hostile_adapters import make_adapter, make_class
 from tests.support.reliability.odd_inputs import ODD_TEXTS, ODD_VALUES, make_json, make_text, spoil

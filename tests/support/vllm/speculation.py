@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from examples.tiny_tasks import Task, held_out
 from tests.support.vllm.engine import Answer, Engine, make_prompt
-from tests.vllm_plugin.end_to_end.test_equivalence import assert_close
+from tests.support.vllm.equivalence import assert_close
 
 LENGTHS = (96, 64, 160, 128, 80)
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]

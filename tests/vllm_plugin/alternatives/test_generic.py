@@ -23,9 +23,9 @@ from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapt
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results
 from tests.support.vllm.engine import Engine
 from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import run_cut
 from tests.support.vllm.families import find_backend, make_family
-from tests.vllm_plugin.end_to_end.test_equivalence import run_cut
-from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_answers_as_unsplit
+from tests.support.vllm.family_checks import PREFILL_CUTS, PROMPTS, assert_split_answers_as_unsplit
 
 LAYERS, RANKS = 3, 2
 PARTS = (slice(0, 2), slice(2, 5))  # of five tokens

@@ -33,7 +33,7 @@ from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fi
 from dbo_runtime.vllm_plugin.install import worker_setup
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.phase import Phase
-from tests.planner.online.test_planner import COSTS
+from tests.support.planner.known_costs import COSTS
 from tests.support.planner.machines import make_table, record_layers
 from tests.support.vllm.costs import (
     FEW_SHAPES,

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.vllm.costs import calibrate_few
 from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
 from tests.support.vllm.engines import TINY, Engines, share_cores
+from tests.support.vllm.equivalence import MIXED, PROMPTS, assert_close
+from tests.support.vllm.expert_parallel import ARRIVALS, generate
 from tests.support.vllm.layer_events import ATTEND, SAVE, WAIT, Event
 from tests.support.vllm.ranks import Ranks
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, PROMPTS, assert_close
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, generate
 
 RECORDER = {
     "kv_transfer_config": {

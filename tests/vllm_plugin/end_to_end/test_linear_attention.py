@@ -21,13 +21,13 @@ from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from tests.support.ascend.jobs import cut_at_boundaries
 from tests.support.vllm.engine import Answer, Engine, make_prompt
 from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import MIXED, run_cut, run_unsplit
+from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, EDGES, generate
 from tests.support.vllm.families import LINEAR_ATTENTION, make_family
+from tests.support.vllm.picture_requests import KINDS, ask, count_encoder
+from tests.support.vllm.picture_requests import OPTIONS as PICTURES
 from tests.support.vllm.ranks import Ranks
 from tests.support.vllm.vision_families import QWEN35, QWEN35_MOE, make_requests, make_vision_family
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, run_cut, run_unsplit
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, EDGES, generate
-from tests.vllm_plugin.end_to_end.test_qwen_vl import KINDS, ask, count_encoder
-from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS as PICTURES
 
 pytestmark = pytest.mark.vllm
 

@@ -15,15 +15,7 @@ from dbo_runtime.planner.costs.cost_file import load_costs
 from tests.support.vllm.costs import calibrate_few, forget_costs, get_costs
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.engines import Engines, share_cores
-from tests.vllm_plugin.end_to_end.test_equivalence import (
-    BOUNDARIES,
-    MIXED,
-    PROMPTS,
-    assert_close,
-    get_unsplit,
-    run_cut,
-    run_unsplit,
-)
+from tests.support.vllm.equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut, run_unsplit
 
 STAGES = 2
 LAYERS = ({0, 1}, {2})  # of the tiny model, as vLLM shares them out

@@ -13,12 +13,12 @@ from dbo_runtime.observe.timeline import Timeline
 from tests.support.vllm.costs import calibrate_few, forget_costs
 from tests.support.vllm.engine import Engine
 from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import MIXED, assert_close, run_cut, run_unsplit
+from tests.support.vllm.expert_parallel import ARRIVALS, EDGES, FEW, LONG, assert_split_is_close
 from tests.support.vllm.families import find_backend, make_family
+from tests.support.vllm.family_checks import MIXED_CUTS, OURS, PROMPTS, assert_split_answers_as_unsplit
+from tests.support.vllm.picture_requests import OPTIONS, ask
 from tests.support.vllm.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_unsplit
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, FEW, LONG, assert_split_is_close
-from tests.vllm_plugin.end_to_end.test_families import MIXED_CUTS, OURS, PROMPTS, assert_split_answers_as_unsplit
-from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS, ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import CLOSE, PROMPTS
 from tests.support.vllm.families import make_family
-from tests.vllm_plugin.end_to_end.test_equivalence import CLOSE, PROMPTS
 
 SCHEMA = {"enum": ["even", "odd", {"sure": True}, {"sure": False}]}
 CUTS = [(96,), (17, 263)]  # at a boundary of requests; inside two of them

@@ -15,10 +15,10 @@ from dbo_runtime.observe.timeline import Timeline
 from tests.support.vllm.costs import calibrate_few, forget_costs
 from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
 from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut
+from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, run_prompts
 from tests.support.vllm.ranks import Ranks
-from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
-from tests.vllm_plugin.step.test_planned_steps import set_transport
+from tests.support.vllm.transport import set_transport
 
 SIDE = {"DBO_SIDE": "on"}
 SETTINGS = [{"DBO_MODE": "auto", "DBO_SIDE": "on"}, {"DBO_SIDE": "on"}, {"DBO_SIDE": "off"}]  # the first does not cut

@@ -24,6 +24,7 @@ from tests.support.vllm.drafters import (
 )
 from tests.support.vllm.engine import Engine
 from tests.support.vllm.engines import NO_SETTINGS, TINY, Engines, share_cores
+from tests.support.vllm.expert_parallel import ARRIVALS, assert_few_tokens_are_padded, assert_split_is_close
 from tests.support.vllm.families import make_family
 from tests.support.vllm.speculation import (
     LENGTHS,
@@ -35,11 +36,6 @@ from tests.support.vllm.speculation import (
     assert_split_drafts_alike,
     assert_steps_check,
     generate,
-)
-from tests.vllm_plugin.end_to_end.test_expert_parallel import (
-    ARRIVALS,
-    assert_few_tokens_are_padded,
-    assert_split_is_close,
 )
 
 pytestmark = pytest.mark.vllm

@@ -18,7 +18,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines
-from tests.vllm_plugin.step.test_unsupported import LORA, make_config
+from tests.support.vllm.configs import LORA, make_config
 
 pytestmark = pytest.mark.vllm
 

@@ -21,7 +21,7 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
+from tests.support.vllm.forwards import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
 
 LAYERS = (1, 3)
 STAGE = Stage(auxiliary=tuple(map(name_auxiliary, LAYERS)))
