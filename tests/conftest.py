@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import profiles, session_report, suites
+pytest.register_assert_rewrite("tests.support")  # its comparisons tell what they compared, as those of tests do
+
+from tests.support import profiles, session_report, suites  # noqa: E402 - pytest must be told before
 
 # torch loads torch_npu by itself, where that is installed; the tests have CANN, or a stand-in, to load before.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
