@@ -16,7 +16,7 @@ ASCEND_BIN := $(ASCEND_VENV)/bin
 COMPAT := $(VENV)-compat/$(VLLM)
 CUDA_BIN := $(VENV)-cuda/bin
 KIT_SITE := .gpu_kit_cache/site
-NPU_SUITES := tests/standin_cann tests/devices tests/doctor/test_torch_npu.py tests/engine/test_executor.py \
+NPU_SUITES := tests/standin/cann tests/devices tests/doctor/test_torch_npu.py tests/engine/test_executor.py \
 	tests/gpu_kit/test_rehearsal.py
 # Each process of pytest-xdist imports torch and vLLM by itself: more than eight gain nothing, however many cores there are.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal

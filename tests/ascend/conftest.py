@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.standin_cann import cann
-from tests.standin_cann.build import build
+from tests.standin.cann import cann
+from tests.standin.cann.build import build
 from tests.support import suites
 from tests.support.ascend.engines import ENVIRONMENT, FOUR, PIPELINE, start
 from tests.support.vllm.ranks import Ranks

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from dbo_runtime.doctor.probe_process import run_probe
 from dbo_runtime.doctor.serve_command import list_overlaps
-from tests.standin_cann import cann
-from tests.standin_cann.build import build
+from tests.standin.cann import cann
+from tests.standin.cann.build import build
 from tests.support.ascend.engines import ENVIRONMENT
 from tests.support.ascend.proofs import list_proofs
 from tests.support.ascend.recipes import Recipe, make_command, read_recipes

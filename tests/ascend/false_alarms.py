@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from tests.standin_cann import cann
-from tests.standin_cann.build import build
+from tests.standin.cann import cann
+from tests.standin.cann.build import build
 from tests.support.ascend.engines import ENVIRONMENT, TINY, start
 from tests.support.page import ROOT, make_table, tell_section
 from tests.support.vllm.engine import Engine, make_prompt

@@ -10,7 +10,7 @@ import pytest
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
-from tests.standin_cann.cann import load
+from tests.standin.cann.cann import load
 from tests.support.ascend.engines import start
 from tests.support.ascend.jobs import answer, make_prompts
 from tests.support.vllm.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.standin_cann.cann import ORDERING, load
+from tests.standin.cann.cann import ORDERING, load
 from tests.support.ascend.engines import start
 from tests.support.ascend.jobs import make_prompts
 from tests.support.ascend.options import GRAPHS

@@ -58,7 +58,7 @@ def rig(stream_rig: Any) -> Any:
 def standin(record_property: Any) -> Iterator[Any]:
     record_property("device", "npu")
     rigs.prepare("npu")
-    from tests.standin_cann import cann
+    from tests.standin.cann import cann
 
     standin = cann.load()
     if standin is None:
@@ -216,7 +216,7 @@ def test_random_schedules_that_lack_a_wait_compute_something_else(
 def find_jitter(device: str) -> Callable[[int, float], None]:
     """Return what slows kernels down by chance: on the stand-in only, elsewhere they go at their own speed."""
     if device == "npu":
-        from tests.standin_cann import cann
+        from tests.standin.cann import cann
 
         standin = cann.load()
         if standin is not None:

@@ -11,7 +11,7 @@ import pytest
 if importlib.util.find_spec("torch_npu") is None:
     pytest.skip("torch_npu is not installed here: `make test-npu` has it", allow_module_level=True)
 
-from tests.standin_cann import cann
+from tests.standin.cann import cann
 from tests.support.devices import rigs
 from tests.support.devices.tensor_parallel import compare_split_and_unsplit, find_streams_of_collectives
 from tests.support.standin.npu_ranks import Ranks

@@ -38,7 +38,7 @@ class Suite:
 
 
 ASCEND = Suite("tests/ascend", ("vllm_ascend", "torch_npu", "standin_ascend"), "test-ascend")
-STANDIN = Suite("tests/standin_cann", ("torch", "torch_npu"), "test-npu")
+STANDIN = Suite("tests/standin/cann", ("torch", "torch_npu"), "test-npu")
 
 
 def is_required() -> bool:

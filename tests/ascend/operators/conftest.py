@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.standin_cann import cann
+from tests.standin.cann import cann
 from tests.support import suites
 
 if TYPE_CHECKING:  # what needs torch or vllm-ascend is imported only where they are installed
-    from tests.standin_cann.gate import StreamGate
+    from tests.standin.cann.gate import StreamGate
 
 collect_ignore_glob = [] if suites.ASCEND.explain_left_out() is None else ["test_*.py"]
 
@@ -47,7 +47,7 @@ def gate(standin: cann.StandIn) -> Iterator[StreamGate]:
     """Return a gate that is open after the test, so that a test that fails does not leave streams held."""
     import torch
 
-    from tests.standin_cann.gate import StreamGate
+    from tests.standin.cann.gate import StreamGate
 
     gate = StreamGate()
     yield gate

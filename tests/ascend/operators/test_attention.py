@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.attention import attend, attend_each, make_packed
 from tests.support.ascend.operators.blocks import cut_into_blocks, make_table
 from tests.support.ascend.operators.checks import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from standin_ascend import block_sparse
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.attention import attend
 from tests.support.ascend.operators.blocks import cut_into_blocks
 from tests.support.ascend.operators.checks import (

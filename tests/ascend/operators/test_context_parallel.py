@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from standin_ascend import context_parallel
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from standin_ascend import chunks, compressed_attention
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators import deepseek_v4 as v4
 from tests.support.ascend.operators.blocks import cut_into_blocks, make_table
 from tests.support.ascend.operators.checks import (

@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.angles import make_angles
 from tests.support.ascend.operators.blocks import cut_into_blocks, make_table
 from tests.support.ascend.operators.checks import (

@@ -14,7 +14,7 @@ from standin_ascend import triton_kernels
 from standin_ascend.linear_attention import convolve, convolve_decodes, update_states
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.standin_cann.build import build
+from tests.standin.cann.build import build
 from tests.support.ascend.operators.checks import BETWEEN_RANKS, COUNTS, CUMULATED, HALF, draw, make_generator
 from tests.support.standin.npu_ranks import Rank, Ranks
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.blocks import get_slots, make_table
 from tests.support.ascend.operators.checks import (
     ABSENT,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.cases import draw_scales, make_int8
 from tests.support.ascend.operators.checks import (
     ANY_FORMAT,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from standin_ascend.kernels import view_on_host
 
-from tests.standin_cann.cann import StandIn
-from tests.standin_cann.gate import StreamGate
+from tests.standin.cann.cann import StandIn
+from tests.standin.cann.gate import StreamGate
 from tests.support.ascend.operators.cases import CASES, DECODE, Case, decode_into, name_case
 from tests.support.ascend.operators.checks import (
     ABSENT,

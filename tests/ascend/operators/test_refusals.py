@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators import byte_caches, mlapo
 from tests.support.ascend.operators.block_sparse import attend_to_blocks, rate_blocks, update_rows
 from tests.support.ascend.operators.blocks import get_slots

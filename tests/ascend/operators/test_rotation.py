@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from standin_ascend import triton_kernels
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.angles import make_angles, rotate_side_by_side
 from tests.support.ascend.operators.checks import (
     ANY_FORMAT,

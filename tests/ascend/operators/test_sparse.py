@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.ascend.operators.angles import make_angles, rotate_side_by_side
 from tests.support.ascend.operators.attention import attend
 from tests.support.ascend.operators.blocks import cut_into_blocks

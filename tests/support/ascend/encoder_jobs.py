@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
 from tests.support.vllm.engine import Answer, Engine
 
 TO_HOST = "MemcpyDeviceToHost"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tests.standin_cann.cann import Kernel, load
+from tests.standin.cann.cann import Kernel, load
 from tests.support.ascend.jobs import find_planner, make_prompts
 from tests.support.vllm.engine import Engine
 

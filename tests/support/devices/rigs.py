@@ -184,8 +184,8 @@ def prepare(name: str) -> None:
 @functools.cache  # a build that fails takes minutes, and every test would repeat it
 def load_standin() -> str | None:
     """Build and load the stand-in for CANN, unless CANN itself is here; return why that failed, if it did."""
-    from tests.standin_cann import cann
-    from tests.standin_cann.build import StandInError
+    from tests.standin.cann import cann
+    from tests.standin.cann.build import StandInError
 
     try:
         cann.load()
@@ -214,7 +214,7 @@ def count_switches(device: Any) -> Iterator[list[Any]]:
 def _find_functions(name: str) -> Sequence[Callable[[Any, int], None]]:
     """Return how a stream is made to wait for 1 in memory, and to write 1 there."""
     if name == "npu":
-        from tests.standin_cann import cann
+        from tests.standin.cann import cann
 
         return (
             lambda stream, address: cann.Latch(address).hold(stream.npu_stream),

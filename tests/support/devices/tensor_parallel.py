@@ -91,7 +91,7 @@ def make_inputs(*bounds: int) -> list[tuple[torch.Tensor, ...]]:
 
 def compare_split_and_unsplit(rank: Any) -> dict[str, Any]:
     """Return the relative error of split results at each cut, and what was concurrent to the all-reduces."""
-    from tests.standin_cann import cann
+    from tests.standin.cann import cann
 
     standin = cann.load()
     group = dist.new_group(backend="hccl")

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.standin_cann.cann import StandIn, load
+from tests.standin.cann.cann import StandIn, load
 
 START = 120.0  # seconds, for importing torch_npu on a machine that is busy
 GRACE = 3.0  # seconds that other ranks get to tell their part of a failure

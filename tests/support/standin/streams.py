@@ -22,7 +22,7 @@ def list_values(tensor: torch.Tensor) -> list[float]:
 
 def run_script(script: str, **environment: str) -> str:
     """Run Python on the stand-in in a process of its own, which must end well, and return what it prints."""
-    start = "from tests.standin_cann import cann\nstandin = cann.load()\nimport torch, torch_npu\n"
+    start = "from tests.standin.cann import cann\nstandin = cann.load()\nimport torch, torch_npu\n"
     done = subprocess.run(
         [sys.executable, "-c", start + script],
         env=os.environ | environment,

@@ -1,7 +1,7 @@
 """A second compute lane, end to end: latent attention's keys concurrent with its queries, in split steps and in others.
 
 On a CPU that lane is the thread of the first: what is proven here is what is declared, and how steps come to it.
-Streams run at the same time in tests/standin_cann/test_side_lane.py and tests/ascend/test_side.py.
+Streams run at the same time in tests/standin/cann/test_side_lane.py and tests/ascend/test_side.py.
 """
 
 from __future__ import annotations
