@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests import profiles, session_report, suites
+pytest.register_assert_rewrite("tests.support")  # its comparisons tell what they compared, as those of tests do
+
+from tests.support import profiles, session_report, suites  # noqa: E402 - pytest must be told before
 
 # torch loads torch_npu by itself, where that is installed; the tests have CANN, or a stand-in, to load before.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -20,8 +22,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 profiles.load()
 
-from tests.devices import rigs  # noqa: E402 - torch must find the variable
-from tests.executors import EXECUTORS, Prepare, make_prepare  # noqa: E402
+from tests.support.devices import rigs  # noqa: E402 - torch must find the variable
+from tests.support.engine_fixtures import (  # noqa: E402, F401 - tests find the fixtures here
+    data_parallel,
+    engines,
+    expert_ranks,
+    mark_engines,
+    one_rank,
+    two_ranks,
+)
+from tests.support.executors import EXECUTORS, Prepare, make_prepare  # noqa: E402
 
 
 @pytest.fixture(params=rigs.find_present())
@@ -54,6 +64,11 @@ def device(rig: Any) -> Any:
 def prepare(request: pytest.FixtureRequest) -> Prepare:
     """Either executor."""
     return make_prepare(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts an engine."""
+    mark_engines(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

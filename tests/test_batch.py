@@ -22,7 +22,7 @@ from dbo_runtime.batch import (
 )
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
-from tests.strategies import batches
+from tests.support.strategies import batches
 
 ALWAYS = Thresholds()
 AUTO = Thresholds(tokens=256, prefill_tokens=64, share=0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.page import (
+from tests.support.page import (
     PAGE,
     ROOT,
     PageError,

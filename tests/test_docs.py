@@ -18,6 +18,7 @@ from dbo_runtime import __main__ as program
 from dbo_runtime import errors
 from dbo_runtime.adapters.registry import GROUP
 from dbo_runtime.observe.counts import HELP, PREFIX
+from tests.support.public_names import ROOT, read_public_names
 from tools.write_docs import (
     fill_tables,
     find_commands,
@@ -27,7 +28,6 @@ from tools.write_docs import (
     print_command,
 )
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = list_documents()
 
 
@@ -93,13 +93,6 @@ def test_the_tests_that_prove_features_exist(page: str, title: str, folder: str,
     assert len(named) > count
     files = (ROOT / "tests" / folder).rglob("test_*.py")
     assert named <= set(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
-
-
-def read_public_names() -> dict[str, set[str]]:
-    """Return the public names of each module, as the page on the public API lists them."""
-    page = (ROOT / "docs" / "public-api.md").read_text()
-    rows = re.findall(r"^\| `(dbo_runtime[.\w]*)` \| ([^|]+) \|", page, re.MULTILINE)
-    return {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
 
 
 def test_every_name_of_the_public_api_is_in_its_module() -> None:

@@ -21,8 +21,8 @@ from dbo_runtime.ir.policies import Policy, alternate, sequential, staggered
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.schedule import Issue, Schedule
 from dbo_runtime.ir.validate import validate
-from tests.latch import Latch
-from tests.programs import record_three_lanes, record_toy
+from tests.support.latch import Latch
+from tests.support.programs import record_three_lanes, record_toy
 
 RUNS = 9  # of each combination: 216 in all
 LONGEST = 3e-4  # seconds

@@ -23,9 +23,9 @@ from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.lab.sanitizer.executor import SanitizedExecutor
 from dbo_runtime.observe.ranges import is_step, name_ops, read_op
 from dbo_runtime.observe.timeline import Recorder
-from tests.executors import EXECUTORS, Prepare, make_prepare
-from tests.programs import lower_toy, record_toy
-from tests.quiet_log import Log
+from tests.support.executors import EXECUTORS, Prepare, make_prepare
+from tests.support.programs import lower_toy, record_toy
+from tests.support.quiet_log import Log
 
 torch = pytest.importorskip("torch")
 

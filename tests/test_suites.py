@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch_npu", "vllm_ascend", "standin_ascend")
-SUITES = ("tests/ascend", "tests/standin_cann")
+SUITES = ("tests/ascend", "tests/standin/cann")
 NOT_OURS = ("NPU_TESTS", "ASCEND_HOME_PATH", "TEST_DURATIONS")
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo build >> "$0.log"; echo a compiler that compiles nothing; exit; fi
@@ -53,7 +53,7 @@ def packages(tmp_path: Path) -> Path:
 
 
 def test_where_the_environment_exists_a_build_that_fails_fails_the_tests(programs: Path, packages: Path) -> None:
-    tests = ("ascend/test_settings.py", "standin_cann/test_cann.py", "devices/test_contract.py")
+    tests = ("ascend/test_settings.py", "standin/cann/test_cann.py", "devices/test_contract.py")
     path = f"{programs}:{os.environ['PATH']}"
     words = [*(f"tests/{name}" for name in tests), "-k", "not test_contract or (npu and not missing)"]
     done = run_pytest(*words, PYTHONPATH=str(packages), PATH=path)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
-from tests.programs import lower_toy
+from tests.support.programs import lower_toy
 
 
 def make_timeline(*spans: tuple[str, str, int, float, float]) -> Timeline:

@@ -236,7 +236,7 @@ def install_ascend(venv: Path, release: str) -> None:
     """Install vllm-ascend's Python from its source package, and the stand-ins for its operators in tests."""
     options = ("--no-deps", "--no-build-isolation")
     pip(venv, "install", *options, "--no-binary", "vllm-ascend", f"vllm-ascend=={release}", environment=ASCEND_BUILD)
-    pip(venv, "install", *options, "--editable", str(ROOT / "tests" / "ascend"))
+    pip(venv, "install", *options, "--editable", str(ROOT / "tests" / "standin" / "ascend"))
 
 
 def patch_torchvision(venv: Path) -> None:

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from dbo_runtime.doctor.probe_process import run_probe
 from dbo_runtime.doctor.serve_command import list_overlaps
-from tests.ascend.conftest import ENVIRONMENT
-from tests.ascend.proofs import list_proofs
-from tests.ascend.recipes import Recipe, make_command, read_recipes
-from tests.benchmarks.page import ROOT, make_table, tell_section
-from tests.standin_cann import cann
-from tests.standin_cann.build import build
+from tests.standin.cann import cann
+from tests.standin.cann.build import build
+from tests.support.ascend.engines import ENVIRONMENT
+from tests.support.ascend.proofs import list_proofs
+from tests.support.ascend.recipes import Recipe, make_command, read_recipes
+from tests.support.page import ROOT, make_table, tell_section
 
 DEVICES = "16"  # of a host
 NO_ADAPTER = "no adapter is registered"

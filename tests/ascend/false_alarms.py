@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from tests.ascend.conftest import ENVIRONMENT, TINY, start
-from tests.benchmarks.page import ROOT, make_table, tell_section
-from tests.standin_cann import cann
-from tests.standin_cann.build import build
-from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.standin.cann import cann
+from tests.standin.cann.build import build
+from tests.support.ascend.engines import ENVIRONMENT, TINY, start
+from tests.support.page import ROOT, make_table, tell_section
+from tests.support.vllm.engine import Engine, make_prompt
 
 PAGE = ROOT / "docs" / "reliability.md"
 COMMAND = "make false-alarms"
@@ -98,8 +98,8 @@ def end_counting(worker: Any) -> Counter[str]:
 def make_models(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Write the models; return their folders and options by title."""
     # Not before the stand-in is there: torch imports torch_npu, which looks for its libraries.
-    from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
-    from tests.vllm_plugin.families import make_family
+    from tests.support.ascend.modelslim import DYNAMIC, STATIC, quantize_model
+    from tests.support.vllm.families import make_family
 
     moe = make_family("Qwen3MoeForCausalLM", folder / "qwen3-moe", mlp_only_layers=[])
     return {

@@ -10,10 +10,10 @@ import pytest
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
-from tests.ascend.conftest import start
-from tests.ascend.jobs import answer, make_prompts
-from tests.standin_cann.cann import load
-from tests.vllm_plugin.engine import Engine
+from tests.standin.cann.cann import load
+from tests.support.ascend.engines import start
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.vllm.engine import Engine
 
 SECONDS = 8.0
 # The device is slower than its host with these kernels, and faster in all others.

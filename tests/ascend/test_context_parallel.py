@@ -6,20 +6,27 @@ in steps of decodes they exchange tokens for heads instead. Each test takes five
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, PIPELINE, start
-from tests.ascend.jobs import Prompts, answer, cut_at_boundaries, generate, make_prompts
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
-from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
-from tests.ascend.test_sparse_attention import (
+from tests.support.ascend.context_parallel import (
+    ARRIVE,
+    SHARED_OUT,
+    answer_without,
+    derive_states,
+    find_attentions,
+    list_unsupported,
+    share_builders,
+)
+from tests.support.ascend.drafts import assert_drafts_are_equal
+from tests.support.ascend.engines import FOUR, OPTIONS, PIPELINE, start
+from tests.support.ascend.equivalence import assert_data_parallel_prefills_are_close
+from tests.support.ascend.jobs import Prompts, answer, cut_at_boundaries, generate, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.ascend.sparse_attention import (
     GLM,
     QUANTIZED,
     SHARING,
@@ -28,47 +35,19 @@ from tests.ascend.test_sparse_attention import (
     assert_steps_are_equal,
     share_rows,
 )
-from tests.ascend.test_speculative import assert_drafts_are_equal
-from tests.ascend.test_traps import keep_rotary_tables
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.traps import keep_rotary_tables
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.families import make_family
+from tests.support.vllm.ranks import Ranks
 
 pytestmark = pytest.mark.slow
-SHARED_OUT: dict[str, Any] = {
-    "tensor_parallel_size": 2,
-    "enable_expert_parallel": True,
-    "additional_config": {**OPTIONS["additional_config"], "enable_dsa_cp": True},
-}
 DECODES = [make_prompts(40, 30, 20, 10, 5, 50)]
-ARRIVE = (0, 0, 0, 1, 2, 2)
-
-
-def find_attentions(engine: Engine, rank: int) -> set[str]:
-    """Return the classes that attend, on all workers."""
-    found: list[set[str]] = engine.llm.collective_rpc(_find_attentions)
-    return set().union(*found)
-
-
-def _find_attentions(worker: Any) -> set[str]:
-    modules = worker.model_runner.get_model().modules()
-    impls = (getattr(module, "impl", None) for module in modules)
-    return {type(impl).__name__ for impl in impls if hasattr(impl, "W_UK_T")}
 
 
 def generate_unsplit(engine: Engine, rank: int, prompts: Prompts) -> list[Answer]:
     """Return answers of a model that may have no statistics, as it is not split."""
     engine.configure(DBO_MODE="off")
     return engine.generate(prompts, 1)
-
-
-def list_unsupported(engine: Engine, rank: int, stages: int) -> list[str]:
-    """Return what would not be supported if the model were a pipeline of so many stages."""
-    from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-
-    config = engine.llm.llm_engine.vllm_config
-    with patch.object(config.parallel_config, "pipeline_parallel_size", stages):
-        return [str(decline) for decline in get_platform().list_unsupported(config)]
 
 
 def assert_decodes_are_equal(npus: Ranks) -> None:
@@ -140,23 +119,6 @@ def test_data_parallel_chunks_of_attention_are_equal(name: str, tmp_path: Path) 
         assert_data_parallel_steps_are_equal(npus, prompts, arrive)
 
 
-def share_builders() -> AbstractContextManager[Any]:
-    """Let one builder, which keeps each rank's lengths in buffers of its own, build for all micro-batches."""
-    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
-
-    get_builders = ContextSplitter._get_builders
-
-    def get_one(self: Any, source: Any, count: int) -> Any:
-        return get_builders(self, source, 1) * count
-
-    return patch.object(ContextSplitter, "_get_builders", get_one)
-
-
-def derive_states() -> AbstractContextManager[Any]:
-    """Let a micro-batch of decodes be in the state of decodes, whatever else is in its step."""
-    return patch("dbo_runtime.vllm_plugin.platforms.npu_metadata.shares_out_tokens", lambda: False)
-
-
 def test_without_a_remedy_answers_are_wrong(tmp_path: Path) -> None:
     """Cut between requests, of which some decode while others are prefilled."""
     for npus in start(1, make_family(GLM, tmp_path, **SHARING), **SHARED_OUT):
@@ -165,22 +127,3 @@ def test_without_a_remedy_answers_are_wrong(tmp_path: Path) -> None:
             ((split, steps),) = npus.run(answer_without, remove, DECODES)
             assert steps[0]["split"] >= 4, steps
             assert (find_difference(unsplit, split) > 0.0) == (remove is not nullcontext), remove
-
-
-def answer_without(engine: Engine, rank: int, remove: Callable[[], AbstractContextManager[Any]], prompts: Any) -> Any:
-    """Answer in steps cut between requests, without a remedy on any worker."""
-    cut_at_boundaries(engine, rank)
-    engine.llm.collective_rpc(_remove, args=(remove,))
-    try:
-        return generate(engine, rank, prompts, 4, ARRIVE)
-    finally:
-        engine.llm.collective_rpc(_restore)
-
-
-def _remove(worker: Any, remove: Callable[[], AbstractContextManager[Any]]) -> None:
-    worker.removed = ExitStack()
-    worker.removed.enter_context(remove())
-
-
-def _restore(worker: Any) -> None:
-    worker.removed.close()

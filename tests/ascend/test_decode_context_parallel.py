@@ -17,28 +17,28 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, start
-from tests.ascend.jobs import answer, cut_at_boundaries, find_planner, generate, make_prompts
-from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
-from tests.ascend.reference import count_equal
-from tests.ascend.test_context_parallel import (
+from tests.support.ascend.context_parallel import (
     answer_without,
     derive_states,
     find_attentions,
     list_unsupported,
     share_builders,
 )
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.drafts import assert_drafts_are_equal
+from tests.support.ascend.engines import FOUR, OPTIONS, start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_prefills_are_equal,
 )
-from tests.ascend.test_mc2 import A3, FUSED
-from tests.ascend.test_quantized_caches import BOTH, PRODUCER, find_types, make_model
-from tests.ascend.test_side import GRAPHS
-from tests.ascend.test_sparse_attention import (
+from tests.support.ascend.jobs import answer, cut_at_boundaries, find_planner, generate, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, STATIC, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.ascend.options import A3, FUSED, GRAPHS
+from tests.support.ascend.quantized_caches import BOTH, PRODUCER, find_types, make_model
+from tests.support.ascend.reference import count_equal
+from tests.support.ascend.sparse_attention import (
     GLM,
     QUANTIZED,
     SHARING,
@@ -46,11 +46,10 @@ from tests.ascend.test_sparse_attention import (
     assert_data_parallel_steps_are_equal,
     share_rows,
 )
-from tests.ascend.test_speculative import assert_drafts_are_equal
-from tests.ascend.test_traps import keep_rotary_tables
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.traps import keep_rotary_tables
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.families import make_family
+from tests.support.vllm.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 SHARED_OUT: dict[str, Any] = {

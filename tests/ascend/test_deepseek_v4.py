@@ -13,31 +13,25 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, start
-from tests.ascend.deepseek_v4 import make_deepseek_v4
-from tests.ascend.jobs import answer, cut_at_boundaries, generate, make_prompts
-from tests.ascend.modelslim import DYNAMIC, INT4, quantize_model
-from tests.ascend.mtp_layers import MTP
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.deepseek_v4 import make_deepseek_v4
+from tests.support.ascend.drafts import answer_with_drafts, assert_drafts_are_equal
+from tests.support.ascend.engines import FOUR, OPTIONS, start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.ascend.test_mc2 import A3
-from tests.ascend.test_side import GRAPHS
-from tests.ascend.test_sparse_attention import (
-    CUTS,
-    QUANTIZED,
-    assert_data_parallel_steps_are_equal,
-    share_out,
-)
-from tests.ascend.test_speculative import answer_with_drafts, assert_drafts_are_equal
-from tests.ascend.test_traps import PROMPTS as DECODES
-from tests.ascend.test_traps import keep_rotary_tables
-from tests.vllm_plugin.engine import Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import answer, cut_at_boundaries, generate, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, INT4, quantize_model
+from tests.support.ascend.mtp_layers import MTP
+from tests.support.ascend.options import A3, GRAPHS
+from tests.support.ascend.sparse_attention import CUTS, QUANTIZED, assert_data_parallel_steps_are_equal, share_out
+from tests.support.ascend.traps import PROMPTS as DECODES
+from tests.support.ascend.traps import keep_rotary_tables
+from tests.support.vllm.engine import Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
 CHUNKS, SHARED, SHARED_OUT = {"enable_flashcomm1": True}, {"enable_shared_expert_dp": True}, {"enable_dsa_cp": True}
 

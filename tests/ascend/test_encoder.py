@@ -13,9 +13,9 @@ import torch
 from transformers import AutoTokenizer
 
 from examples.tiny_pictures import held_out
-from tests.ascend.conftest import start
-from tests.ascend.encoder_jobs import Seen, count_blocks, see
-from tests.vllm_plugin.vision_families import QWEN3, QWEN25, TINY, make_vision_family
+from tests.support.ascend.encoder_jobs import Seen, count_blocks, see
+from tests.support.ascend.engines import start
+from tests.support.vllm.vision_families import QWEN3, QWEN25, TINY, make_vision_family
 
 QUESTIONS = held_out(12)  # with no picture, one, two and three
 TOKENS = 16

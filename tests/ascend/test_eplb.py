@@ -15,13 +15,13 @@ from zlib import crc32
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
-from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.modelslim import quantize_model
-from tests.ascend.test_speculative import leave_backend
-from tests.vllm_plugin.drafters import draft_by_mtp
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.drafts import leave_backend
+from tests.support.ascend.engines import FOUR, OPTIONS, TINY, start
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.ascend.modelslim import quantize_model
+from tests.support.vllm.drafters import draft_by_mtp
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
 A2 = {"DYNAMIC_EPLB": "true"}  # lets workers have children
 A3 = {**A2, "STANDIN_ASCEND_CHIP": "A3", "NPU_STANDIN_HCCL_TIMEOUT": "30"}

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.conftest import TINY, start
-from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.modelslim import quantize_model
-from tests.ascend.test_overlap import SLOW, Instruction, Op, trace_prefill
-from tests.vllm_plugin.engine import Engine
+from tests.support.ascend.engines import TINY, start
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.ascend.modelslim import quantize_model
+from tests.support.ascend.traced_prefills import SLOW, Instruction, Op, trace_prefill
+from tests.support.vllm.engine import Engine
 
 pytestmark = pytest.mark.slow
 

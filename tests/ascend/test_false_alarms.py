@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.ascend.false_alarms import cut_at_random, make_models, run_model
-from tests.ascend.jobs import make_prompts
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import make_prompts
+from tests.support.vllm.engine import Engine
+from tests.support.vllm.ranks import Ranks
 
 REPORTED = ((130, 64), (200, 100), (158, 59))  # prompts and cuts of which each was a false alarm
 STEPS, MOST = 24, 20  # that are run, and that are split at least: in few, both cuts are too near an end

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ascend.conftest import start
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.engines import start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
@@ -18,31 +18,11 @@ from tests.ascend.test_equivalence import (
     assert_prefills_are_equal,
     assert_the_sanitizer_finds_nothing,
 )
-from tests.vllm_plugin.families import FAMILIES, LINEAR_ATTENTION, make_family
-from tests.vllm_plugin.multimodal_families import INTERNVL, OMNI, make_internvl, make_omni
-from tests.vllm_plugin.vision_families import (
-    KIMI,
-    QWEN3,
-    QWEN3_MOE,
-    QWEN25,
-    QWEN35,
-    QWEN35_MOE,
-    make_kimi,
-    make_vision_family,
-)
+from tests.support.ascend.families import INTERNS, OPTIONS_OF, make_model
+from tests.support.vllm.families import LINEAR_ATTENTION, make_family
+from tests.support.vllm.multimodal_families import OMNI
+from tests.support.vllm.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE
 
-INTERNS = {f"{INTERNVL}-{name}": name for name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")}
-# vllm-ascend looks for it where transformers 4 had it; of transformers 5, vLLM reads `rope_parameters`.
-QUARTER = {"partial_rotary_factor": 0.25}
-OPTIONS_OF = {
-    "Glm4MoeForCausalLM": {"hf_overrides": {"partial_rotary_factor": 0.5}},
-    **{name: {"hf_overrides": QUARTER} for name in LINEAR_ATTENTION},
-    **{name: {"hf_overrides": {"text_config": QUARTER}} for name in (QWEN35, QWEN35_MOE)},
-    KIMI: {"language_model_only": True},
-    OMNI: {"language_model_only": True},
-    "MiniMaxM2ForCausalLM": {"hf_overrides": {"scoring_func": "sigmoid"}},
-    **{name: {"language_model_only": True, "trust_remote_code": True} for name in INTERNS},
-}
 FAST = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
 SLOW = (
     "DeepseekV2ForCausalLM",
@@ -76,16 +56,6 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> Non
         assert_chunks_are_equal(npus, 400, 128)
         assert_mixed_steps_are_equal(npus)
         assert_the_sanitizer_finds_nothing(npus)
-
-
-def make_model(name: str, folder: Path) -> Path:
-    if name == KIMI:
-        return make_kimi(folder)
-    if name == OMNI:
-        return make_omni(folder)
-    if name in INTERNS:
-        return make_internvl(folder, INTERNS[name])
-    return make_family(name, folder) if name in FAMILIES else make_vision_family(name, folder)
 
 
 @pytest.mark.slow

@@ -10,28 +10,25 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, PIPELINE, TINY, start
-from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.drafts import assert_drafts_are_equal, leave_backend
+from tests.support.ascend.engines import FOUR, PIPELINE, TINY, start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.ascend.test_families import OPTIONS_OF, make_model
-from tests.ascend.test_sparse_attention import GLM, SHARING, V32
-from tests.ascend.test_speculative import assert_drafts_are_equal, leave_backend
-from tests.vllm_plugin.drafters import draft_by_eagle3, draft_by_mtp
-from tests.vllm_plugin.engine import find_difference
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.ranks import Ranks
-
-FLASHCOMM: dict[str, Any] = {"additional_config": {**OPTIONS["additional_config"], "enable_flashcomm1": True}}
-REPLICATED = {"additional_config": {**FLASHCOMM["additional_config"], "enable_shared_expert_dp": True}}
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+from tests.support.ascend.families import OPTIONS_OF, make_model
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.ascend.options import FLASHCOMM, REPLICATED, TWO
+from tests.support.ascend.sparse_attention import GLM, SHARING, V32
+from tests.support.vllm.drafters import draft_by_eagle3, draft_by_mtp
+from tests.support.vllm.engine import find_difference
+from tests.support.vllm.families import make_family
+from tests.support.vllm.ranks import Ranks
 
 
 def assert_steps_are_equal(npus: Ranks) -> None:

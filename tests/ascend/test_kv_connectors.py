@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import start
-from tests.ascend.jobs import answer, make_prompts
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.layer_events import SAVE, WAIT, WRITTEN, Event
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.engines import start
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.layer_events import SAVE, WAIT, WRITTEN, Event
+from tests.support.vllm.ranks import Ranks
 
 PROMPTS = make_prompts(40, 130, 64)
 LAYERS = 3
 RECORDER = {
     "kv_transfer_config": {
         "kv_connector": "HookRecorder",
-        "kv_connector_module_path": "tests.ascend.hook_recorder",
+        "kv_connector_module_path": "tests.support.ascend.hook_recorder",
         "kv_role": "kv_both",
     },
-    "worker_extension_cls": "tests.vllm_plugin.layer_recorder.Extension",
+    "worker_extension_cls": "tests.support.vllm.layer_recorder.Extension",
 }
 
 

@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import start
-from tests.ascend.jobs import answer, make_prompts, order_corrections
-from tests.ascend.modelslim import DYNAMIC, quantize_model
-from tests.ascend.mtp_layers import add_qwen_mtp_layer
-from tests.ascend.reference import answer_in_float, measure_error
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.drafts import assert_drafts_are_equal
+from tests.support.ascend.engines import start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.ascend.test_families import OPTIONS_OF, make_model
-from tests.ascend.test_speculative import assert_drafts_are_equal
-from tests.vllm_plugin.drafters import NGRAM
-from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
-from tests.vllm_plugin.ranks import Ranks
-from tests.vllm_plugin.vision_families import QWEN35, QWEN35_MOE
+from tests.support.ascend.families import OPTIONS_OF, make_model
+from tests.support.ascend.jobs import answer, make_prompts, order_corrections
+from tests.support.ascend.modelslim import DYNAMIC, quantize_model
+from tests.support.ascend.mtp_layers import add_qwen_mtp_layer
+from tests.support.ascend.reference import answer_in_float, measure_error
+from tests.support.vllm.drafters import NGRAM
+from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
+from tests.support.vllm.ranks import Ranks
+from tests.support.vllm.vision_families import QWEN35, QWEN35_MOE
 
 ROUNDING = 0.25  # of log-probabilities, from bfloat16
 DENSE, MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"

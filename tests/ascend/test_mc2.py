@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
-from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.modelslim import quantize_model
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.engines import FOUR, OPTIONS, TINY, start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.vllm_plugin.engine import find_difference
-from tests.vllm_plugin.families import make_family
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.ascend.modelslim import quantize_model
+from tests.support.ascend.options import A3, FUSED
+from tests.support.vllm.engine import find_difference
+from tests.support.vllm.families import make_family
 
-A3 = {"STANDIN_ASCEND_CHIP": "A3", "NPU_STANDIN_HCCL_TIMEOUT": "30"}
-FUSED: dict[str, Any] = {"enable_fused_mc2": 1}
 PREFILL: dict[str, Any] = {"enable_prefill_mc2": True}
 DEEPSEEK, QWEN = "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"
 CASES = [

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import FOUR, PIPELINE, start
-from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.minimax import TEXT_ONLY, draft_by_eagle3, make_minimax
-from tests.ascend.modelslim import DYNAMIC, STATIC, quantize_model
-from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
-from tests.ascend.test_flashcomm import FLASHCOMM, REPLICATED, TWO
-from tests.ascend.test_sparse_attention import QUANTIZED, assert_steps_are_equal, share_out
-from tests.ascend.test_speculative import assert_drafts_are_equal
-from tests.vllm_plugin.engine import find_difference
+from tests.support.ascend.drafts import assert_drafts_are_equal
+from tests.support.ascend.engines import FOUR, PIPELINE, start
+from tests.support.ascend.equivalence import assert_data_parallel_prefills_are_close
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.ascend.minimax import TEXT_ONLY, draft_by_eagle3, make_minimax
+from tests.support.ascend.modelslim import DYNAMIC, STATIC, quantize_model
+from tests.support.ascend.options import FLASHCOMM, REPLICATED, TWO
+from tests.support.ascend.sparse_attention import QUANTIZED, assert_steps_are_equal, share_out
+from tests.support.vllm.engine import find_difference
 
 VISION_PROJECTIONS = (*(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")), "fc1", "fc2")
 PROJECTORS = ("vision_tower.multi_modal_projector", "vision_tower.patch_merge_mlp")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.ascend.conftest import start
-from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.modelslim import DYNAMIC, quantize_model
-from tests.ascend.test_families import OPTIONS_OF
-from tests.ascend.test_sparse_attention import answer_without, share_rows
-from tests.ascend.test_speculative import assert_drafts_are_equal, leave_backend
-from tests.vllm_plugin.drafters import draft_by_head_of
-from tests.vllm_plugin.engine import find_difference
-from tests.vllm_plugin.families import make_family
+from tests.support.ascend.drafts import assert_drafts_are_equal, leave_backend
+from tests.support.ascend.engines import start
+from tests.support.ascend.families import OPTIONS_OF
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, quantize_model
+from tests.support.ascend.sparse_attention import answer_without, share_rows
+from tests.support.vllm.drafters import draft_by_head_of
+from tests.support.vllm.engine import find_difference
+from tests.support.vllm.families import make_family
 
 MINIMAX = "MiniMaxM2ForCausalLM"
 PROMPTS = [make_prompts(40, 30, 20, 10, 5, 50)]

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.conftest import FOUR, PIPELINE, TINY, start
-from tests.ascend.jobs import Prompts, answer, cut_at_boundaries, generate, make_prompts
-from tests.ascend.mtp_layers import DRAFTS
-from tests.ascend.test_context_parallel import SHARED_OUT
-from tests.ascend.test_quantized_caches import BOTH, PRODUCER, make_model
-from tests.ascend.test_sparse_attention import QUANTIZED
-from tests.ascend.test_speculative import leave_backend
-from tests.vllm_plugin.drafters import draft_by_mtp
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.context_parallel import SHARED_OUT
+from tests.support.ascend.drafts import leave_backend
+from tests.support.ascend.engines import FOUR, PIPELINE, TINY, start
+from tests.support.ascend.jobs import Prompts, answer, cut_at_boundaries, generate, make_prompts
+from tests.support.ascend.mtp_layers import DRAFTS
+from tests.support.ascend.quantized_caches import BOTH, PRODUCER, make_model
+from tests.support.ascend.sparse_attention import QUANTIZED
+from tests.support.vllm.drafters import draft_by_mtp
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
 PROMPTS = make_prompts(40, 130, 64, 300, 9, 301, 77, 20)
 ARRIVE = (0, 0, 0, 1, 1, 1, 3, 3)  # steps of several requests, some of which do not fit

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import start
-from tests.ascend.jobs import make_prompts
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_indexers, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
-from tests.ascend.test_context_parallel import SHARED_OUT
-from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
-from tests.ascend.test_sparse_attention import (
+from tests.support.ascend.context_parallel import SHARED_OUT
+from tests.support.ascend.drafts import assert_drafts_are_equal
+from tests.support.ascend.engines import start
+from tests.support.ascend.equivalence import assert_data_parallel_prefills_are_close
+from tests.support.ascend.jobs import make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC
+from tests.support.ascend.mtp_layers import DRAFTS
+from tests.support.ascend.quantized_caches import BOTH, INDEXERS, PRODUCER, find_types, make_model
+from tests.support.ascend.sparse_attention import (
     GLM,
     QUANTIZED,
     REUSING,
@@ -27,31 +29,7 @@ from tests.ascend.test_sparse_attention import (
     assert_steps_are_equal,
     share_out,
 )
-from tests.ascend.test_speculative import assert_drafts_are_equal
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.families import make_family
-
-INDEXERS: dict[str, Any] = {"attention_config": {"indexer_kv_dtype": "int8"}}
-LATENTS: dict[str, Any] = {"kv_cache_dtype": "int8"}
-BOTH = {**INDEXERS, **LATENTS}
-PRODUCER = {  # of a prefill node, where vllm-ascend stores an indexer's keys run by run
-    "kv_transfer_config": {
-        "kv_connector": "HookRecorder",
-        "kv_connector_module_path": "tests.ascend.hook_recorder",
-        "kv_role": "kv_producer",
-    },
-    "worker_extension_cls": "tests.vllm_plugin.layer_recorder.Extension",
-}
-
-
-def make_model(
-    folder: Path, name: str = GLM, attention: str = DYNAMIC, experts: str = DYNAMIC, drafts: bool = False, **sizes: Any
-) -> Path:
-    """Write a model whose weights are quantized so, and whose description says that its indexers are, too."""
-    source = make_family(name, folder / "source", **sizes)
-    if drafts:
-        add_mtp_layer(source)
-    return quantize_indexers(quantize_model(source, folder / "model", attention, experts))
+from tests.support.vllm.engine import Engine
 
 
 @pytest.mark.slow
@@ -103,21 +81,6 @@ def test_a_prefill_node_stores_keys_of_an_indexer_run_by_run(tmp_path: Path) -> 
     for npus in start(1, model, allowed, **share_out(2), **QUANTIZED, **BOTH, **PRODUCER):
         assert npus.run(find_storing) == [[True] * 2]
         assert_steps_are_equal(npus)
-
-
-def find_types(engine: Engine, rank: int) -> list[tuple[set[str], set[str]]]:
-    """Return the types of the caches of indexers, and of those of attention, on each worker."""
-    found: list[tuple[set[str], set[str]]] = engine.llm.collective_rpc(_find_types)
-    return found
-
-
-def _find_types(worker: Any) -> tuple[set[str], set[str]]:
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    types: tuple[set[str], set[str]] = (set(), set())
-    for name, layer in layers.items():
-        if len(getattr(layer, "kv_cache", ())):
-            types["indexer" not in name].add(str(layer.kv_cache[0].dtype).removeprefix("torch."))
-    return types
 
 
 def find_storing(engine: Engine, rank: int) -> list[bool]:

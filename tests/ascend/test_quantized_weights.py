@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_tasks import held_out
-from tests.ascend.conftest import TINY, start
-from tests.ascend.jobs import answer
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
-from tests.ascend.reference import count_equal, tokenize
-from tests.ascend.test_equivalence import (
+from tests.support.ascend.engines import TINY, start
+from tests.support.ascend.equivalence import (
     BOUNDARIES,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.vllm_plugin.families import make_family
+from tests.support.ascend.jobs import answer
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.support.ascend.reference import count_equal, tokenize
+from tests.support.vllm.families import make_family
 
 QUANTIZED = {"quantization": "ascend"}
 

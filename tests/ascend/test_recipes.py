@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count, list_commands
-from tests.ascend.proofs import list_all, list_proofs
-from tests.ascend.recipes import MODELS, make_command, read_recipes
+from tests.support.ascend.proofs import list_all, list_proofs
+from tests.support.ascend.recipes import MODELS, make_command, read_recipes
 
 RECIPES = read_recipes()
 

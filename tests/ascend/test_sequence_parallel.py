@@ -13,12 +13,12 @@ from unittest.mock import patch
 import pytest
 
 from examples.tiny_tasks import held_out
-from tests.ascend.conftest import FOUR, OPTIONS, TINY, start
-from tests.ascend.jobs import answer, answer_by_all_to_all, make_prompts
-from tests.ascend.modelslim import quantize_model
-from tests.ascend.reference import count_equal, tokenize
-from tests.vllm_plugin.engine import Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.engines import FOUR, OPTIONS, TINY, start
+from tests.support.ascend.jobs import answer, answer_by_all_to_all, make_prompts
+from tests.support.ascend.modelslim import quantize_model
+from tests.support.ascend.reference import count_equal, tokenize
+from tests.support.vllm.engine import Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
 EXCHANGE = {"DBO_DISPATCH": "all_to_all"}
 OPTIONS_OF = {

@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.conftest import OPTIONS, TINY, start
-from tests.ascend.jobs import answer, make_prompts
-from tests.ascend.test_equivalence import assert_data_parallel_prefills_are_close
-from tests.vllm_plugin.engine import Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.engines import OPTIONS, TINY, start
+from tests.support.ascend.equivalence import assert_data_parallel_prefills_are_close
+from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.vllm.engine import Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
 PROMPTS = [make_prompts(60, 40, 25)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offline_dualbatch_overlap_npu.py"

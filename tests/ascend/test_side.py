@@ -11,23 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.conftest import OPTIONS, start
-from tests.ascend.jobs import make_prompts
-from tests.standin_cann.cann import ORDERING, load
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.standin.cann.cann import ORDERING, load
+from tests.support.ascend.engines import start
+from tests.support.ascend.jobs import make_prompts
+from tests.support.ascend.options import GRAPHS
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
 SIDE = {"DBO_SIDE": "on", "DBO_MODE": "auto"}
 PROMPTS = [make_prompts(40, 30, 25, 5), make_prompts(40, 7)]
 AT_ONCE: list[tuple[int, ...]] = [(), ()]
 ARRIVE = [(0, 0, 1, 3), (0, 3)]  # decodes, prefills, and steps with both; the last at once, as all ranks ask for more
 TOKENS = (9, 3)  # the second rank runs dummy batches in the end
-FUSIONS = ("fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add", "enable_npugraph_ex")  # need more operators
-GRAPHS = {
-    "enforce_eager": False,
-    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
-    "additional_config": {"ascend_compilation_config": dict.fromkeys(FUSIONS, False), **OPTIONS["additional_config"]},
-}
 IN_GRAPH = 1000000  # ids of streams from here on are lanes of graphs; see `Kernel`
 SHARED_EXPERTS, MOE_LAYERS = ("Matmul", "SwiGlu", "Matmul"), 2
 FUSED_ATTENTION = (

@@ -9,62 +9,41 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.conftest import PIPELINE, start
-from tests.ascend.jobs import (
-    answer,
-    answer_as_they_come,
-    answer_in_chunks,
-    cut_at_boundaries,
-    find_planner,
-    generate,
-    make_prompts,
-)
-from tests.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
-from tests.ascend.mtp_layers import DRAFTS, add_mtp_layer
-from tests.ascend.reference import count_equal
-from tests.ascend.test_equivalence import (
-    BOUNDARIES,
-    assert_chunks_are_equal,
+from tests.support.ascend.drafts import assert_drafts_are_equal
+from tests.support.ascend.engines import PIPELINE, start
+from tests.support.ascend.equivalence import (
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.ascend.test_side import GRAPHS
-from tests.ascend.test_speculative import assert_drafts_are_equal
-from tests.ascend.test_traps import keep_rotary_tables
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.families import INDEXED, make_family
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import answer, answer_in_chunks, find_planner, make_prompts
+from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
+from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
+from tests.support.ascend.options import GRAPHS
+from tests.support.ascend.sparse_attention import (
+    CUTS,
+    GLM,
+    QUANTIZED,
+    REUSING,
+    SHARING,
+    V32,
+    answer_without,
+    assert_data_parallel_steps_are_equal,
+    assert_steps_are_equal,
+    share_out,
+    share_rows,
+)
+from tests.support.ascend.traps import keep_rotary_tables
+from tests.support.vllm.engine import Engine, find_difference
+from tests.support.vllm.families import INDEXED, make_family
 
-V32, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
-SHARING: dict[str, Any] = {  # the first layer chooses for all three, and a layer that drafts once for all drafts
-    "index_topk_freq": 3,
-    "index_skip_topk_offset": 1,
-    "index_share_for_mtp_iteration": True,
-}
-REUSING = {"hf_overrides": {"use_index_cache": True, **SHARING}}  # every layer has an indexer, of which one chooses
 LONG = {
     "max_position_embeddings": 4096,
     "rope_scaling": {**INDEXED["rope_scaling"], "original_max_position_embeddings": 4096},
 }
-CUTS = [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES]
-QUANTIZED = {"quantization": "ascend"}
-
-
-def assert_steps_are_equal(npus: Ranks) -> None:
-    """Compare prefills, a request cut inside, and decodes mixed with them."""
-    assert_prefills_are_equal(npus, CUTS)
-    assert_chunks_are_equal(npus, 400, 128)
-    assert_mixed_steps_are_equal(npus)
-
-
-def share_out(workers: int) -> dict[str, Any]:
-    """Return options of as many workers, which share out the experts."""
-    return {"tensor_parallel_size": workers, "enable_expert_parallel": workers > 1}
 
 
 @pytest.mark.parametrize(
@@ -126,15 +105,6 @@ def test_data_parallel_ranks_verify_drafts_alike(name: str, tmp_path: Path) -> N
     prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 3), (0, 3)]
     for npus in start(2, model, **DRAFTS):
         assert_data_parallel_steps_are_equal(npus, prompts, arrive)
-
-
-def assert_data_parallel_steps_are_equal(npus: Ranks, prompts: Any, arrive: Any) -> None:
-    """Compare answers of steps that are cut where settings cut with those of unsplit ones."""
-    unsplit_by_rank = npus.run(answer_as_they_come, prompts, 8, None, arrive)
-    splits = npus.run(answer_as_they_come, prompts, 8, [], arrive)
-    for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
-        assert counts[0]["split"] >= 4, counts
-        assert count_equal(unsplit, split) == len(unsplit)
 
 
 @pytest.mark.slow
@@ -225,17 +195,6 @@ def shuffle_indexer(model: Path) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
-def share_rows() -> AbstractContextManager[Any]:
-    """Let each micro-batch write to the first rows of the buffer of chosen keys."""
-    from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_context
-
-    def complete(part: Any, *rest: Any) -> None:
-        complete_context(part, *rest)
-        part.first_token = 0
-
-    return patch("dbo_runtime.vllm_plugin.platforms.npu_metadata.complete_context", complete)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("remove", [keep_rotary_tables, share_rows])
 def test_without_a_remedy_answers_are_wrong(remove: Callable[[], AbstractContextManager[Any]], tmp_path: Path) -> None:
@@ -244,12 +203,3 @@ def test_without_a_remedy_answers_are_wrong(remove: Callable[[], AbstractContext
         ((split, steps),) = npus.run(answer_without, remove, [make_prompts(40, 30, 20, 10, 5, 50)])
         assert steps[0]["split"] >= 4, steps
         assert find_difference(unsplit, split) > 0.0
-
-
-def answer_without(
-    engine: Engine, rank: int, remove: Callable[[], AbstractContextManager[Any]], prompts: Any
-) -> tuple[list[Answer], list[dict[str, Any]]]:
-    """Answer in steps cut between requests, without a remedy."""
-    cut_at_boundaries(engine, rank)
-    with remove():
-        return generate(engine, rank, prompts, 4)

@@ -6,26 +6,20 @@ All prompts are cut between requests, so that with every remedy in place answers
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from tests.ascend.jobs import cut_at_boundaries, find_planner, generate, make_prompts
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.ascend.jobs import cut_at_boundaries, find_planner, generate, make_prompts
+from tests.support.ascend.traps import PLATFORM, PROMPTS, keep_rotary_tables
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.ranks import Ranks
 
-PROMPTS = [make_prompts(40, 30, 20, 10, 5, 50)]
 CUT_INSIDE = [make_prompts(400)]
 TOKENS = 4
-PLATFORM = "dbo_runtime.vllm_plugin.platforms.npu.NpuPlatform"
-
-
-def keep_rotary_tables() -> AbstractContextManager[Any]:
-    """Let builds overwrite the one buffer of tables."""
-    return patch(f"{PLATFORM}.building_metadata", lambda platform: nullcontext())
 
 
 def keep_positions() -> AbstractContextManager[Any]:

@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 from dbo_runtime.config import ENABLE
-from tests.benchmarks.page import ROOT, make_table, tell_section
-from tests.standin_cann import cann
-from tests.standin_cann.build import build
+from tests.standin.cann import cann
+from tests.standin.cann.build import build
+from tests.support.page import ROOT, make_table, tell_section
 from tools.set_up import ASCEND, ASCEND_BUILD
 
 PLUGIN = "dbo_load_plugins"

@@ -44,8 +44,8 @@ from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from tests.benchmarks.page import Publish, find_command, make_table
-from tests.vllm_plugin.families import FAMILIES, SIZES, TINY, find_backend
+from tests.support.page import Publish, find_command, make_table
+from tests.support.vllm.families import FAMILIES, SIZES, TINY, find_backend
 
 SECONDS = 8.0  # of measuring each step, about
 ROUNDS = 5, 60  # at least, at most

@@ -42,11 +42,11 @@ from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 from tests.benchmarks.bench_core import LAYERS, record_decoder
 from tests.benchmarks.bench_planner import make_table as make_costs
-from tests.benchmarks.page import Publish, find_command, make_table
 from tests.benchmarks.rounds import time_in_turns
-from tests.support.split_forwards import assemble
-from tests.vllm_plugin.context.test_splitter import CONFIG, UNTRACED, FakeBuilder, build, make_common, make_group
-from tests.vllm_plugin.step.test_forward import ONE_RANK
+from tests.support.page import Publish, find_command, make_table
+from tests.support.vllm.forwards import ONE_RANK
+from tests.support.vllm.split_forwards import assemble
+from tests.support.vllm.splitters import CONFIG, UNTRACED, FakeBuilder, build, make_common, make_group
 
 ROUNDS = 40
 STEPS = 200  # of each row, in a round

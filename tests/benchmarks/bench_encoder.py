@@ -15,15 +15,15 @@ from statistics import median
 
 import pytest
 
-from tests.benchmarks.page import Publish, find_command, make_table
 from tests.benchmarks.rounds import time_in_turns
+from tests.support.page import Publish, find_command, make_table
 
 pytest.importorskip("vllm", reason="needs vLLM's encoders")
 
 import torch
 
 from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
-from tests.vllm_plugin.encoder_ranks import FAMILIES, Grids, join, make_encoder, make_pixels, unplanned
+from tests.support.vllm.encoder_ranks import FAMILIES, Grids, join, make_encoder, make_pixels, unplanned
 
 ROUNDS = 40
 LEAST_RATIO = 0.98

@@ -18,13 +18,13 @@ import pytest
 
 from examples.network_hosts import NetworkError, TwoHosts, check_requirements
 from examples.process_group import Program, start_together, wait_for_first
-from tests.benchmarks.page import Publish, find_command, make_table
+from tests.support.page import Publish, find_command, make_table
 
 pytest.importorskip("vllm", reason="needs vLLM's encoders")
 
 from tests.benchmarks.encoder_node import OFF, OVERLAP, SEQUENTIAL
 from tests.benchmarks.measured_hosts import MASTER_PORT, Setting
-from tests.vllm_plugin.encoder_ranks import FAMILIES
+from tests.support.vllm.encoder_ranks import FAMILIES
 
 RATES = ("200mbit", "500mbit")
 

@@ -42,8 +42,8 @@ from tests.benchmarks.handovers import (
     make_tasks,
     make_ubatches,
 )
-from tests.benchmarks.page import Publish, find_command, make_table
 from tests.benchmarks.rounds import time_in_turns
+from tests.support.page import Publish, find_command, make_table
 
 ROUNDS = 60
 MAX_POINT_SECONDS = 0.3e-6

@@ -38,7 +38,7 @@ from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from tests.benchmarks.page import Publish, find_command, make_table
+from tests.support.page import Publish, find_command, make_table
 
 MACHINES = int(os.environ.get("DBO_BENCH_MACHINES", "12"))
 FIRST = int(os.environ.get("DBO_BENCH_FIRST", "0"))

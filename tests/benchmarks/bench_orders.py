@@ -20,8 +20,8 @@ from dbo_runtime.planner.online.candidates import MAX_SHORT_SEARCH_STATES
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import PeriodSearch
 from dbo_runtime.planner.search.search import find_order
-from tests.planner.online.served_orders import OrderJudge, draw_features
-from tests.planner.search.orders import measure_order
+from tests.support.planner.orders import measure_order
+from tests.support.planner.served_orders import OrderJudge, draw_features
 
 STEPS = int(os.environ.get("DBO_BENCH_STEPS", "1000"))
 MAX_LOSS = 0.01

@@ -39,7 +39,7 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.benchmarks.bench_core import LAYERS, record_decoder
 from tests.benchmarks.bench_planner import make_table as make_decoder_table
 from tests.benchmarks.continuous_batching import schedule
-from tests.benchmarks.page import Publish, find_command, make_table
+from tests.support.page import Publish, find_command, make_table
 
 STEPS = int(os.environ.get("DBO_BENCH_STEPS", "1000"))
 COMPARED_STEPS = 100

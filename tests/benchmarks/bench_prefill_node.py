@@ -31,10 +31,10 @@ from tests.benchmarks.measured_hosts import (
     prepare,
     run_program,
 )
-from tests.benchmarks.page import make_table, tell_section
 from tests.benchmarks.served_hosts import NAME, Server, serve, wait_until_up
 from tests.benchmarks.serving_report import ENOUGH, MODES, OFF, TARGET_RATE
 from tests.benchmarks.two_hosts_cells import NO_LIMIT
+from tests.support.page import make_table, tell_section
 
 MODULE = "python -m tests.benchmarks.bench_prefill_node"
 DECODE_PORT = 8001

@@ -21,8 +21,8 @@ from dbo_runtime.ir.render import digest
 from dbo_runtime.observe.ranges import open_step
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, plan, record_decoder
 from tests.benchmarks.handovers import FreeStreams
-from tests.benchmarks.page import Publish, find_command, make_table
 from tests.benchmarks.rounds import time_in_turns
+from tests.support.page import Publish, find_command, make_table
 
 torch = pytest.importorskip("torch")
 

@@ -32,7 +32,7 @@ from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, O
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.planner import Planner
 from tests.benchmarks.bench_core import FreeDevice, do_nothing, do_nothing_twice
-from tests.benchmarks.page import Publish, find_command, make_table
+from tests.support.page import Publish, find_command, make_table
 
 MAX_GROWTH = 3.0  # by how much a unit may cost more at the largest size than at a moderate one
 PROMPT = Batch((4096,), 4096)

@@ -31,7 +31,6 @@ from tests.benchmarks.measured_hosts import (
     prepare,
     run_program,
 )
-from tests.benchmarks.page import write_section
 from tests.benchmarks.served_hosts import Server, serve
 from tests.benchmarks.served_workloads import METRICS, TRAFFIC, OfferedLoad, Run, send
 from tests.benchmarks.serving_report import (
@@ -47,6 +46,7 @@ from tests.benchmarks.serving_report import (
 )
 from tests.benchmarks.targets import find_missed
 from tests.benchmarks.two_hosts_cells import NO_LIMIT
+from tests.support.page import write_section
 
 MODULE = "python -m tests.benchmarks.bench_serving"
 STRIDE = 5  # through the orders, so that each mode is soon in each place

@@ -28,13 +28,13 @@ from tests.benchmarks.measured_hosts import (
     prepare,
     run_program,
 )
-from tests.benchmarks.page import write_section
 from tests.benchmarks.queued_requests import ROOT, make_requests, send
 from tests.benchmarks.served_hosts import Server, serve
 from tests.benchmarks.step_time_report import ENOUGH, HEADS, HIDDEN, LAYERS, MODES, UNSPLIT, find_targets, write_report
 from tests.benchmarks.targets import find_missed
 from tests.benchmarks.timed_steps import Step, Turn
 from tests.benchmarks.two_hosts_cells import NO_LIMIT
+from tests.support.page import write_section
 
 MODULE = "python -m tests.benchmarks.bench_step_time"
 RATES, REQUESTS = (NO_LIMIT, "1gbit"), 64

@@ -19,7 +19,7 @@ from dbo_runtime.engine.generated_executor import GeneratedExecutor
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import alternate
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, record_decoder
-from tests.devices import rigs
+from tests.support.devices import rigs
 
 STEPS = 1000
 PRESENT = [name for name in rigs.find_present() if name in rigs.STREAMS]

@@ -34,7 +34,6 @@ from tests.benchmarks.measured_hosts import (
     prepare,
     run_program,
 )
-from tests.benchmarks.page import write_section
 from tests.benchmarks.targets import find_missed
 from tests.benchmarks.two_hosts_cells import NO_LIMIT, Cell
 from tests.benchmarks.two_hosts_report import (
@@ -46,7 +45,8 @@ from tests.benchmarks.two_hosts_report import (
     write_report,
 )
 from tests.benchmarks.workloads import NAMES, read_workload
-from tests.vllm_plugin.families import FAMILIES, find_backend
+from tests.support.page import write_section
+from tests.support.vllm.families import FAMILIES, find_backend
 
 RATES = ("50mbit", "200mbit", "1gbit", NO_LIMIT)
 BUDGET = 45  # as in a server

@@ -17,7 +17,7 @@ import pytest
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.lab.whatif.published_cases import list_cases
 from dbo_runtime.lab.whatif.whatif import WhatIf, predict_step
-from tests.benchmarks.page import ROOT, Publish, find_command, make_table
+from tests.support.page import ROOT, Publish, find_command, make_table
 
 ASCEND = "https://github.com/vllm-project/vllm-ascend/"
 

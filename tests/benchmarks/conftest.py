@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from tests.benchmarks.page import Publish, tell_section
+from tests.support.page import Publish, tell_section
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

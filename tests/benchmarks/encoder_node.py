@@ -19,7 +19,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
 from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
-from tests.vllm_plugin.encoder_ranks import join, make_encoder, make_pixels, split
+from tests.support.vllm.encoder_ranks import join, make_encoder, make_pixels, split
 
 ROUNDS = 7
 SIZES = {"depth": 4, "hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "out_hidden_size": 512}

@@ -89,7 +89,7 @@ def prepare(family: str = DEFAULT_FAMILY, **sizes: int) -> Iterator[Setting]:
     # Short, because vLLM makes sockets in it, whose paths may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="dbo-") as directory, TwoHosts(None) as hosts:
         from examples.random_deepseek import make_checkpoint
-        from tests.vllm_plugin.families import make_family
+        from tests.support.vllm.families import make_family
 
         model = Path(directory) / "model"
         if family == DEFAULT_FAMILY:

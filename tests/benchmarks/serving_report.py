@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.benchmarks.measured_hosts import describe_model
-from tests.benchmarks.page import make_table
 from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, OfferedLoad, Run, Traffic, find_median
 from tests.benchmarks.targets import Target
+from tests.support.page import make_table
 
 OFF, ON, ALWAYS, WITHOUT = "off", "on", "always", "without"
 MODES = {  # of a server with the plugin: settings

@@ -7,10 +7,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from tests.benchmarks.page import make_table
 from tests.benchmarks.targets import Target
 from tests.benchmarks.timed_steps import Turn, compare_quantiles, find_longer, gather_times
 from tests.benchmarks.two_hosts_cells import NO_LIMIT
+from tests.support.page import make_table
 
 OFF, AGAIN, UNSPLIT, AUTO = "off", "off, again", "planned, not split", "auto"
 MODES = {  # settings

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from examples.two_nodes import PARALLEL
 from tests.benchmarks.measured_hosts import DEFAULT_FAMILY, describe_model
-from tests.benchmarks.page import make_table
 from tests.benchmarks.targets import Target
 from tests.benchmarks.two_hosts_cells import MODES, NO_LIMIT, OFF, SYNCHRONOUS, Cell
+from tests.support.page import make_table
 
 TARGET_RATE, TARGET_PARALLEL, ENOUGH = "200mbit", "tensor", 7  # runs for a verdict
 TARGETS = {"1x2000": (1.30, 1.15, 0.90), "4x500": (1.15, 1.12, 0.90)}  # over off, over synchronous, own bound / T

@@ -273,9 +273,9 @@ def run_in_pieces(
 
 def make_folder(architecture: str, folder: Path) -> Path:
     """Write the config of a tiny model, and what vLLM wants to have besides."""
-    from tests.ascend import deepseek_v4, minimax
     from tests.registry.tiny_configs import make_config as make_text
-    from tests.vllm_plugin import multimodal_families, vision_families
+    from tests.support.ascend import deepseek_v4, minimax
+    from tests.support.vllm import multimodal_families, vision_families
 
     makers = {
         vision_families.KIMI: vision_families.make_kimi,

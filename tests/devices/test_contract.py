@@ -12,8 +12,8 @@ import pytest
 
 from dbo_runtime.devices import Device, Lane, open_device
 from dbo_runtime.errors import DeviceError
-from tests.devices.rigs import NAMES, find_present, open_rig, prepare
-from tests.latch import GRACE
+from tests.support.devices.rigs import NAMES, find_present, open_rig, prepare
+from tests.support.latch import GRACE
 
 LANES = ("compute", "comm", "aux")
 

@@ -12,7 +12,7 @@ import pytest
 from dbo_runtime.devices import Lane, Task, Values
 from dbo_runtime.devices.cpu import CpuDevice, ThreadState
 from dbo_runtime.errors import DeviceError
-from tests.latch import Latch
+from tests.support.latch import Latch
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ if importlib.util.find_spec("torch_npu") is None:
 from dbo_runtime.devices import open_device
 from dbo_runtime.devices.npu import CoreLimit, NpuDevice
 from dbo_runtime.errors import DeviceError
-from tests.devices import rigs
+from tests.support.devices import rigs
 
 LANES = ("compute", "comm")
 

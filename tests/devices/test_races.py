@@ -26,19 +26,19 @@ from dbo_runtime.ir.policies import alternate
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
-from tests.devices import rigs
-from tests.executors import EXECUTORS
-from tests.latch import GRACE
-from tests.mutants import remove_wait
-from tests.profiles import scale
-from tests.strategies import Case, cases
+from tests.support.devices import rigs
+from tests.support.executors import EXECUTORS
+from tests.support.latch import GRACE
+from tests.support.mutants import remove_wait
+from tests.support.profiles import scale
+from tests.support.strategies import Case, cases
 
 if not {*rigs.STREAMS} & {*rigs.find_present()}:
     pytest.skip("no device with streams is here; `make test-npu` has one", allow_module_level=True)
 
 import torch
 
-from tests.devices.tensor_programs import LENGTH, make_tensors, read, with_all_outputs, with_tensors
+from tests.support.devices.tensor_programs import LENGTH, make_tensors, read, with_all_outputs, with_tensors
 
 EXAMPLES = 300
 LONGEST = 2e-4  # seconds that a kernel is slowed down by
@@ -58,7 +58,7 @@ def rig(stream_rig: Any) -> Any:
 def standin(record_property: Any) -> Iterator[Any]:
     record_property("device", "npu")
     rigs.prepare("npu")
-    from tests.standin_cann import cann
+    from tests.standin.cann import cann
 
     standin = cann.load()
     if standin is None:
@@ -216,7 +216,7 @@ def test_random_schedules_that_lack_a_wait_compute_something_else(
 def find_jitter(device: str) -> Callable[[int, float], None]:
     """Return what slows kernels down by chance: on the stand-in only, elsewhere they go at their own speed."""
     if device == "npu":
-        from tests.standin_cann import cann
+        from tests.standin.cann import cann
 
         standin = cann.load()
         if standin is not None:

@@ -12,7 +12,7 @@ from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import alternate
 from dbo_runtime.observe.timeline import Recorder
-from tests.programs import record_three_lanes
+from tests.support.programs import record_three_lanes
 
 
 def make_executor(device: Device) -> Executor:

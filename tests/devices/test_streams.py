@@ -13,9 +13,9 @@ from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.errors import DeviceError, get_context
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.observe.timeline import Recorder
-from tests.devices import rigs
-from tests.executors import Prepare
-from tests.latch import GRACE
+from tests.support.devices import rigs
+from tests.support.executors import Prepare
+from tests.support.latch import GRACE
 
 if not {*rigs.STREAMS} & {*rigs.find_present()}:
     pytest.skip("no device with streams is here; `make test-npu` has one", allow_module_level=True)

@@ -11,10 +11,10 @@ import pytest
 if importlib.util.find_spec("torch_npu") is None:
     pytest.skip("torch_npu is not installed here: `make test-npu` has it", allow_module_level=True)
 
-from tests.devices import rigs
-from tests.devices.tensor_parallel import compare_split_and_unsplit, find_streams_of_collectives
-from tests.standin_cann import cann
-from tests.standin_cann.npu_ranks import Ranks
+from tests.standin.cann import cann
+from tests.support.devices import rigs
+from tests.support.devices.tensor_parallel import compare_split_and_unsplit, find_streams_of_collectives
+from tests.support.standin.npu_ranks import Ranks
 
 
 def test_split_and_unsplit_agree_at_every_cut_and_compute_is_concurrent_to_the_all_reduce(

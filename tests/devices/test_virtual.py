@@ -16,9 +16,9 @@ from dbo_runtime.ir.policies import Policy, alternate, sequential
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.observe.timeline import Recorder
-from tests.profiles import scale
-from tests.programs import record_toy
-from tests.strategies import Case, cases, make_inputs
+from tests.support.profiles import scale
+from tests.support.programs import record_toy
+from tests.support.strategies import Case, cases, make_inputs
 
 COSTS = {"attention": 3.0, "reduce": 2.0}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.surroundings import Surroundings
+from tests.support.surroundings import Surroundings
 
 
 @pytest.fixture

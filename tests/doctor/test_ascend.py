@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dbo_runtime.doctor.ascend import list_chips
-from tests.doctor.surroundings import Surroundings
+from tests.support.surroundings import Surroundings
 
 NPU = """
 class Npu:

@@ -11,7 +11,7 @@ import pytest
 
 from dbo_runtime.doctor.packages import NEWEST_TORCH, OLDEST_TORCH
 from dbo_runtime.vllm_plugin.api.window import describe_tested, describe_window
-from tests.doctor.surroundings import ROOT, Surroundings
+from tests.support.surroundings import ROOT, Surroundings
 
 ON = {"VLLM_ASCEND_ENABLE_DBO": "1"}
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.doctor.surroundings import ROOT, Surroundings
+from tests.support.surroundings import ROOT, Surroundings
 
 MODEL = str(ROOT / "examples" / "tiny-deepseek")
 MISSING = "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')"

@@ -11,7 +11,7 @@ from dbo_runtime.doctor import serve_command
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command, read_command
 from dbo_runtime.errors import ConfigError
-from tests.doctor.surroundings import Surroundings
+from tests.support.surroundings import Surroundings
 
 ALONE = {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1}
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.doctor.surroundings import ROOT
+from tests.support.surroundings import ROOT
 
 ON = {"VLLM_ASCEND_ENABLE_DBO": "1"}
 

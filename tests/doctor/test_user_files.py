@@ -14,7 +14,7 @@ from dbo_runtime.doctor.model import check_model
 from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.cost_file import save_costs
-from tests.doctor.surroundings import Surroundings
+from tests.support.surroundings import Surroundings
 
 
 def write_model(folder: Path, config: object) -> str:

@@ -50,7 +50,7 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.cuts import Cut
-from tests.reference_model import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
+from tests.support.reference_model import ReferenceAdapter, ReferenceCollectives, ReferenceModel, place_experts
 
 PATIENCE = 60.0  # seconds for one case; far more than any takes
 EXPERTS = 12  # of all ranks together

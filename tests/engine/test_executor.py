@@ -17,9 +17,9 @@ from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.ir.policies import Policy, alternate, sequential
 from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.ir.schedule import Instruction
-from tests.executors import Prepare
-from tests.latch import Latch
-from tests.programs import record_chain, record_three_lanes, record_toy
+from tests.support.executors import Prepare
+from tests.support.latch import Latch
+from tests.support.programs import record_chain, record_three_lanes, record_toy
 
 
 class Tensor:

@@ -28,7 +28,7 @@ from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prediction import Prediction
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from tests.programs import record_dense_and_experts, record_three_lanes, record_toy
+from tests.support.programs import record_dense_and_experts, record_three_lanes, record_toy
 
 BATCH = Batch((512, 512), prefill_tokens=1024)
 

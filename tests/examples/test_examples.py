@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.observe.trace_folders import check_traces
+from tests.support.observe.trace_folders import check_traces
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.trace_folders import check_traces
+from tests.support.observe.trace_folders import check_traces
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "toy_adapter"

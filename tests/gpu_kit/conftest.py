@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_kit import fake_gpu
-from tests.vllm_plugin.process_groups import destroy_groups, make_groups
+from tests.support.gpu_kit import fake_gpu
+from tests.support.vllm.process_groups import destroy_groups, make_groups
 
 RUN = Path(__file__).parents[2] / "tools" / "gpu_kit" / "run.sh"
 EXPORTED = re.compile(r"^export .*", re.MULTILINE)

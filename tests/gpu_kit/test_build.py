@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_kit.fat_binaries import CUBIN, Code, Source, encode_sources, make_library
+from tests.support.gpu_kit.fat_binaries import CUBIN, Code, Source, encode_sources, make_library
 from tools.gpu_kit import archive, build, unpack, wheels
 from tools.gpu_kit.slim import SECTION
 from tools.gpu_kit.wheels import KitError

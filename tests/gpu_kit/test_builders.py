@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_kit.tiny_models import configure, make_folder, make_model
+from tests.support.gpu_kit.tiny_models import configure, make_folder, make_model
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.usefixtures("world")]
 
@@ -95,7 +95,7 @@ def test_each_slice_of_a_mixed_batch_has_what_a_batch_of_its_own_has(builder: Bu
     from dbo_runtime.decline import Decline
     from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
     from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-    from tests.vllm_plugin.context.test_splitter import make_common
+    from tests.support.vllm.splitters import make_common
 
     common = make_common(QUERY_LENS, COMPUTED)
     context = ForwardContext(
@@ -114,7 +114,7 @@ def test_each_slice_of_a_mixed_batch_has_what_a_batch_of_its_own_has(builder: Bu
 
 
 def test_another_slice_has_something_else(builder: Builder) -> None:
-    from tests.vllm_plugin.context.test_splitter import make_common
+    from tests.support.vllm.splitters import make_common
 
     common = make_common(QUERY_LENS, COMPUTED)
     slices = [(2, 7), (2, 8), (3, 7), (3, 8)]
@@ -124,7 +124,7 @@ def test_another_slice_has_something_else(builder: Builder) -> None:
 
 def make_own(common: Any, first: int, last: int) -> Any:
     """Return the common metadata of a batch of these tokens alone."""
-    from tests.vllm_plugin.context.test_splitter import make_common
+    from tests.support.vllm.splitters import make_common
 
     tokens = [(request, COMPUTED[request] + i) for request, length in enumerate(QUERY_LENS) for i in range(length)]
     rows = sorted({request for request, _ in tokens[first:last]})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_kit.tiny_models import configure, make_folder, make_model
+from tests.support.gpu_kit.tiny_models import configure, make_folder, make_model
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.usefixtures("world")]
 

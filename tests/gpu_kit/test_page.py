@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_kit.gpu_results import CHIP, make_engine, make_part, make_results
+from tests.support.gpu_kit.gpu_results import CHIP, make_engine, make_part, make_results
 from tools.gpu_kit import page as program
 from tools.gpu_kit.evidence import (
     FOLDER,

@@ -21,7 +21,7 @@ from tools.gpu_kit.processes import run_process
 from tools.gpu_kit.record import LOGS, MOST_BYTES, MOST_FILES, RESULTS, Record
 from tools.gpu_kit.runner import Runner, main
 
-FAKE = Path(__file__).with_name("fake_part.py")
+FAKE = Path(__file__).parents[1] / "support" / "gpu_kit" / "fake_part.py"
 ROOT = Path(__file__).parents[2]
 LIMIT = 30.0
 

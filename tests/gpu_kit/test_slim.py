@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import profiles
-from tests.gpu_kit.fat_binaries import (
+from tests.support import profiles
+from tests.support.gpu_kit.fat_binaries import (
     CONTAINER_HEADER_BYTES,
     CUBIN,
     PTX,

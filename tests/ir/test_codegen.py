@@ -19,7 +19,7 @@ from dbo_runtime.ir.policies import sequential
 from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.ir.render import digest
 from dbo_runtime.ir.schedule import Schedule
-from tests.programs import record_chain
+from tests.support.programs import record_chain
 
 STREAMS = {"compute": Issuing.SWITCHED, "comm": Issuing.SWITCHED}
 CPU = {"compute": Issuing.CALLED, "comm": Issuing.LAUNCHED}

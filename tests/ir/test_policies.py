@@ -24,9 +24,9 @@ from dbo_runtime.ir.policies import (
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.schedule import Issue
 from dbo_runtime.ir.validate import validate
-from tests.profiles import scale
-from tests.programs import record_toy
-from tests.strategies import programs
+from tests.support.profiles import scale
+from tests.support.programs import record_toy
+from tests.support.strategies import programs
 
 
 def record(shape: str) -> Program:

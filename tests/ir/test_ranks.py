@@ -15,8 +15,8 @@ from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.ranks import Groups, RankPlan, find_deadlock, get_groups, validate_ranks
 from dbo_runtime.ir.schedule import Issue, Schedule
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
-from tests.programs import lower_toy
-from tests.rank_mutants import GROUPS, make_plans
+from tests.support.programs import lower_toy
+from tests.support.rank_mutants import GROUPS, make_plans
 
 
 def record(*names: str, lane: str = COMM, communicator: str | None = None, host_sync: bool = False) -> Program:

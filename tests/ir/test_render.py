@@ -15,7 +15,7 @@ from dbo_runtime.ir.policies import Policy, alternate, sequential, staggered
 from dbo_runtime.ir.render import digest, parse, render
 from dbo_runtime.ir.schedule import Issue
 from dbo_runtime.ir.validate import validate
-from tests.programs import lower_toy, record_chain, record_three_lanes, record_toy
+from tests.support.programs import lower_toy, record_chain, record_three_lanes, record_toy
 
 GOLDEN = Path(__file__).with_name("golden")
 POLICIES: dict[str, Policy] = {"alternate": alternate, "staggered_1": partial(staggered, lead=1)}
@@ -111,7 +111,7 @@ def test_digests_do_not_depend_on_the_process() -> None:
     """Ranks compare digests: no order of a set or dict of strings may show in them."""
     three = [record_three_lanes(3)] * 3
     code = (
-        "from tests.programs import *; from dbo_runtime.ir.render import digest\n"
+        "from tests.support.programs import *; from dbo_runtime.ir.render import digest\n"
         "three = [record_three_lanes(3)] * 3; print(digest(lower(three, alternate(three))))"
     )
     root = str(Path(__file__).parents[1])

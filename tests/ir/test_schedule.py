@@ -6,7 +6,7 @@ from dbo_runtime.errors import ScheduleError
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.schedule import Instruction, Issue, Slot
-from tests.programs import lower_toy, record_chain
+from tests.support.programs import lower_toy, record_chain
 
 
 def record_ordered(count: int = 1, is_ordered: bool = True) -> Program:

@@ -14,7 +14,7 @@ from dbo_runtime.ir.render import parse
 from dbo_runtime.ir.schedule import Issue, Schedule, Slot
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.ir.values import Value
-from tests.programs import lower_toy, record_chain, record_three_lanes
+from tests.support.programs import lower_toy, record_chain, record_three_lanes
 
 CHAIN = record_chain(lambda x: x, lambda x: x)
 CHAIN_TABLE = """

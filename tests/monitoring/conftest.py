@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.monitoring.exported import Family, count_everything, read_families
+from tests.support.monitoring.exported import Family, count_everything, read_families
 
 
 @pytest.fixture(scope="session")

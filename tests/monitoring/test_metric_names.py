@@ -14,7 +14,7 @@ import subprocess
 import pytest
 
 from dbo_runtime.observe.counts import HELP, PREFIX
-from tests.monitoring.exported import Family, read_families
+from tests.support.monitoring.exported import Family, read_families
 
 PROMTOOL = shutil.which("promtool")
 # promlint's: no other unit but the base units, and those never abbreviated.

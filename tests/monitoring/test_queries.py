@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.monitoring.promql import list_groups, list_selectors, measure_seconds, parse
+from tests.support.monitoring.promql import list_groups, list_selectors, measure_seconds, parse
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "monitoring"

@@ -12,7 +12,7 @@ from dbo_runtime.ir.policies import alternate, staggered
 from dbo_runtime.ir.program import Program
 from dbo_runtime.observe.gaps import DRAIN, FILL, HOST, NOTHING_LEFT, START, UNKNOWN, WAIT, Gap, find_gaps, sum_causes
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
-from tests.programs import record_three_lanes, record_toy
+from tests.support.programs import record_three_lanes, record_toy
 
 A, B = ("attention", 0), ("attention", 1)
 FIRST = Span("compute", *A, 0.0, 4.0, 0.0)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbo_runtime.devices import open_device
 from dbo_runtime.devices.virtual import simulate
-from dbo_runtime.engine.event_table import EventTable
-from dbo_runtime.engine.executor import Executor
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.observe.timeline import Recorder, Span, Timeline
+from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.observe.trace import make_trace, save_trace
-from dbo_runtime.planner.search.bound import compute_bound_of
-from tests.observe.trace_format import check_format, find_enclosing
-from tests.programs import lower_toy
+from tests.support.observe.recorded_runs import TOY, record_run
+from tests.support.observe.trace_format import check_format, find_enclosing
+from tests.support.programs import lower_toy
 
-TOY = simulate(lower_toy(), lambda step: 3.7e-6 * (1 + len(step.op.name)))
 TIMES = st.floats(0, 0.01) | st.integers(0, 5000).map(lambda nanoseconds: nanoseconds * 1e-9)
 
 
@@ -152,17 +147,6 @@ def test_a_file_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"No such file or directory.*name a file in a folder that exists") as caught:
         save_trace({"toy": TOY}, path)
     assert str(path) in str(caught.value)
-
-
-def record_run(parts: int = 2) -> Timeline:
-    """Return the timeline of a toy model that has run on threads."""
-    device = open_device("cpu")
-    schedule = lower_toy(micro_batches=parts)
-    recorder = Recorder()
-    Executor(schedule, device, EventTable(device)).run([(0, 0)] * parts, instrument=recorder)
-    device.close()
-    timeline = recorder.timeline()
-    return replace(timeline, bound=compute_bound_of(timeline, schedule))
 
 
 def find_phase(trace: Mapping[str, Any], phase: str) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from dbo_runtime.errors import get_context
 from dbo_runtime.ir.codegen import Issuing
 from dbo_runtime.ir.op import Op
 from dbo_runtime.ir.program import Program
-from tests.profiles import scale
-from tests.strategies import LANES, Case, cases, make_inputs
+from tests.support.profiles import scale
+from tests.support.strategies import LANES, Case, cases, make_inputs
 
 EXAMPLES = scale(300)
 

@@ -13,10 +13,10 @@ from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.ir.schedule import Instruction, Schedule, Slot
 from dbo_runtime.ir.validate import validate
-from tests.allocator import find_stolen_blocks
-from tests.oracle import Graph, explain_free, find_loose_lanes, find_owners, find_races, find_violations
-from tests.profiles import scale
-from tests.strategies import Case, cases, make_inputs
+from tests.support.allocator import find_stolen_blocks
+from tests.support.oracle import Graph, explain_free, find_loose_lanes, find_owners, find_races, find_violations
+from tests.support.profiles import scale
+from tests.support.strategies import Case, cases, make_inputs
 
 
 @settings(max_examples=scale(700))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
-from tests.allocator import find_stolen_blocks
-from tests.mutants import BREAKING, HARMLESS, Mutation
-from tests.oracle import find_violations
-from tests.profiles import scale
-from tests.strategies import Case, cases
+from tests.support.allocator import find_stolen_blocks
+from tests.support.mutants import BREAKING, HARMLESS, Mutation
+from tests.support.oracle import find_violations
+from tests.support.profiles import scale
+from tests.support.strategies import Case, cases
 
 EXAMPLES = max(20, scale(100))
 ENOUGH = EXAMPLES // 10  # unsafe ones among them, or the test would show little

@@ -9,7 +9,7 @@ import pytest
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.ir.ranks import validate_ranks
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
-from tests.rank_mutants import FAULTS, GROUPS, Fault, make_plans, plant
+from tests.support.rank_mutants import FAULTS, GROUPS, Fault, make_plans, plant
 
 RANKS = range(4)
 HARMLESS_TO_THE_DRY_RUN = {2, 4, 5, 7, 8, 9, 11}  # rules against races, risks and wrong sizes: no rank waits for ever

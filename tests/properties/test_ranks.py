@@ -14,9 +14,9 @@ from dbo_runtime.ir.ranks import Groups, RankPlan, find_deadlock, validate_ranks
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from dbo_runtime.observe.timeline import Timeline
-from tests.mutants import BREAKING, HARMLESS
-from tests.profiles import scale
-from tests.rank_strategies import TWO_LANES, RankCase, rank_cases
+from tests.support.mutants import BREAKING, HARMLESS
+from tests.support.profiles import scale
+from tests.support.rank_strategies import TWO_LANES, RankCase, rank_cases
 
 EXAMPLES = max(100, scale(500))  # twice that for the first test: at night, more than four thousand sets of ranks in all
 ENOUGH = EXAMPLES // 5  # of the common outcomes, or the tests would show little

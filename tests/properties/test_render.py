@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.render import digest, parse, render
-from tests.mutants import add_fork, add_record, move_free, remove_free, remove_wait, swap_neighbours
-from tests.profiles import scale
-from tests.strategies import Case, cases, orders
+from tests.support.mutants import add_fork, add_record, move_free, remove_free, remove_wait, swap_neighbours
+from tests.support.profiles import scale
+from tests.support.strategies import Case, cases, orders
 
 
 @settings(max_examples=scale(200))

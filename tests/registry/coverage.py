@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.kept import keep
-from tests.benchmarks.page import ROOT, tell_section
 from tests.registry.outcome import Outcome, judge, make_lines
 from tests.registry.tiny_configs import list_trials
 from tests.registry.trial import SETTINGS, serve
-from tests.vllm_plugin.forking import PRELOADED
+from tests.support.kept import keep
+from tests.support.page import ROOT, tell_section
+from tests.support.vllm.forking import PRELOADED
 
 PAGE = ROOT / "docs" / "models.md"
 LIMIT = 240.0  # seconds of a trial

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tests.benchmarks.page import make_table
 from tests.registry.trial import are_equal
+from tests.support.page import make_table
 
 ADAPTER, GENERIC, DECLINED, BREAKS, NOT_RUN = "adapter", "without adapter", "declined", "breaks", "not run by vLLM"
 MEANINGS: Mapping[str, str] = {

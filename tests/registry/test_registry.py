@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.page import ROOT
 from tests.registry.coverage import PAGE, run_forked
 from tests.registry.outcome import (
     ADAPTER,
@@ -26,6 +25,7 @@ from tests.registry.outcome import (
     make_lines,
 )
 from tests.registry.tiny_configs import list_architectures, make_config
+from tests.support.page import ROOT
 
 GOAL = 0.8  # of the architectures that vLLM's CPU build runs
 ANSWERS = [[[7, -1.5], [9, -0.25]]]

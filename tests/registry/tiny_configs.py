@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dbo_runtime.lab.verify.tiny_config import LAYERS, TINY, shrink
-from tests.vllm_plugin.families import ATTENTION, EXPERTS, FAMILIES, LATENT, SIZES, VOCABULARY
+from tests.support.vllm.families import ATTENTION, EXPERTS, FAMILIES, LATENT, SIZES, VOCABULARY
 
 WIDTH = TINY["hidden_size"]
 # Names of sizes that only some architectures have, besides those of all. Windows are shorter than the prompts.

@@ -21,12 +21,12 @@ from random import Random
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.benchmarks.kept import keep
-from tests.benchmarks.page import make_table, tell_section
-from tests.reliability.odd_inputs import list_large, place_oddly
-from tests.reliability.outcomes import MAX_BYTES, MAX_KEPT, Outcomes
-from tests.reliability.page import PAGE
-from tests.reliability.readers import Reader, list_plugin_readers, list_readers, open_folder
+from tests.support.kept import keep
+from tests.support.page import make_table, tell_section
+from tests.support.reliability.odd_inputs import list_large, place_oddly
+from tests.support.reliability.outcomes import MAX_BYTES, MAX_KEPT, Outcomes
+from tests.support.reliability.page import PAGE
+from tests.support.reliability.readers import Reader, list_plugin_readers, list_readers, open_folder
 
 MIB = 1 << 20
 

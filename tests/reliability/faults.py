@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from examples.network_hosts import TwoHosts
-from tests.benchmarks.kept import keep
-from tests.benchmarks.page import ROOT, tell_section
-from tests.reliability.clock import Clock
-from tests.reliability.layouts import find_place
-from tests.reliability.observation import Outcome, observe
-from tests.reliability.page import PAGE
-from tests.reliability.refusals import REFUSALS, Refusal, refuse
-from tests.reliability.report import Row, make_lines
-from tests.reliability.sandbox import Sandbox
-from tests.reliability.scenarios import SESSIONS, Session, Setting, make_full_disk_variables
-from tests.reliability.server_plugin import plant
-from tests.reliability.servers import OFF, ON, NotUpError, Servers
+from tests.support.kept import keep
+from tests.support.page import ROOT, tell_section
+from tests.support.reliability.clock import Clock
+from tests.support.reliability.layouts import find_place
+from tests.support.reliability.observation import Outcome, observe
+from tests.support.reliability.page import PAGE
+from tests.support.reliability.refusals import REFUSALS, Refusal, refuse
+from tests.support.reliability.report import Row, make_lines
+from tests.support.reliability.sandbox import Sandbox
+from tests.support.reliability.scenarios import SESSIONS, Session, Setting, make_full_disk_variables
+from tests.support.reliability.server_plugin import plant
+from tests.support.reliability.servers import OFF, ON, NotUpError, Servers
 
 COMMAND = "python -m tests.reliability.faults --write-page"
 # vLLM's own CPU build fails with data parallel experts, which dbo_runtime patches: that is compared unsplit.

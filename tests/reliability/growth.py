@@ -22,10 +22,10 @@ from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.correction import PERIOD_STEPS
 from dbo_runtime.planner.online.planner import Planner
-from tests.benchmarks.page import make_table, tell_section
-from tests.reliability.page import PAGE
-from tests.reliability.process_sizes import KIB, PROC
-from tests.reliability.served_growth import ServedGrowth, serve_both
+from tests.support.page import make_table, tell_section
+from tests.support.reliability.page import PAGE
+from tests.support.reliability.process_sizes import KIB, PROC
+from tests.support.reliability.served_growth import ServedGrowth, serve_both
 
 CASE = "a3-layer-4894"  # costs with some layers
 WARM_SHARE = 0.1  # of the batches, in which memory may grow

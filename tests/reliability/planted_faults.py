@@ -23,15 +23,15 @@ from dbo_runtime.ir.ranks import validate_ranks
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.lab.sanitizer.executor import SanitizedExecutor
-from tests.benchmarks.page import make_table, tell_section
-from tests.mutants import BREAKING, Mutation
-from tests.oracle import find_violations
-from tests.rank_mutants import FAULTS, GROUPS, make_plans, plant
-from tests.reliability.adapter_faults import ADAPTER_FAULTS
-from tests.reliability.metadata_faults import METADATA_FAULTS
-from tests.reliability.page import PAGE
-from tests.reliability.probe import CHECKS, ENDED, Outcome, run_probe
-from tests.strategies import Case, cases, make_inputs
+from tests.support.mutants import BREAKING, Mutation
+from tests.support.oracle import find_violations
+from tests.support.page import make_table, tell_section
+from tests.support.rank_mutants import FAULTS, GROUPS, make_plans, plant
+from tests.support.reliability.adapter_faults import ADAPTER_FAULTS
+from tests.support.reliability.metadata_faults import METADATA_FAULTS
+from tests.support.reliability.page import PAGE
+from tests.support.reliability.probe import CHECKS, ENDED, Outcome, run_probe
+from tests.support.strategies import Case, cases, make_inputs
 
 COMMAND = "make planted-faults"
 EXAMPLES = 500  # random schedules that each mutation is tried on
@@ -125,7 +125,7 @@ def plant_ranks() -> Iterator[tuple[str, int, str]]:
 
 def plant_served() -> list[tuple[str, ...]]:
     """Return for each fault of adapters and metadata what each check says."""
-    from tests.vllm_plugin.families import make_family
+    from tests.support.vllm.families import make_family
 
     faults = (*ADAPTER_FAULTS, *METADATA_FAULTS)
     said: dict[tuple[str, str], str] = {}

@@ -11,11 +11,11 @@ import pytest
 
 import dbo_runtime
 from dbo_runtime.errors import DboError
-from tests.profiles import scale
 from tests.reliability.bad_input import fuzz, read_odd_places
-from tests.reliability.odd_inputs import ODD_VALUES, change, list_large
-from tests.reliability.outcomes import MAX_BYTES, Outcomes
-from tests.reliability.readers import Reader, list_plugin_readers, list_readers, open_folder
+from tests.support.profiles import scale
+from tests.support.reliability.odd_inputs import ODD_VALUES, change, list_large
+from tests.support.reliability.outcomes import MAX_BYTES, Outcomes
+from tests.support.reliability.readers import Reader, list_plugin_readers, list_readers, open_folder
 
 READERS = {reader.name: reader for reader in list_readers()}
 FILES = {name: reader for name, reader in READERS.items() if reader.file}

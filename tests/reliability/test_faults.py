@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.page import ROOT
-from tests.reliability import scenarios
-from tests.reliability.clock import Clock
 from tests.reliability.faults import make_variables
-from tests.reliability.layouts import find_place
-from tests.reliability.observation import observe
-from tests.reliability.refusals import REFUSALS, refuse
-from tests.reliability.sandbox import Sandbox
-from tests.reliability.scenarios import TENSOR, Setting
-from tests.reliability.servers import Servers
+from tests.support.page import ROOT
+from tests.support.reliability import scenarios
+from tests.support.reliability.clock import Clock
+from tests.support.reliability.layouts import find_place
+from tests.support.reliability.observation import observe
+from tests.support.reliability.refusals import REFUSALS, refuse
+from tests.support.reliability.sandbox import Sandbox
+from tests.support.reliability.scenarios import TENSOR, Setting
+from tests.support.reliability.servers import Servers
 
 pytestmark = [
     pytest.mark.vllm,
@@ -83,7 +83,7 @@ def test_two_ranks_outlast_a_pause_and_hang_ups_and_end_when_an_op_raises(
 RUN = """
 import os, subprocess, sys, time
 from pathlib import Path
-from tests.reliability.sandbox import Sandbox
+from tests.support.reliability.sandbox import Sandbox
 
 with Sandbox(Path(sys.argv[1])) as sandbox:
     words = sandbox.enter("sleep", "1000")

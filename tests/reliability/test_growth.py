@@ -11,8 +11,8 @@ import pytest
 
 from dbo_runtime.bounded import BoundedDict
 from tests.reliability.growth import open_runtime, serve
-from tests.reliability.live_objects import count_unbounded, list_growing, list_overfull
-from tests.reliability.served_growth import serve_mixed
+from tests.support.reliability.live_objects import count_unbounded, list_growing, list_overfull
+from tests.support.reliability.served_growth import serve_mixed
 
 WARM, MORE = 1_500, 1_500
 

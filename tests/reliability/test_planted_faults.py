@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.adapter_faults import ADAPTER_FAULTS
-from tests.reliability.metadata_faults import METADATA_FAULTS
-from tests.reliability.page import PAGE
 from tests.reliability.planted_faults import classify
-from tests.reliability.probe import ENDED, VERIFY, Outcome, run_probe
-from tests.vllm_plugin.families import make_family
+from tests.support.reliability.adapter_faults import ADAPTER_FAULTS
+from tests.support.reliability.metadata_faults import METADATA_FAULTS
+from tests.support.reliability.page import PAGE
+from tests.support.reliability.probe import ENDED, VERIFY, Outcome, run_probe
+from tests.support.vllm.families import make_family
 
 CAUGHT = {  # by the verification, and by DBO_CHECK=races
     "leave_out_ordered": ("L0.attention differs first", "split and unsplit hidden states differ"),

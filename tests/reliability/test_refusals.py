@@ -23,8 +23,8 @@ from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder, statistics
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.observe.trace import make_trace, prepare_folder
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
-from tests.observe.test_trace import TOY
-from tests.programs import lower_toy
+from tests.support.observe.recorded_runs import TOY
+from tests.support.programs import lower_toy
 
 
 def write_trace(path: Path, **changes: Any) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.sandbox import Sandbox
+from tests.support.reliability.sandbox import Sandbox
 
 pytestmark = [
     pytest.mark.slow,

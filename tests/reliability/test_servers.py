@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.reliability.servers import find_cause
+from tests.support.reliability.servers import find_cause
 
 APPLIED = "INFO 11-25 14:40:01 [dbo_runtime] patched  symptom=data parallel MoE ends in NotImplementedError: no gather"
 OURS = "(Worker pid=1) ERROR 11-25 14:41:00 [dbo_runtime] a split step failed  error=RuntimeError('no')"

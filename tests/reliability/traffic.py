@@ -24,11 +24,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; read whe
 
 from dbo_runtime.lab.soak.comparison import TOLERANCE
 from dbo_runtime.testing import EquivalenceReport, check_equivalence
-from tests.benchmarks.page import ROOT, make_table, tell_section
-from tests.vllm_plugin.end_to_end.test_lora import make_lora
-from tests.vllm_plugin.engines import TINY
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.vision_families import QWEN3, make_vision_family
+from tests.support.page import ROOT, make_table, tell_section
+from tests.support.vllm.engines import TINY
+from tests.support.vllm.families import make_family
+from tests.support.vllm.lora import make_lora
+from tests.support.vllm.vision_families import QWEN3, make_vision_family
 
 PAGE = ROOT / "docs" / "reliability.md"
 COMMAND = "python -m tests.reliability.traffic --write-page"
@@ -49,7 +49,7 @@ SMALL_STATES = {"num_key_value_heads": 4, "head_dim": 128, "linear_num_value_hea
 HOOKED = {
     "kv_transfer_config": {
         "kv_connector": "LayerRecorder",
-        "kv_connector_module_path": "tests.vllm_plugin.layer_recorder",
+        "kv_connector_module_path": "tests.support.vllm.layer_recorder",
         "kv_role": "kv_both",
     },
     "num_gpu_blocks_override": 49,

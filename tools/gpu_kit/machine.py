@@ -68,7 +68,7 @@ def ask_device(device: str) -> dict[str, Any]:
     if device == "cpu":
         return {"chip": "CPU"}
     if device == "npu":
-        error = importlib.import_module("tests.devices.rigs").load_standin()
+        error = importlib.import_module("tests.support.devices.rigs").load_standin()
         if error is not None or get_scale(device) == device:
             return {"chip": "stand-in for CANN", "problem": error}
         npu: Any = importlib.import_module("torch_npu").npu

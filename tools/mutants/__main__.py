@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.benchmarks.kept import keep
-from tests.benchmarks.page import ROOT, make_table, write_section
+from tests.support.kept import keep
+from tests.support.page import ROOT, make_table, write_section
 
 from .equivalents import describe_stale, read_equivalents
 from .mutations import Mutation, list_mutations, take_sample

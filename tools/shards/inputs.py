@@ -25,7 +25,7 @@ PACKAGES = MappingProxyType(
     {
         "dbo_models": "models",
         "dbo_runtime": "dbo_runtime",
-        "standin_ascend": "tests/ascend/standin_ascend",
+        "standin_ascend": "tests/standin/ascend",
         "tests": "tests",
         "tools": "tools",
     }

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ascend.conftest import OBSTACLE
-from tests.standin_cann import cann
+from tests.standin.cann import cann
+from tests.support import suites
 
 if TYPE_CHECKING:  # what needs torch or vllm-ascend is imported only where they are installed
-    from tests.standin_cann.gate import StreamGate
+    from tests.standin.cann.gate import StreamGate
 
-collect_ignore_glob = [] if OBSTACLE is None else ["test_*.py"]
+collect_ignore_glob = [] if suites.ASCEND.explain_left_out() is None else ["test_*.py"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def standin() -> Iterator[cann.StandIn]:
     import torch_npu  # noqa: F401 - only now that it finds its libraries
     from standin_ascend import operators
 
-    from tests.ascend.operators.checks import note
+    from tests.support.ascend.operators.checks import note
 
     with pytest.MonkeyPatch.context() as patch:
         for namespace, functions in operators.OPERATORS.items():
@@ -47,7 +47,7 @@ def gate(standin: cann.StandIn) -> Iterator[StreamGate]:
     """Return a gate that is open after the test, so that a test that fails does not leave streams held."""
     import torch
 
-    from tests.standin_cann.gate import StreamGate
+    from tests.standin.cann.gate import StreamGate
 
     gate = StreamGate()
     yield gate

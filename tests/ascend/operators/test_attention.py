@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.attention import attend, attend_each, make_packed
-from tests.ascend.operators.blocks import cut_into_blocks, make_table
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.attention import attend, attend_each, make_packed
+from tests.support.ascend.operators.blocks import cut_into_blocks, make_table
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     CAUSAL,
@@ -31,10 +32,9 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.ascend.operators.decodes import make_decode
-from tests.ascend.operators.experts import multiply_groups
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.decodes import make_decode
+from tests.support.ascend.operators.experts import multiply_groups
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

@@ -12,14 +12,24 @@ from hypothesis import strategies as st
 from standin_ascend import block_sparse
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.ascend.operators.attention import attend
-from tests.ascend.operators.blocks import cut_into_blocks
-from tests.ascend.operators.checks import ABSENT, ANY_FORMAT, FLOATS, HALF, assert_equal, assert_near, covers, put
-from tests.ascend.operators.checks import draw as draw_tensor
-from tests.ascend.operators.checks import make_generator as make
-from tests.ascend.operators.test_sparse import REQUESTS, SEEDS, make_requests
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.attention import attend
+from tests.support.ascend.operators.blocks import cut_into_blocks
+from tests.support.ascend.operators.checks import (
+    ABSENT,
+    ANY_FORMAT,
+    FLOATS,
+    HALF,
+    SEEDS,
+    assert_equal,
+    assert_near,
+    covers,
+    put,
+)
+from tests.support.ascend.operators.checks import draw as draw_tensor
+from tests.support.ascend.operators.checks import make_generator as make
+from tests.support.ascend.operators.sparse_requests import REQUESTS, make_requests
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

@@ -10,11 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.attention import attend
-from tests.ascend.operators.blocks import cut_into_blocks
-from tests.ascend.operators.byte_caches import ROPE, attend_to_bytes, choose_keys, find_runs, pack_row, pack_rows
-from tests.ascend.operators.cases import CASES
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.attention import attend
+from tests.support.ascend.operators.blocks import cut_into_blocks
+from tests.support.ascend.operators.byte_caches import (
+    ROPE,
+    attend_to_bytes,
+    choose_keys,
+    find_runs,
+    pack_row,
+    pack_rows,
+)
+from tests.support.ascend.operators.cases import CASES
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     FLOATS,
@@ -28,11 +36,10 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.ascend.operators.sparse import prepare
-from tests.ascend.operators.test_quantized import assert_quantized
-from tests.ascend.operators.test_sparse import ABSENT_KEY, REQUESTS, make_requests
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.quantized import assert_quantized
+from tests.support.ascend.operators.sparse import prepare
+from tests.support.ascend.operators.sparse_requests import ABSENT_KEY, REQUESTS, make_requests
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

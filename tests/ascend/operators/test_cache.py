@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ascend.operators.angles import make_angles, rotate_side_by_side
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.angles import make_angles, rotate_side_by_side
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     HALF,
@@ -19,7 +20,6 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from standin_ascend import context_parallel
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     FLOATS,
@@ -23,8 +24,7 @@ from tests.ascend.operators.checks import (
     make_generator,
     put,
 )
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 HEADS, SIZE = 4, 8

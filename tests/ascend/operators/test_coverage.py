@@ -7,8 +7,8 @@ from pathlib import Path
 
 from standin_ascend import operators
 
-from tests.ascend.operators.cases import CASES, WITHOUT_KERNELS
-from tests.ascend.operators.checks import BETWEEN_RANKS, COVERED
+from tests.support.ascend.operators.cases import CASES, WITHOUT_KERNELS
+from tests.support.ascend.operators.checks import BETWEEN_RANKS, COVERED
 
 
 def test_every_operator_has_a_test() -> None:

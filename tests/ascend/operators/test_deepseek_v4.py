@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from standin_ascend import chunks, compressed_attention
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.ascend.operators import deepseek_v4 as v4
-from tests.ascend.operators.blocks import cut_into_blocks, make_table
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators import deepseek_v4 as v4
+from tests.support.ascend.operators.blocks import cut_into_blocks, make_table
+from tests.support.ascend.operators.checks import (
     ANY_FORMAT,
     HALF,
     SEEDS,
@@ -25,8 +26,7 @@ from tests.ascend.operators.checks import (
     make_generator,
     put,
 )
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.operators import deepseek_v4 as v4
-from tests.ascend.operators.checks import ANY_FORMAT, draw, make_generator, put
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators import deepseek_v4 as v4
+from tests.support.ascend.operators.checks import ANY_FORMAT, draw, make_generator, put
 
 pytestmark = ANY_FORMAT
 

@@ -7,9 +7,10 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tests.ascend.operators.angles import make_angles
-from tests.ascend.operators.blocks import cut_into_blocks, make_table
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.angles import make_angles
+from tests.support.ascend.operators.blocks import cut_into_blocks, make_table
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     COUNTS,
@@ -24,7 +25,6 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
 

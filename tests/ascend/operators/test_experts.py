@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.checks import (
     ANY_FORMAT,
     BEST,
     COUNTS,
@@ -30,7 +31,7 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.ascend.operators.experts import (
+from tests.support.ascend.operators.experts import (
     Routing,
     RoutingCase,
     choose,
@@ -39,8 +40,7 @@ from tests.ascend.operators.experts import (
     make_routings,
     multiply_groups,
 )
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

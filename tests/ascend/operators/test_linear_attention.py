@@ -14,7 +14,8 @@ from standin_ascend import triton_kernels
 from standin_ascend.linear_attention import convolve, convolve_decodes, update_states
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     HALF,
@@ -28,8 +29,7 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.ascend.operators.checks import BETWEEN_RANKS, COUNTS, CUMULATED, HALF, draw, make_generator
-from tests.standin_cann.build import build
-from tests.standin_cann.npu_ranks import Rank, Ranks
+from tests.standin.cann.build import build
+from tests.support.ascend.operators.checks import BETWEEN_RANKS, COUNTS, CUMULATED, HALF, draw, make_generator
+from tests.support.standin.npu_ranks import Rank, Ranks
 
 RANKS, TOKENS, ACTIVE, CHOICES, EXPERTS, HIDDEN, INNER = 2, 5, (4, 2), 3, 6, 16, 8
 HERE = EXPERTS // RANKS

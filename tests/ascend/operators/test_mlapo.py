@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ascend.operators.angles import make_angles
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.angles import make_angles
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     HALF,
@@ -16,8 +17,7 @@ from tests.ascend.operators.checks import (
     make_generator,
     put,
 )
-from tests.ascend.operators.mlapo import KEYS, LATENT, PLAIN, ROTATED, make_tensors, prepare
-from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.mlapo import KEYS, LATENT, PLAIN, ROTATED, make_tensors, prepare
 
 pytestmark = ANY_FORMAT
 
@@ -69,7 +69,7 @@ def test_queries_and_keys_are_made_of_bytes_by_one_scale(standin: StandIn, slots
 def test_matrices_are_cut_into_columns_as_vllm_ascend_cuts_them(standin: StandIn) -> None:
     from vllm_ascend.attention.utils import transdata
 
-    from tests.ascend.operators.mlapo import cut_into_columns
+    from tests.support.ascend.operators.mlapo import cut_into_columns
 
     matrix = torch.randint(-128, 128, (48, 96), generator=make_generator(0), dtype=torch.int8)
     assert torch.equal(cut_into_columns(matrix)[0], transdata(matrix, block_size=(16, 32)))

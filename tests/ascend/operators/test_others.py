@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.blocks import get_slots, make_table
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.blocks import get_slots, make_table
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     SEEDS,
@@ -23,8 +24,7 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 

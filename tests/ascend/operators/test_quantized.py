@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.cases import draw_scales, make_int8
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.cases import draw_scales, make_int8
+from tests.support.ascend.operators.checks import (
     ANY_FORMAT,
     COUNTS,
     CUMULATED,
@@ -26,9 +27,9 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.ascend.operators.experts import Routing, make_routings
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.experts import Routing, make_routings
+from tests.support.ascend.operators.quantized import assert_quantized
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 
@@ -39,12 +40,6 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> list[list[int]]:
     """Multiply integers [rows, in] x [in, out] as Python does."""
     columns = weight.T.tolist()
     return [[sum(a * b for a, b in zip(row, column, strict=True)) for column in columns] for row in x.tolist()]
-
-
-def quantize(row: list[float]) -> tuple[list[int], float]:
-    """Round the values of one row so that its largest is 127."""
-    largest = max(map(abs, row))
-    return [round(value * 127 / largest) if largest else 0 for value in row], largest / 127
 
 
 LIMITS = st.sampled_from([0.0, 0.5])
@@ -61,18 +56,6 @@ def activate(x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
         for row in x.tolist()
     ]
     return torch.tensor(rows).view(len(x), half)
-
-
-def assert_quantized(found: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare rows with their quantization; a value in the middle of two integers may be rounded to either."""
-    assert (found.dtype, scales.dtype, scales.shape) == (torch.int8, torch.float32, expected.shape[:-1])
-    pairs = zip(found.flatten(0, -2).tolist(), scales.flatten().tolist(), expected.flatten(0, -2).tolist(), strict=True)
-    for row, row_scale, values in pairs:
-        integers, wanted = quantize(values)
-        assert row_scale == pytest.approx(wanted, rel=1e-5)
-        assert all(abs(one - other) <= 1 for one, other in zip(row, integers, strict=True))
-        exact = [value / wanted if wanted else 0.0 for value in values]
-        assert all(abs(one - other) <= 0.501 for one, other in zip(row, exact, strict=True))
 
 
 @settings(max_examples=scale(40))

@@ -6,12 +6,20 @@ import pytest
 import torch
 from standin_ascend.kernels import view_on_host
 
-from tests.ascend.operators.cases import CASES, DECODE, Case, decode_into, name_case
-from tests.ascend.operators.checks import ABSENT, ANY_FORMAT, HALF, assert_equal, assert_near, make_generator, put
-from tests.ascend.operators.decodes import make_decode
-from tests.standin_cann.cann import StandIn
-from tests.standin_cann.gate import StreamGate
-from tests.standin_cann.streams import make_streams, run_script
+from tests.standin.cann.cann import StandIn
+from tests.standin.cann.gate import StreamGate
+from tests.support.ascend.operators.cases import CASES, DECODE, Case, decode_into, name_case
+from tests.support.ascend.operators.checks import (
+    ABSENT,
+    ANY_FORMAT,
+    HALF,
+    assert_equal,
+    assert_near,
+    make_generator,
+    put,
+)
+from tests.support.ascend.operators.decodes import make_decode
+from tests.support.standin.streams import make_streams, run_script
 
 pytestmark = ANY_FORMAT
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.operators import byte_caches, mlapo
-from tests.ascend.operators.block_sparse import attend_to_blocks, rate_blocks, update_rows
-from tests.ascend.operators.blocks import get_slots
-from tests.ascend.operators.cases import CASES, DECODE, TND
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators import byte_caches, mlapo
+from tests.support.ascend.operators.block_sparse import attend_to_blocks, rate_blocks, update_rows
+from tests.support.ascend.operators.blocks import get_slots
+from tests.support.ascend.operators.cases import CASES, DECODE, TND
+from tests.support.ascend.operators.checks import (
     ANY_FORMAT,
     BEST,
     CAUSAL,
@@ -24,9 +25,8 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.ascend.operators.experts import RoutingCase, choose
-from tests.ascend.operators.sparse import SEQUENCES, attend_to_chosen, choose_keys, prepare
-from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.experts import RoutingCase, choose
+from tests.support.ascend.operators.sparse import SEQUENCES, attend_to_chosen, choose_keys, prepare
 
 pytestmark = ANY_FORMAT
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from standin_ascend import triton_kernels
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.ascend.operators.angles import make_angles, rotate_side_by_side
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.angles import make_angles, rotate_side_by_side
+from tests.support.ascend.operators.checks import (
     ANY_FORMAT,
     HALF,
     TOLERANCE,
@@ -21,7 +22,6 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.standin_cann.cann import StandIn
 
 pytestmark = ANY_FORMAT
 

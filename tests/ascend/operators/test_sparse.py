@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ascend.operators.angles import make_angles, rotate_side_by_side
-from tests.ascend.operators.attention import attend
-from tests.ascend.operators.blocks import cut_into_blocks, make_table
-from tests.ascend.operators.checks import (
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.angles import make_angles, rotate_side_by_side
+from tests.support.ascend.operators.attention import attend
+from tests.support.ascend.operators.blocks import cut_into_blocks
+from tests.support.ascend.operators.checks import (
     ABSENT,
     ANY_FORMAT,
     FLOATS,
     HALF,
     SEEDS,
-    Tensors,
     assert_equal,
     assert_near,
     covers,
@@ -30,13 +28,12 @@ from tests.ascend.operators.checks import (
     npu,
     put,
 )
-from tests.profiles import scale
-from tests.standin_cann.cann import StandIn
+from tests.support.ascend.operators.sparse_requests import ABSENT_KEY, REQUESTS, make_requests
+from tests.support.profiles import scale
 
 pytestmark = ANY_FORMAT
 
 PAGED: dict[str, Any] = {"layout_query": "TND", "sparse_mode": 3}
-REQUESTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 14)), min_size=1, max_size=4)
 BATCHES: dict[str, st.SearchStrategy[Any]] = {
     "seed": SEEDS,
     "requests": REQUESTS,
@@ -45,36 +42,6 @@ BATCHES: dict[str, st.SearchStrategy[Any]] = {
     "padding": st.integers(0, 2),
     "dtype": FLOATS,
 }
-ABSENT_KEY = -1
-
-
-class Requests(NamedTuple):
-    """Requests whose queries are their last tokens, with a cache that has blocks; padding comes after all queries."""
-
-    queries: list[int]
-    keys: list[int]
-    table: torch.Tensor
-    block_size: int
-
-    @property
-    def lengths(self) -> Tensors:
-        """Return cumulated numbers of queries, and numbers of keys, as the operators take them."""
-        return [torch.tensor(each, dtype=torch.int32) for each in (list(accumulate(self.queries)), self.keys)]
-
-    def find_seen(self) -> list[tuple[int, int]]:
-        """Return the request of each query, and how many keys it sees."""
-        counted = zip(self.queries, self.keys, strict=True)
-        return [
-            (request, keys - queries + number + 1)
-            for request, (queries, keys) in enumerate(counted)
-            for number in range(queries)
-        ]
-
-
-def make_requests(generator: torch.Generator, requests: Sequence[tuple[int, int]], block_size: int) -> Requests:
-    """Make requests of so many queries and of so many tokens before them."""
-    keys = [queries + before for queries, before in requests]
-    return Requests([queries for queries, _ in requests], keys, make_table(generator, keys, block_size), block_size)
 
 
 @settings(max_examples=scale(40))

@@ -6,8 +6,8 @@ import torch
 from standin_ascend import state_copies
 from standin_ascend.triton_kernels import TritonKernel
 
-from tests.ascend.operators.checks import ANY_FORMAT, assert_equal, draw, make_generator, put
-from tests.standin_cann.cann import StandIn
+from tests.standin.cann.cann import StandIn
+from tests.support.ascend.operators.checks import ANY_FORMAT, assert_equal, draw, make_generator, put
 
 pytestmark = ANY_FORMAT
 

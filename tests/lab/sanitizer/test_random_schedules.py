@@ -15,10 +15,10 @@ from dbo_runtime.engine.executor import run_sequential
 from dbo_runtime.errors import DeviceError, SanitizerError
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.lab.sanitizer.executor import SanitizedExecutor
-from tests.mutants import BREAKING, Mutation
-from tests.oracle import find_violations
-from tests.profiles import scale
-from tests.strategies import Case, cases, make_inputs
+from tests.support.mutants import BREAKING, Mutation
+from tests.support.oracle import find_violations
+from tests.support.profiles import scale
+from tests.support.strategies import Case, cases, make_inputs
 
 EXAMPLES = max(20, scale(100))
 ENOUGH = EXAMPLES // 10

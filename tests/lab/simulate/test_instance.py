@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from dbo_runtime.lab.simulate.disturbance import Disturbances
 from dbo_runtime.lab.simulate.instance import Layout, Outcome, serve
 from dbo_runtime.lab.simulate.workload import Request, Workload, draw_requests
-from tests.lab.simulate.pricers import Linear
-from tests.profiles import scale
+from tests.support.lab.pricers import Linear
+from tests.support.profiles import scale
 
 pytest.importorskip("simpy")
 NONE = Disturbances()

@@ -19,7 +19,7 @@ from dbo_runtime.lab.simulate.service_level import (
     find_capacity,
 )
 from dbo_runtime.lab.simulate.workload import Workload
-from tests.lab.simulate.pricers import Linear
+from tests.support.lab.pricers import Linear
 
 pytest.importorskip("simpy")
 SCENARIO = Scenario(

@@ -12,7 +12,7 @@ from dbo_runtime.observe.gaps import FILL, NOTHING_LEFT
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.search.bound import compute_bound, compute_bound_of
 from dbo_runtime.planner.search.jobs import make_jobs
-from tests.programs import lower_toy
+from tests.support.programs import lower_toy
 
 # compute runs for 8 s of 10, comm for 6, both for 4.
 STEP = Timeline(

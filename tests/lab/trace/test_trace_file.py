@@ -15,8 +15,8 @@ from dbo_runtime.lab.trace import trace_command
 from dbo_runtime.lab.trace.trace_file import read_trace
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.observe.trace import save_trace
-from tests.observe import overlap_script
-from tests.observe.test_trace import TOY, record_run
+from tests.support.observe import overlap_script
+from tests.support.observe.recorded_runs import TOY, record_run
 
 RANKS = {"rank 0": record_run(), "rank 1": record_run(3)}
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -27,9 +27,9 @@ from dbo_runtime.planner.online.candidates import list_side_ops
 from dbo_runtime.planner.online.planner import SEARCH_STATES
 from dbo_runtime.planner.online.prediction import Prediction
 from dbo_runtime.planner.online.predictor import Predictor, compute_end
-from tests.planner.machines import make_table
-from tests.planner.shop import Shop, do_nothing, find_least_end, simulate_order
-from tests.profiles import scale
+from tests.support.planner.machines import make_table
+from tests.support.planner.shop import Shop, do_nothing, find_least_end, simulate_order
+from tests.support.profiles import scale
 
 CASES = ("r1-decode-910b", "r1-decode-910c")
 ONE_FAST = [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)]

@@ -38,7 +38,7 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec, build_program
 from dbo_runtime.planner.online.planner import Planner, Prediction
-from tests.planner.costs.test_cost_table import make_provenance, make_table
+from tests.support.planner.cost_tables import make_provenance, make_table
 
 PROMPTS = ("a3-layer-4894", "910b-profile-4894", "910b-share-5591", "910c-share-5591", "r1-tp16-941", "r1-ep16-1589")
 OTHERS = {

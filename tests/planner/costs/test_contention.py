@@ -14,7 +14,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.contention import MAX_CONTENTION, fit_contention
 from dbo_runtime.planner.costs.op_cost import ComputeCost, OpCost
 from dbo_runtime.planner.costs.samples import Sample
-from tests.planner.costs.test_fit import HINGE, LINE, PROMPTS, REDUCE, measure
+from tests.support.planner.measurements import HINGE, LINE, PROMPTS, REDUCE, measure
 
 
 def overlap(cost: OpCost, factor: float, share: float, features: Iterable[BatchFeatures] = PROMPTS) -> list[Sample]:

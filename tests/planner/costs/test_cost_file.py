@@ -23,9 +23,9 @@ from dbo_runtime.planner.costs.cost_file import (
 )
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from tests.planner.costs.test_cost_table import make_provenance, make_table
-from tests.programs import record_three_lanes
-from tests.strategies import programs
+from tests.support.planner.cost_tables import make_provenance, make_table
+from tests.support.programs import record_three_lanes
+from tests.support.strategies import programs
 
 SECONDS = st.floats(0, 1e3).filter(lambda seconds: seconds == 0 or seconds > 1e-30)
 SIGNED = SECONDS | SECONDS.map(lambda seconds: -seconds)

@@ -15,50 +15,15 @@ from hypothesis import strategies as st
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
-from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
+from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from tests.programs import record_chain, record_toy
+from tests.support.planner.cost_tables import make_provenance, make_table
+from tests.support.programs import record_chain, record_toy
 
 NAN, INF = float("nan"), float("inf")
 FEATURES = BatchFeatures(10, 55.0, 40.0)
 FULL = ComputeCost(fixed=1.0, per_token=2.0, weights=5.0, per_pair=0.5)
-
-
-def make_provenance(**changes: Any) -> Provenance:
-    values: dict[str, Any] = {
-        "kind": "measured",
-        "source": "a test",
-        "date": "2026-01-31",
-        "machine": {"platform": "cpu", "chip": "A"},
-        "model": {"name": "toy"},
-        "parallel": {"tensor": 2},
-        "versions": {"dbo_runtime": "0.1.0"},
-    }
-    return Provenance(**{**values, **changes})
-
-
-def make_table(ops: dict[str, OpCost] | None = None, **changes: Any) -> CostTable:
-    """Return a table for the toy, with *ops* instead of its own costs of those names."""
-    costs: dict[str, OpCost] = {
-        "attn_norm": ComputeCost(fixed=2e-6),
-        "attention": ComputeCost(2e-6, 0.3e-6, 10e-6, 1e-9),
-        "attn_reduce": CommCost(20e-6, 1e-10, 14336),
-        "mlp_norm": ComputeCost(fixed=2e-6),
-        "mlp": ComputeCost(1 / 3e6, per_token=1e-6 / 7),
-        "mlp_reduce": CommCost(20e-6, 1e-10, 14336),
-        "final_norm": ComputeCost(),
-    }
-    values: dict[str, Any] = {
-        "provenance": make_provenance(),
-        "program": describe_program(record_toy(layers=3)),
-        "ops": {**costs, **(ops or {})},
-        "contention": {"compute": 1.1, "comm": 1},
-        "host": HostCost(issue=5e-6, computes=True, unsplit=-1e-3, split=2e-3),
-        "errors": {"mlp": 0.03},
-        "split_error": 0.02,
-    }
-    return CostTable(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -306,7 +271,7 @@ def test_the_digest_of_a_file_stays_when_costs_get_new_fields() -> None:
 
 
 def test_digests_do_not_depend_on_the_process() -> None:
-    code = "from tests.planner.costs.test_cost_table import make_table; print(make_table().digest)"
+    code = "from tests.support.planner.cost_tables import make_table; print(make_table().digest)"
     root = str(Path(__file__).parents[3])
     env = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

@@ -16,9 +16,8 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_feat
 from dbo_runtime.planner.costs.fit import fit_costs
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.samples import Sample
+from tests.support.planner.measurements import HINGE, LINE, PROMPTS, REDUCE, SIZES, measure
 
-SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-PROMPTS = tuple(measure_features([size], ()) for size in SIZES)
 # As calibration measures: requests of many lengths, one as long as can be, and some with a context, without which new
 # and cached pairs cannot be distinguished.
 MIXED = (
@@ -28,19 +27,10 @@ MIXED = (
 )
 UNSEEN = (measure_features([3000], ()), measure_features([512, 700], [100, 0]), measure_features([1500], [1500]))
 
-LINE = ComputeCost(20e-6, 1e-6)
 FLAT = ComputeCost(50e-6)
-HINGE = ComputeCost(10e-6, 1e-6, weights=300e-6)
 MASKED = ComputeCost(20e-6, 1e-6, per_pair=1e-9, per_context_pair=1e-9)
 DENSE = ComputeCost(20e-6, 1e-6, per_pair=2e-9, per_context_pair=1e-9)
 MASKED_HINGE = replace(MASKED, weights=200e-6)
-REDUCE = CommCost(30e-6, 1e-10, 14336)
-
-
-def measure(cost: OpCost, features: Iterable[BatchFeatures], **sample: Any) -> list[Sample]:
-    """Return one sample a load, as exact as they come."""
-    lane = "comm" if isinstance(cost, CommCost) else "compute"
-    return [Sample("op", lane, features, cost.time(features), **sample) for features in features]
 
 
 def measure_badly(cost: OpCost, features: Iterable[BatchFeatures], noise: float, seed: int = 0) -> list[Sample]:

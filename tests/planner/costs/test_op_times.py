@@ -12,9 +12,9 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CommCost, ComputeCost, CostTable
 from dbo_runtime.planner.costs.op_times import OpTimes
-from tests.planner.machines import PROGRAM, make_table
-from tests.planner.priced_programs import THREE_LANES, layered_programs, steps, tables
-from tests.profiles import scale
+from tests.support.planner.machines import PROGRAM, make_table
+from tests.support.planner.priced_programs import THREE_LANES, layered_programs, steps, tables
+from tests.support.profiles import scale
 
 
 class Priced(NamedTuple):

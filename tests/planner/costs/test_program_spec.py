@@ -28,8 +28,8 @@ from dbo_runtime.planner.costs.program_spec import (
     describe_program,
     repeat_runs,
 )
-from tests.programs import record_chain, record_three_lanes, record_toy
-from tests.strategies import programs
+from tests.support.programs import record_chain, record_three_lanes, record_toy
+from tests.support.strategies import programs
 
 
 def do_nothing(*_: Any) -> None:

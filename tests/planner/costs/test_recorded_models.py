@@ -18,7 +18,8 @@ from dbo_runtime.planner.costs.cost_file import format_costs, parse_costs
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.search.few_layers import keep_few_layers
-from tests.planner.costs.recorded_models import (
+from tests.support.planner.machines import make_table
+from tests.support.planner.recorded_models import (
     Collectives,
     Form,
     Part,
@@ -27,8 +28,7 @@ from tests.planner.costs.recorded_models import (
     make_encoder,
     record_forms,
 )
-from tests.planner.machines import make_table
-from tests.planner.shop import do_nothing
+from tests.support.planner.shop import do_nothing
 
 ADAPTERS, ENCODERS = list_adapters(), list_encoders()
 

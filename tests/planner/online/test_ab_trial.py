@@ -27,7 +27,7 @@ from dbo_runtime.planner.online.ab_trial import (
 )
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
 from dbo_runtime.planner.online.prediction import Prediction
-from tests.profiles import scale
+from tests.support.profiles import scale
 
 KIND = ("prefill", 2)
 GAINS = Prediction(1.0, 0.9, 2, 0.05)

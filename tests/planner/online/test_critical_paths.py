@@ -18,9 +18,9 @@ from dbo_runtime.planner.online.critical_paths import CriticalPaths, list_differ
 from dbo_runtime.planner.online.durations import DurationLayout, Vector
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.simulation import predict_timeline
-from tests.planner.priced_programs import Layered, layered
-from tests.planner.shop import do_nothing
-from tests.profiles import scale
+from tests.support.planner.priced_programs import Layered, layered
+from tests.support.planner.shop import do_nothing
+from tests.support.profiles import scale
 
 
 class Timed(NamedTuple):

@@ -20,9 +20,9 @@ from dbo_runtime.planner.online.cuts import (
     measure_batch,
     measure_slices,
 )
-from tests.planner.costs.test_cost_table import make_table
-from tests.programs import record_toy
-from tests.strategies import batches
+from tests.support.planner.cost_tables import make_table
+from tests.support.programs import record_toy
+from tests.support.strategies import batches
 
 TOKENS_ONLY = Density(1.0)
 MASKED, DENSE = Density(0.0, pair=1.0, context_pair=1.0), Density(0.0, pair=2.0, context_pair=1.0)

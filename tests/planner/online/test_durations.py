@@ -16,8 +16,8 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable, HostCost
 from dbo_runtime.planner.online.durations import RESOLUTION, DurationLayout, DurationTables, stack_features
-from tests.planner.priced_programs import MICROSECONDS, THREE_LANES, layered_programs, steps, tables
-from tests.profiles import scale
+from tests.support.planner.priced_programs import MICROSECONDS, THREE_LANES, layered_programs, steps, tables
+from tests.support.profiles import scale
 
 
 class Priced(NamedTuple):

@@ -18,10 +18,10 @@ from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from tests.planner.machines import BYTES, make_table
-from tests.planner.online.prepared_machines import FEW_STATES, LIMITS, MACHINES, PreparedMachine, draw_batch
-from tests.profiles import scale
-from tests.programs import record_dense_and_experts
+from tests.support.planner.machines import BYTES, make_table
+from tests.support.planner.prepared_machines import FEW_STATES, LIMITS, MACHINES, PreparedMachine, draw_batch
+from tests.support.profiles import scale
+from tests.support.programs import record_dense_and_experts
 
 COSTS: dict[str, OpCost] = {
     "attention": ComputeCost(5e-6, 0.4e-6, per_pair=2e-11, per_context_pair=2e-11),

@@ -13,8 +13,8 @@ from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT, UNSPLIT
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from tests.planner.machines import BYTES, PROGRAM, make_table
-from tests.planner.online.prepared_machines import make_side
+from tests.support.planner.machines import BYTES, PROGRAM, make_table
+from tests.support.planner.prepared_machines import make_side
 
 PROMPT = Batch((4096,), 4096)
 QUICK = RuntimeConfig(micro_batches=2, policy=("alternate", 0))

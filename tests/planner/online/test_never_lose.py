@@ -12,7 +12,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.planner.costs.op_cost import OpCost
 from dbo_runtime.planner.online.planner import Planner
-from tests.planner.machines import PROGRAM, Machine, compute_gain, list_machines, make_table
+from tests.support.planner.machines import PROGRAM, Machine, compute_gain, list_machines, make_table
 
 AUTO = RuntimeConfig()
 TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)

@@ -35,10 +35,10 @@ from dbo_runtime.planner.online.preparation import (
     list_useful,
 )
 from dbo_runtime.planner.online.shapes import list_shapes
-from tests.planner.machines import make_table
-from tests.planner.online.prepared_machines import FEW_STATES, LIMITS, MACHINES, PreparedMachine, draw_batch
-from tests.planner.priced_programs import steps
-from tests.profiles import scale
+from tests.support.planner.machines import make_table
+from tests.support.planner.prepared_machines import FEW_STATES, LIMITS, MACHINES, PreparedMachine, draw_batch
+from tests.support.planner.priced_programs import steps
+from tests.support.profiles import scale
 
 UNCERTAINTY = 0.2
 IN_TWO = RuntimeConfig(micro_batches=2)

@@ -28,10 +28,10 @@ from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.jobs import Job
 from dbo_runtime.planner.search.search import FoundOrder, find_order
-from tests.planner.online.prepared_machines import CONTENDED, CONTENDED_SIDE, FEW_STATES, MACHINES
-from tests.planner.online.served_orders import OrderJudge, draw_features
-from tests.planner.online.test_placements import record
-from tests.profiles import scale
+from tests.support.planner.placed_programs import record
+from tests.support.planner.prepared_machines import CONTENDED, CONTENDED_SIDE, FEW_STATES, MACHINES
+from tests.support.planner.served_orders import OrderJudge, draw_features
+from tests.support.profiles import scale
 
 CASES = [case.name for case in list_cases()]
 MAX_LOSS = 0.01

@@ -23,10 +23,10 @@ from dbo_runtime.planner.online.overlap_cost import (
     stack_shares,
 )
 from dbo_runtime.planner.online.simulation import predict_timeline
-from tests.planner.machines import PROGRAM, make_table, record_layers
-from tests.planner.priced_programs import THREE_LANES, TWO_LANES, Layered, layered
-from tests.planner.shop import do_nothing
-from tests.profiles import scale
+from tests.support.planner.machines import PROGRAM, make_table, record_layers
+from tests.support.planner.priced_programs import THREE_LANES, TWO_LANES, Layered, layered
+from tests.support.planner.shop import do_nothing
+from tests.support.profiles import scale
 
 COSTS = {"attention": ComputeCost(1.0), "reduce": CommCost(1.0, 0.0, 1.0)}
 FACTORS = st.sampled_from([1.0, 1.15, 1.5, 2.0, 3.0])

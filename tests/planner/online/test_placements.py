@@ -6,12 +6,10 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dbo_models.experts import record_experts
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.engine.executor import Executor, run_sequential
@@ -23,41 +21,11 @@ from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
 from dbo_runtime.planner.online.placements import list_placements
-from tests.programs import record_toy
+from tests.support.planner.placed_programs import record
+from tests.support.programs import record_toy
 
-LAYERS = 3
 LONGEST = 3e-4  # seconds
 MOE = {"gate", "experts", "merge"}
-
-
-def make_experts(may_move_to_side: bool, run: Callable[..., Any] = lambda fn: fn) -> SimpleNamespace:
-    """Return a mixture of experts on plain numbers; *run* wraps each part."""
-    parts: dict[str, Callable[..., Any]] = {
-        "gate": lambda x: x % 5,
-        "dispatch": lambda x, routing: (x * 3 + routing, routing),
-        "shared_experts": lambda x: x * 7,
-        "experts": lambda received: received * 11 + 1,
-        "combine": lambda routed, back: routed + back,
-        "merge": lambda routed, *shared: routed - sum(shared),
-    }
-    wrapped = {name: run(fn) for name, fn in parts.items()}
-    absent = dict.fromkeys(("exchanges_sizes", "is_fused", "is_sequence_parallel", "reduces_shared_experts"), False)
-    return SimpleNamespace(**absent, has_shared_experts=True, may_move_to_side=may_move_to_side, **wrapped)
-
-
-def record(may_move_to_side: bool = True, has_side: bool = True, run: Callable[..., Any] = lambda fn: fn) -> Program:
-    """Return a decoder of data parallel attention, with keys concurrent to queries, and a mixture of experts."""
-    p, experts = ProgramBuilder(has_side), make_experts(may_move_to_side, run)
-    x = p.input("x")
-    for index in range(LAYERS):
-        with p.layer(index):
-            keys = p.side("keys", run(lambda x: x + 1), x)
-            queries = p.compute("queries", run(lambda x: x * 2), x)
-            attended = p.compute("attention", run(lambda q, k: q * k % 1009), queries, keys, ordered=True)
-            x = p.compute(
-                "add", run(lambda x, routed: x + routed), attended, record_experts(p, experts, None, attended)
-            )
-    return p.build(x)
 
 
 def name_side_ops(program: Program) -> set[str]:

@@ -27,22 +27,16 @@ from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.search import ROUNDING
-from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit, record_layers, simulate_split
-from tests.profiles import scale
-from tests.strategies import batches
+from tests.support.planner.known_costs import COSTS
+from tests.support.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit, record_layers, simulate_split
+from tests.support.profiles import scale
+from tests.support.strategies import batches
 
 PROMPT = Batch((4096,), 4096)
 DECODES = Batch((1,) * 64, 0, context_lens=(1000,) * 64)
 AUTO = RuntimeConfig()
 ALWAYS = RuntimeConfig(mode="always")
 FEW_STATES = 1_000
-
-
-# A prompt of 4096 tokens computes for 830 us a layer, a fifth of it attention, and communicates for 430.
-COSTS: dict[str, OpCost] = {
-    "attention": ComputeCost(10e-6, 0.16e-6, 50e-6, 2e-11, 2e-11),
-    "reduce": CommCost(20e-6, 1e-4 / BYTES * 1e-3, BYTES),
-}
 
 
 BOTH = pytest.mark.parametrize("kind", [SearchingPlanner, Planner], ids=["searching", "prepared"])

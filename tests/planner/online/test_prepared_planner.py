@@ -33,8 +33,8 @@ from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.online.step_memory import MAX_CLASSES
-from tests.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit
-from tests.planner.online.prepared_machines import (
+from tests.support.planner.machines import BYTES, PROGRAM, make_table, measure_unsplit
+from tests.support.planner.prepared_machines import (
     FEW_STATES,
     LIMITS,
     MACHINES,
@@ -42,9 +42,9 @@ from tests.planner.online.prepared_machines import (
     draw_batch,
     make_alike,
 )
-from tests.planner.online.served_orders import draw_prompts
-from tests.profiles import scale
-from tests.strategies import batches
+from tests.support.planner.served_orders import draw_prompts
+from tests.support.profiles import scale
+from tests.support.strategies import batches
 
 AUTO = RuntimeConfig(probation=False)
 ALWAYS = RuntimeConfig(mode="always")

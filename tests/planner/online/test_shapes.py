@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.planner.online.shapes import SMALLEST_STEP, ServingLimits, list_shapes
-from tests.profiles import scale
+from tests.support.profiles import scale
 
 SIZES = st.integers(1, 40) | st.integers(41, 20_000)
 LIMITS = st.builds(ServingLimits, SIZES, st.integers(1, 600), SIZES)

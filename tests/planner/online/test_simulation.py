@@ -19,10 +19,10 @@ from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.online.simulation import predict_timeline
-from tests.forward_pass import pass_forward
-from tests.planner.shop import do_nothing
-from tests.profiles import scale
-from tests.strategies import Case, cases
+from tests.support.forward_pass import pass_forward
+from tests.support.planner.shop import do_nothing
+from tests.support.profiles import scale
+from tests.support.strategies import Case, cases
 
 LANES = ("compute", "comm", "aux")
 FACTORS = st.fixed_dictionaries({lane: st.sampled_from([1.0, 1.25, 1.5, 2.0, 4.0]) for lane in LANES})

@@ -11,7 +11,7 @@ from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import DOUBTED_CONTENTION, make_worst_cases
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from tests.planner.machines import BYTES, PROGRAM, make_table, record_layers
+from tests.support.planner.machines import BYTES, PROGRAM, make_table, record_layers
 
 PROMPT = Batch((4096,), 4096)
 IN_TWO = RuntimeConfig(micro_batches=2, policy=("alternate", 0), probation=False)

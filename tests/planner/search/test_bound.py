@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job, Operation, make_jobs
-from tests.planner.shop import Shop, chain_shops, find_least_end, share_chain, shops
-from tests.profiles import scale
+from tests.support.planner.shop import Shop, chain_shops, find_least_end, share_chain, shops
+from tests.support.profiles import scale
 
 
 def calculate_bound(shop: Shop) -> float:

@@ -16,9 +16,9 @@ from dbo_runtime.planner.search.few_layers import keep_few_layers
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import MIN_EQUAL_LAYERS, PeriodicOrder, PeriodSearch, find_periods
 from dbo_runtime.planner.search.search import find_order
-from tests.planner.search.orders import measure_order
-from tests.planner.shop import do_nothing, record_chain
-from tests.profiles import scale
+from tests.support.planner.orders import measure_order
+from tests.support.planner.shop import do_nothing, record_chain
+from tests.support.profiles import scale
 
 LAYERS = 40
 MAX_STATES = 3_000

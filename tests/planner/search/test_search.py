@@ -20,9 +20,9 @@ from dbo_runtime.ir.validate import validate
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job, make_jobs
 from dbo_runtime.planner.search.search import find_order, issue_early
-from tests.planner.search.orders import measure_order, order_greedily
-from tests.planner.shop import Layer, Shop, do_nothing, find_least_end, share_chain, shops, simulate_order
-from tests.profiles import scale
+from tests.support.planner.orders import measure_order, order_greedily
+from tests.support.planner.shop import Layer, Shop, do_nothing, find_least_end, share_chain, shops, simulate_order
+from tests.support.profiles import scale
 
 LAYERS = 8
 LARGE = 61  # layers of DeepSeek-V3

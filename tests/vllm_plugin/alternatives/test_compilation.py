@@ -26,12 +26,12 @@ from dbo_runtime.vllm_plugin.alternatives.compilation import (
     OpCompiler,
     check_compilation,
 )
-from tests.programs import record_toy
-from tests.vllm_plugin.engine import Engine, find_difference, make_prompt
-from tests.vllm_plugin.engines import TINY, Engines, share_cores
-from tests.vllm_plugin.families import find_backend, make_family
-from tests.vllm_plugin.thread_ranks import ThreadGroup, ThreadRanks
-from tests.vllm_plugin.vision_families import QWEN3, make_requests, make_vision_family
+from tests.support.programs import record_toy
+from tests.support.vllm.engine import Engine, find_difference, make_prompt
+from tests.support.vllm.engines import TINY, Engines, share_cores
+from tests.support.vllm.families import find_backend, make_family
+from tests.support.vllm.thread_ranks import ThreadGroup, ThreadRanks
+from tests.support.vllm.vision_families import QWEN3, make_requests, make_vision_family
 
 SETTINGS = {"DBO_COMPILE": "1"}
 CHECKED = {"DBO_MODE": "always", "DBO_CHECK": "1"}

@@ -21,11 +21,11 @@ from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.vllm_plugin.alternatives import generic
 from dbo_runtime.vllm_plugin.alternatives.generic import Coroutine, GenericAdapter
 from dbo_runtime.vllm_plugin.parallel.stage import Stage, name_results
-from tests.vllm_plugin.end_to_end.test_equivalence import run_cut
-from tests.vllm_plugin.end_to_end.test_families import PREFILL_CUTS, PROMPTS, assert_split_answers_as_unsplit
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import find_backend, make_family
+from tests.support.vllm.engine import Engine
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import run_cut
+from tests.support.vllm.families import find_backend, make_family
+from tests.support.vllm.family_checks import PREFILL_CUTS, PROMPTS, assert_split_answers_as_unsplit
 
 LAYERS, RANKS = 3, 2
 PARTS = (slice(0, 2), slice(2, 5))  # of five tokens

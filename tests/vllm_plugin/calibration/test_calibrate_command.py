@@ -19,7 +19,7 @@ from dbo_runtime.config import ENABLE
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.vllm_plugin.calibration.calibrate_command import EXTENSION
 from dbo_runtime.vllm_plugin.calibration.report import Report
-from tests.vllm_plugin.engines import TINY
+from tests.support.vllm.engines import TINY
 
 OPTIONS = {
     "dtype": "float32",

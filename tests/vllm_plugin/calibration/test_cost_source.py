@@ -33,11 +33,19 @@ from dbo_runtime.vllm_plugin.calibration.step_fit import compute_split_error, fi
 from dbo_runtime.vllm_plugin.install import worker_setup
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.warm_up import Phase
-from tests.planner.machines import make_table, record_layers
-from tests.planner.online.test_planner import COSTS
-from tests.vllm_plugin.costs import FEW_SHAPES, Lines, calibrate_few, forget_costs, get_costs, make_planner, measure_few
-from tests.vllm_plugin.engine import Engine, make_prompt
-from tests.vllm_plugin.engines import TINY, find_transport
+from tests.support.planner.known_costs import COSTS
+from tests.support.planner.machines import make_table, record_layers
+from tests.support.vllm.costs import (
+    FEW_SHAPES,
+    Lines,
+    calibrate_few,
+    forget_costs,
+    get_costs,
+    make_planner,
+    measure_few,
+)
+from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.engines import TINY, find_transport
 
 PROMPTS = [make_prompt(150, 1), make_prompt(150, 2)]
 REMEDY = "python -m dbo_runtime calibrate"

@@ -25,7 +25,7 @@ from dbo_runtime.vllm_plugin.calibration.measurement import StepSample
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
 from dbo_runtime.vllm_plugin.calibration.step_fit import find_issue, fit_steps
 from dbo_runtime.vllm_plugin.calibration.timeline_samples import measure_late, read_samples
-from tests.planner.machines import make_table, record_layers
+from tests.support.planner.machines import make_table, record_layers
 
 LAYERS = 20
 PROGRAM = record_layers(LAYERS, ("norm", "attention", "reduce"))

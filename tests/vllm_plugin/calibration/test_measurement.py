@@ -20,18 +20,12 @@ from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 from dbo_runtime.vllm_plugin.calibration import measurement
 from dbo_runtime.vllm_plugin.calibration.budget import MAX_REPEATS, choose_repeats, expect_round
-from dbo_runtime.vllm_plugin.calibration.measurement import (
-    Measurements,
-    merge_ranks,
-    overlaps_itself,
-)
+from dbo_runtime.vllm_plugin.calibration.measurement import merge_ranks, overlaps_itself
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
-from tests.vllm_plugin.costs import FEW_SHAPES, measure_few
-from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.support.vllm.costs import FEW_SHAPES, measure_few
+from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.measurements import assert_complete
 
-IN_TURNS = {shape.measure_parts(shape.cuts[0]) for shape in FEW_SHAPES}
-MODES = ("unsplit", "sequential", "alternate")
-ALONE = {shape.measure_parts(cut) for shape in FEW_SHAPES for cut in shape.cuts}
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate((40, 23, 61))]
 
 limits = st.builds(
@@ -47,25 +41,6 @@ shapes = st.builds(Shape, st.integers(1, 9), st.integers(1, 40), st.integers(0, 
 
 def name_ops(program: Program) -> Counter[str]:
     return Counter(op.name for op in program.ops)
-
-
-def assert_complete(found: Measurements, ops: Counter[str]) -> None:
-    """Assert that there are runs of all ops and steps, and of each op some alone at every load."""
-    expected = Counter(dict.fromkeys(MODES, len(FEW_SHAPES) * MAX_REPEATS))
-    assert Counter(step.mode for step in found.steps) == expected
-    loads = {mode: {step.loads for step in found.steps if step.mode == mode} for mode in MODES}
-    assert loads == {
-        "unsplit": {(s.measure_features(),) for s in FEW_SHAPES},
-        "sequential": ALONE,
-        "alternate": IN_TURNS,
-    }
-    assert all(step.seconds > step.idle >= 0 for step in found.steps)
-    assert all(step.idle == 0 for step in found.steps if step.mode == "unsplit")
-    assert {sample.op for sample in found.samples} == set(ops)
-    parts = {part for loads in ALONE for part in loads}
-    for op in ops:
-        assert {sample.features for sample in found.samples if sample.op == op and sample.concurrent == 0} == parts
-    assert all(0 <= sample.concurrent <= sample.seconds for sample in found.samples)
 
 
 @given(limits)

@@ -15,7 +15,7 @@ from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_context, check_prefix_cache
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from tests.profiles import scale
+from tests.support.profiles import scale
 
 CPU = get_platform("cpu")
 

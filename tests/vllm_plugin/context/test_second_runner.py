@@ -18,7 +18,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.metadata import read_block_table
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
-from tests.vllm_plugin.context.test_splitter import (
+from tests.support.vllm.splitters import (
     COMPUTED,
     QUERY_LENS,
     TOKENS,

@@ -14,7 +14,7 @@ from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.metadata import slice_common_metadata
 from dbo_runtime.vllm_plugin.context.states import check_drafts, check_starts, keep_places, slice_arguments
-from tests.vllm_plugin.context.test_splitter import cut, make_common
+from tests.support.vllm.splitters import cut, make_common
 
 REASON = "a prompt starts with as few tokens as a decode, in a model with linear attention"
 

@@ -32,7 +32,7 @@ from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.failures import FAILED, FAILED_STEP
-from tests.vllm_plugin.engines import Engines
+from tests.support.vllm.engines import Engines
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ("qwen2.5", "qwen3")
@@ -42,7 +42,7 @@ ALWAYS = RuntimeConfig(enabled=True, mode="always")
 
 def compare_on_ranks(engines: Engines, ranks: int, *arguments: Any) -> list[dict[str, Any]]:
     """Let ranks that share an encoder run batches of images, and return what each of them reports."""
-    from tests.vllm_plugin.encoder_ranks import compare_on_rank  # and with it vLLM's models
+    from tests.support.vllm.encoder_ranks import compare_on_rank  # and with it vLLM's models
 
     return engines.run(ranks, compare_on_rank, ranks, *arguments)
 

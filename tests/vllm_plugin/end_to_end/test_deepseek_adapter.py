@@ -19,7 +19,7 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.render import parse, render
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
-from tests.vllm_plugin.engine import Engine
+from tests.support.vllm.engine import Engine
 
 GOLDEN = Path(__file__).with_name("golden") / "deepseek_2_alternate.txt"
 LAYERS = 3

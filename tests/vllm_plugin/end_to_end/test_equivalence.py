@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import numpy as np
 import pytest
 
 from examples.tiny_tasks import held_out
-from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
-
-CLOSE = 1e-4  # of log-probabilities in fp32, where the shapes of matrix products differ
-LENGTHS = (96, 64, 160, 128, 80)
-BOUNDARIES = list(accumulate(LENGTHS))[:-1]
-PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-
-
-def run_unsplit(
-    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 1, arrive: Sequence[int] = ()
-) -> list[Answer]:
-    engine.configure(DBO_MODE="off")
-    try:
-        return engine.generate(prompts, tokens, arrive)
-    finally:
-        engine.configure(DBO_MODE="always")
-
-
-def get_unsplit(
-    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 1, arrive: Sequence[int] = ()
-) -> list[Answer]:
-    """Return what `run_unsplit` returns, of an earlier test if there was one: many cuts are compared with the same."""
-    asked = repr((prompts, tokens, arrive))
-    if asked not in engine.known:
-        engine.known[asked] = run_unsplit(engine, prompts, tokens, arrive)
-    engine.configure(DBO_MODE="always")
-    return engine.known[asked]
-
-
-def run_cut(
-    engine: Engine,
-    cuts: Sequence[int],
-    prompts: Sequence[Sequence[int]],
-    tokens: int = 1,
-    arrive: Sequence[int] = (),
-) -> list[Answer]:
-    before = engine.count_split()
-    engine.cut_at(*cuts)
-    try:
-        answers = engine.generate(prompts, tokens, arrive)
-    finally:
-        engine.cut_by_settings()
-    assert engine.count_split() > before, "nothing was split, so nothing was compared"
-    return answers
-
-
-def assert_close(unsplit: list[Answer], split: list[Answer]) -> None:
-    assert [answer.tokens for answer in split] == [answer.tokens for answer in unsplit]
-    assert find_difference(unsplit, split) <= CLOSE
+from tests.support.vllm.engine import Answer, Engine, make_prompt
+from tests.support.vllm.equivalence import (
+    BOUNDARIES,
+    LENGTHS,
+    MIXED,
+    PROMPTS,
+    assert_close,
+    get_unsplit,
+    run_cut,
+    run_unsplit,
+)
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +27,6 @@ def unsplit_prefill(one_rank: Engine) -> list[Answer]:
 @pytest.fixture(scope="session")
 def unsplit_mixed(one_rank: Engine) -> list[Answer]:
     return run_unsplit(one_rank, PROMPTS, 6, MIXED)
-
-
-MIXED = (0, 0, 2, 2, 3)  # the later prompts arrive while the first are decoding
 
 
 @pytest.mark.parametrize("cut", BOUNDARIES)

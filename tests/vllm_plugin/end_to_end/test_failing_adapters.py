@@ -10,10 +10,10 @@ import pytest
 from dbo_models import dense, layers
 from dbo_runtime.vllm_plugin.api.versions import get_version
 from dbo_runtime.vllm_plugin.step.failures import FAILED, FAILED_STEP
-from tests.vllm_plugin.engine import make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.failing import MESSAGE, VARIABLE, fail
-from tests.vllm_plugin.families import make_family
+from tests.support.vllm.engine import make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.failing import MESSAGE, VARIABLE, fail
+from tests.support.vllm.families import make_family
 
 PROMPTS = [make_prompt(30, 1), make_prompt(40, 2)]
 OPTIONS = {"attention_backend": "CPU_ATTN", "enable_prefix_caching": False}
@@ -56,7 +56,7 @@ def test_the_model_is_served_unsplit_for_the_error_of_its_adapter(
 
 
 def test_ranks_whose_op_fails_decline_together(model: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {**OPTIONS, "worker_extension_cls": "tests.vllm_plugin.failing.Extension"}
+    options = {**OPTIONS, "worker_extension_cls": "tests.support.vllm.failing.Extension"}
     with engines.start(2, share_cores(), model, {VARIABLE: "op"}, **options) as engine:
         assert len(engine.generate(PROMPTS)) == 2
         declined = [found["declined"].get(FAILED_STEP) for found in engine.statistics()]

@@ -16,7 +16,7 @@ from dbo_runtime.engine.executor_cache import ExecutorCache
 from dbo_runtime.engine.runtime import Statistics
 from dbo_runtime.errors import SplitError
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.vllm_plugin.engine import Engine, find_difference, make_prompt
+from tests.support.vllm.engine import Engine, find_difference, make_prompt
 
 PROMPTS = [make_prompt(64, 1), make_prompt(64, 2)]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from dbo_runtime.adapters.registry import GROUP
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_unsplit
-from tests.vllm_plugin.end_to_end.test_expert_parallel import (
+from tests.support.vllm.engine import Engine
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.expert_parallel import (
     ARRIVALS,
     EDGES,
     FEW,
@@ -20,27 +21,17 @@ from tests.vllm_plugin.end_to_end.test_expert_parallel import (
     assert_split_is_close,
     generate,
 )
-from tests.vllm_plugin.engine import Engine, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import (
+from tests.support.vllm.families import (
     DEEPSEEK_V4,
-    FAMILIES,
     LINEAR_ATTENTION,
     MINIMAX_M3,
     SPARSE_ATTENTION,
     find_backend,
     make_family,
 )
-from tests.vllm_plugin.multimodal_families import INTERNVL, OMNI, make_internvl
-from tests.vllm_plugin.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
-
-# The tutorial's adapter, or none; test_linear_attention.py; and tests/ascend/test_sparse_attention.py.
-ELSEWHERE = {"GraniteForCausalLM", *LINEAR_ATTENTION, *SPARSE_ATTENTION}
-OURS = tuple(name for name in FAMILIES if name not in ELSEWHERE)
-LENGTHS = (96, 64, 160, 128, 80)
-PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-PREFILL_CUTS = [(96,), (320,), (17,), (263,), (96, 160, 320), (132, 264, 396)]
-MIXED_CUTS = [(1,), (2, 4), (40,), (2, 162)]
+from tests.support.vllm.family_checks import OURS, assert_split_answers_as_unsplit
+from tests.support.vllm.multimodal_families import INTERNVL, OMNI, make_internvl
+from tests.support.vllm.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 
 
 @pytest.fixture(scope="module", params=OURS)
@@ -51,19 +42,6 @@ def family(
     options = {"enable_prefix_caching": False, "attention_backend": find_backend(request.param)}
     with engines.start(2, share_cores(), model, **options) as engine:
         yield engine
-
-
-def assert_split_answers_as_unsplit(engine: Engine) -> None:
-    """Compare prefills, and steps that mix prefill and decode, at several cuts."""
-    unsplit = run_unsplit(engine, PROMPTS)
-    for cuts in PREFILL_CUTS:
-        assert_close(unsplit, run_cut(engine, cuts, PROMPTS))
-    mixed = run_unsplit(engine, PROMPTS, 6, MIXED)
-    for cuts in MIXED_CUTS:
-        assert_close(mixed, run_cut(engine, cuts, PROMPTS, 6, MIXED))
-    engine.configure(DBO_CHECK="races")  # which says nothing of what is right
-    assert_close(mixed, run_cut(engine, MIXED_CUTS[1], PROMPTS, 6, MIXED))
-    engine.configure()
 
 
 @pytest.mark.vllm

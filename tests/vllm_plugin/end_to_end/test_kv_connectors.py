@@ -11,21 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.vllm_plugin.costs import calibrate_few
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, PROMPTS, assert_close
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, generate
-from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
-from tests.vllm_plugin.engines import TINY, Engines, share_cores
-from tests.vllm_plugin.layer_events import ATTEND, SAVE, WAIT, Event
-from tests.vllm_plugin.ranks import Ranks
+from tests.support.vllm.costs import calibrate_few
+from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
+from tests.support.vllm.engines import TINY, Engines, share_cores
+from tests.support.vllm.equivalence import MIXED, PROMPTS, assert_close
+from tests.support.vllm.expert_parallel import ARRIVALS, generate
+from tests.support.vllm.layer_events import ATTEND, SAVE, WAIT, Event
+from tests.support.vllm.ranks import Ranks
 
 RECORDER = {
     "kv_transfer_config": {
         "kv_connector": "LayerRecorder",
-        "kv_connector_module_path": "tests.vllm_plugin.layer_recorder",
+        "kv_connector_module_path": "tests.support.vllm.layer_recorder",
         "kv_role": "kv_both",
     },
-    "worker_extension_cls": "tests.vllm_plugin.layer_recorder.Extension",
+    "worker_extension_cls": "tests.support.vllm.layer_recorder.Extension",
     "enable_prefix_caching": False,  # what is asked again is computed again
     "max_num_batched_tokens": 512,  # the prompts of test_equivalence are in two steps
 }

@@ -18,16 +18,16 @@ from dbo_runtime.observe.logs import open_log
 from dbo_runtime.vllm_plugin.api.kv_caches import list_caches
 from dbo_runtime.vllm_plugin.context import splitter
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
-from tests.ascend.jobs import cut_at_boundaries
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, run_cut, run_unsplit
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, EDGES, generate
-from tests.vllm_plugin.end_to_end.test_qwen_vl import KINDS, ask, count_encoder
-from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS as PICTURES
-from tests.vllm_plugin.engine import Answer, Engine, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import LINEAR_ATTENTION, make_family
-from tests.vllm_plugin.ranks import Ranks
-from tests.vllm_plugin.vision_families import QWEN35, QWEN35_MOE, make_requests, make_vision_family
+from tests.support.ascend.jobs import cut_at_boundaries
+from tests.support.vllm.engine import Answer, Engine, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import MIXED, run_cut, run_unsplit
+from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, EDGES, generate
+from tests.support.vllm.families import LINEAR_ATTENTION, make_family
+from tests.support.vllm.picture_requests import KINDS, ask, count_encoder
+from tests.support.vllm.picture_requests import OPTIONS as PICTURES
+from tests.support.vllm.ranks import Ranks
+from tests.support.vllm.vision_families import QWEN35, QWEN35_MOE, make_requests, make_vision_family
 
 pytestmark = pytest.mark.vllm
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from tests.vllm_plugin.end_to_end.test_equivalence import PROMPTS, assert_close
-from tests.vllm_plugin.engine import Answer, Engine, find_difference
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import LAYERS, make_family
+from tests.support.vllm.engine import Answer, Engine, find_difference
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import PROMPTS, assert_close
+from tests.support.vllm.families import make_family
+from tests.support.vllm.lora import make_lora
 
-RANK = 4
-HIDDEN, INTERMEDIATE, QUERIES, KEYS = 128, 256, 128, 64
-SHAPES = {  # of the projections that adapters change: inputs and outputs
-    "self_attn.q_proj": (HIDDEN, QUERIES),
-    "self_attn.k_proj": (HIDDEN, KEYS),
-    "self_attn.v_proj": (HIDDEN, KEYS),
-    "self_attn.o_proj": (QUERIES, HIDDEN),
-    "mlp.gate_proj": (HIDDEN, INTERMEDIATE),
-    "mlp.up_proj": (HIDDEN, INTERMEDIATE),
-    "mlp.down_proj": (INTERMEDIATE, HIDDEN),
-}
 USED = (1, None, 2, 2, 1)  # adapter of each of PROMPTS
 CUTS = [(96,), (96, 320), (17, 263), (300,)]  # where adapters change; inside requests
 ARRIVE = (0, 0, 1, 2, 3)
@@ -52,22 +38,6 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         for number in set(USED) - {None}
     }
     return [known.get(number) for number in USED]
-
-
-def make_lora(folder: Path, seed: int) -> Path:
-    """Write an adapter of random weights that changes every projection, in PEFT's form."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(LAYERS):
-        for name, (inputs, outputs) in SHAPES.items():
-            prefix = f"base_model.model.model.layers.{layer}.{name}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) / RANK**0.5
-    save_file(weights, folder / "adapter_model.safetensors")
-    projections = [name.partition(".")[2] for name in SHAPES]
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": projections, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
 
 
 def generate(engine: Engine, loras: list[Any], tokens: int, **settings: str) -> list[Answer]:

@@ -12,18 +12,10 @@ import dbo_runtime
 from dbo_runtime.lab.trace.trace_file import read_trace
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.cost_file import load_costs
-from tests.vllm_plugin.costs import calibrate_few, forget_costs, get_costs
-from tests.vllm_plugin.end_to_end.test_equivalence import (
-    BOUNDARIES,
-    MIXED,
-    PROMPTS,
-    assert_close,
-    get_unsplit,
-    run_cut,
-    run_unsplit,
-)
-from tests.vllm_plugin.engine import Engine, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
+from tests.support.vllm.costs import calibrate_few, forget_costs, get_costs
+from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut, run_unsplit
 
 STAGES = 2
 LAYERS = ({0, 1}, {2})  # of the tiny model, as vLLM shares them out

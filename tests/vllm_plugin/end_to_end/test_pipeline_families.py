@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from dbo_runtime.observe.timeline import Timeline
-from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, assert_close, run_cut, run_unsplit
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, EDGES, FEW, LONG, assert_split_is_close
-from tests.vllm_plugin.end_to_end.test_families import MIXED_CUTS, OURS, PROMPTS, assert_split_answers_as_unsplit
-from tests.vllm_plugin.end_to_end.test_qwen_vl import OPTIONS, ask
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import find_backend, make_family
-from tests.vllm_plugin.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
+from tests.support.vllm.costs import calibrate_few, forget_costs
+from tests.support.vllm.engine import Engine
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import MIXED, assert_close, run_cut, run_unsplit
+from tests.support.vllm.expert_parallel import ARRIVALS, EDGES, FEW, LONG, assert_split_is_close
+from tests.support.vllm.families import find_backend, make_family
+from tests.support.vllm.family_checks import MIXED_CUTS, OURS, PROMPTS, assert_split_answers_as_unsplit
+from tests.support.vllm.picture_requests import OPTIONS, ask
+from tests.support.vllm.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -112,7 +112,7 @@ def test_a_stage_that_is_declined_keeps_no_other_from_splitting(
     Without the barrier, torch would notice only at the next communicator between stages.
     """
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    extension = "tests.vllm_plugin.declining.Extension"
+    extension = "tests.support.vllm.declining.Extension"
     with start_family(engines, "LlamaForCausalLM", tmp_path, ranks=2, worker_extension_cls=extension) as engine:
         unsplit = run_unsplit(engine, PROMPTS, 4, MIXED)
         assert_close(unsplit, engine.generate(PROMPTS, 4, MIXED))

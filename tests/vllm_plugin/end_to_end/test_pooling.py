@@ -15,9 +15,9 @@ import pytest
 import torch
 from vllm.config import PoolerConfig
 
-from tests.vllm_plugin.engine import Engine, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.pooling import OPTIONS, make_pooling, pool, pool_cut, pool_unsplit
+from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.pooling import OPTIONS, make_pooling, pool, pool_cut, pool_unsplit
 
 CLOSE = 1e-5  # of what is pooled in fp32, where a request is cut inside, or ranks sum
 LENGTHS = (40, 33, 57, 20)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.vllm_plugin.end_to_end.test_equivalence import assert_close, run_cut, run_unsplit
-from tests.vllm_plugin.engine import Answer, Engine, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.multimodal_families import make_omni
-from tests.vllm_plugin.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_requests, make_vision_family
+from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import assert_close, run_cut, run_unsplit
+from tests.support.vllm.multimodal_families import make_omni
+from tests.support.vllm.picture_requests import KINDS, OPTIONS, ask, count_encoder
+from tests.support.vllm.vision_families import QWEN3, QWEN3_MOE, QWEN25, make_requests, make_vision_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-KINDS = (1, 3, 0, 2, 1)  # pictures of each request: text only and mixed, too
-OPTIONS = {
-    "attention_backend": "CPU_ATTN",
-    "enable_prefix_caching": False,
-    "limit_mm_per_prompt": {"image": 3, "video": 0},
-    "mm_processor_cache_gb": 0,
-    "max_model_len": 512,
-}
 
 
 @pytest.fixture(scope="module", params=[QWEN25, QWEN3, QWEN3_MOE])
@@ -33,22 +24,6 @@ def multimodal(
     model = make_vision_family(request.param, tmp_path_factory.mktemp(request.param))
     with engines.start(2, share_cores(), model, **OPTIONS) as engine:
         yield engine
-
-
-def count_encoder(engine: Engine) -> int:
-    """Return how many forwards of the encoder were split so far; all ranks must agree."""
-    counts = {rank["split"] for rank in engine.llm.collective_rpc("dbo_encoder_statistics")}
-    assert len(counts) == 1
-    return int(counts.pop())
-
-
-def ask(engine: Engine, requests: list[dict[str, Any]], **settings: Any) -> list[Answer]:
-    """Ask at once, so that decodes follow steps with images at their front, and again while others are answered."""
-    engine.configure(**settings)
-    try:
-        return engine.generate(requests, tokens=3) + engine.generate(requests, tokens=4, arrive=(0, 0, 0, 1, 2))
-    finally:
-        engine.configure(DBO_MODE="always")
 
 
 def test_split_steps_and_encoders_answer_as_unsplit_ones(multimodal: Engine) -> None:

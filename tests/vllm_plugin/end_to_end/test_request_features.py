@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_plugin.end_to_end.test_equivalence import CLOSE, PROMPTS
-from tests.vllm_plugin.engine import Engine, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.families import make_family
+from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import CLOSE, PROMPTS
+from tests.support.vllm.families import make_family
 
 SCHEMA = {"enum": ["even", "odd", {"sure": True}, {"sure": False}]}
 CUTS = [(96,), (17, 263)]  # at a boundary of requests; inside two of them

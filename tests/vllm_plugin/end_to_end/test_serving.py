@@ -11,11 +11,11 @@ import pytest
 
 from examples.tiny_pictures import held_out as held_out_pictures
 from examples.tiny_tasks import held_out
-from tests.observe.trace_folders import check_traces
-from tests.vllm_plugin.engines import TINY, find_transport, share_cores
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.server import serve
-from tests.vllm_plugin.vision_families import TINY as TINY_VISION
+from tests.support.observe.trace_folders import check_traces
+from tests.support.vllm.engines import TINY, find_transport, share_cores
+from tests.support.vllm.families import make_family
+from tests.support.vllm.server import serve
+from tests.support.vllm.vision_families import TINY as TINY_VISION
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

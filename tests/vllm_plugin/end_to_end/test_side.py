@@ -1,7 +1,7 @@
 """A second compute lane, end to end: latent attention's keys concurrent with its queries, in split steps and in others.
 
 On a CPU that lane is the thread of the first: what is proven here is what is declared, and how steps come to it.
-Streams run at the same time in tests/standin_cann/test_side_lane.py and tests/ascend/test_side.py.
+Streams run at the same time in tests/standin/cann/test_side_lane.py and tests/ascend/test_side.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from dbo_runtime.observe.timeline import Timeline
-from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.end_to_end.test_equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut
-from tests.vllm_plugin.end_to_end.test_expert_parallel import ARRIVALS, BATCHES, run_prompts
-from tests.vllm_plugin.engine import Answer, Engine, find_difference, make_prompt
-from tests.vllm_plugin.engines import Engines, share_cores
-from tests.vllm_plugin.ranks import Ranks
-from tests.vllm_plugin.step.test_planned_steps import set_transport
+from tests.support.vllm.costs import calibrate_few, forget_costs
+from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
+from tests.support.vllm.engines import Engines, share_cores
+from tests.support.vllm.equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut
+from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, run_prompts
+from tests.support.vllm.ranks import Ranks
+from tests.support.vllm.transport import set_transport
 
 SIDE = {"DBO_SIDE": "on"}
 SETTINGS = [{"DBO_MODE": "auto", "DBO_SIDE": "on"}, {"DBO_SIDE": "on"}, {"DBO_SIDE": "off"}]  # the first does not cut

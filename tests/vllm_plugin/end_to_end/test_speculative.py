@@ -12,9 +12,9 @@ from vllm.forward_context import get_forward_context
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from examples.tiny_tasks import held_out
-from tests.ascend.mtp_layers import MTP, add_mtp_layer
-from tests.vllm_plugin.costs import calibrate_few, forget_costs
-from tests.vllm_plugin.drafters import (
+from tests.support.ascend.mtp_layers import MTP, add_mtp_layer
+from tests.support.vllm.costs import calibrate_few, forget_costs
+from tests.support.vllm.drafters import (
     NGRAM,
     draft_by_eagle,
     draft_by_eagle3,
@@ -22,15 +22,11 @@ from tests.vllm_plugin.drafters import (
     draft_by_model,
     draft_by_mtp,
 )
-from tests.vllm_plugin.end_to_end.test_expert_parallel import (
-    ARRIVALS,
-    assert_few_tokens_are_padded,
-    assert_split_is_close,
-)
-from tests.vllm_plugin.engine import Engine
-from tests.vllm_plugin.engines import NO_SETTINGS, TINY, Engines, share_cores
-from tests.vllm_plugin.families import make_family
-from tests.vllm_plugin.speculation import (
+from tests.support.vllm.engine import Engine
+from tests.support.vllm.engines import NO_SETTINGS, TINY, Engines, share_cores
+from tests.support.vllm.expert_parallel import ARRIVALS, assert_few_tokens_are_padded, assert_split_is_close
+from tests.support.vllm.families import make_family
+from tests.support.vllm.speculation import (
     LENGTHS,
     MIXED,
     PROMPTS,

@@ -18,7 +18,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines
-from tests.vllm_plugin.step.test_unsupported import LORA, make_config
+from tests.support.vllm.configs import LORA, make_config
 
 pytestmark = pytest.mark.vllm
 
@@ -46,7 +46,7 @@ def test_a_command_whose_steps_are_split() -> None:
 
 def test_everything_that_prevents_splitting_is_listed_not_the_first_only() -> None:
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
-    module = "tests.vllm_plugin.layer_recorder"
+    module = "tests.support.vllm.layer_recorder"
     transfer = json.dumps({"kv_connector": "LayerRecorder", "kv_connector_module_path": module, "kv_role": "kv_both"})
     layout, *found = check(
         "--tensor-parallel-size=2",

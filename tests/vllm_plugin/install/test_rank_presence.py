@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.vllm_plugin.api.rank_store import announce_rank
 from dbo_runtime.vllm_plugin.install.rank_presence import require_all_ranks
-from tests.ports import find_free_ports
+from tests.support.ports import find_free_ports
 
 PATIENCE_SECONDS = 2.0
 

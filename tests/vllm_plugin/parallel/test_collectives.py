@@ -18,7 +18,7 @@ from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from tests.vllm_plugin.engines import Engines
+from tests.support.vllm.engines import Engines
 
 ROOT = Path(__file__).parents[3]
 CPU = get_platform("cpu")

@@ -23,7 +23,7 @@ from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.experts import SequenceParallelExperts, SplitExperts
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from tests.vllm_plugin.engine import Engine
+from tests.support.vllm.engine import Engine
 
 CPU, NPU = get_platform("cpu"), get_platform("npu")
 ONE = SimpleNamespace(world_size=1)

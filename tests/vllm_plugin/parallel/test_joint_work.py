@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM, whose groups it uses")
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import RankError
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
-from tests.vllm_plugin.thread_ranks import ThreadGroup, ThreadRanks
+from tests.support.vllm.thread_ranks import ThreadGroup, ThreadRanks
 
 MEETINGS = 3
 

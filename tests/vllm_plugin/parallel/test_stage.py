@@ -28,9 +28,9 @@ from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.support.split_forwards import assemble
-from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
-from tests.vllm_plugin.step.test_unsupported import make_config as make_vllm_config
+from tests.support.vllm.configs import make_config as make_vllm_config
+from tests.support.vllm.forwards import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
+from tests.support.vllm.split_forwards import assemble
 
 HANDED = ("hidden_states", "residual")
 FIRST, MIDDLE, LAST = (Stage(number, 3, range(2 * number, 2 * number + 2), HANDED) for number in range(3))

@@ -15,7 +15,7 @@ from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.step.decline_cache import MAX_REPEATS, MAX_SIZES, DeclineCache
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.vllm_plugin.step.test_forward import BATCH, EXPECTED, Model, Splitter, make_forward, run
+from tests.support.vllm.forwards import BATCH, EXPECTED, Model, Splitter, make_forward, run
 
 SIZE = BatchSize(tokens=8, requests=2, max_query_len=4)
 DECLINE = Decline("a reason")

@@ -16,7 +16,7 @@ from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.versions import get_version
 from dbo_runtime.vllm_plugin.step.failures import FAILED, FAILED_STEP, attempt, call_adapter, describe_error
-from tests.vllm_plugin.engines import Engines
+from tests.support.vllm.engines import Engines
 
 ALONE: Any = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0])
 PATIENCE = 2.0

@@ -11,7 +11,7 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.vllm_plugin.step.first_steps import COMPARED_STEPS, FirstSteps, name_class
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Lines, Model, Splitter, make_forward, run
+from tests.support.vllm.forwards import EXPECTED, ONE_RANK, Lines, Model, Splitter, make_forward, run
 
 
 def make_trial(model: Model, splitter: Splitter | None = None, **options: Any) -> tuple[SplitForward, Lines]:

@@ -16,7 +16,7 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.local_plan import FAILED, MAX_TEXT, LocalPlanner, ServedStep
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
-from tests.vllm_plugin.step.test_forward import EXPECTED, ONE_RANK, Model, Splitter, make_context, make_forward, run
+from tests.support.vllm.forwards import EXPECTED, ONE_RANK, Model, Splitter, make_context, make_forward, run
 
 EVERY = (
     IndexError("no such block"),

@@ -19,7 +19,7 @@ from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner
 from dbo_runtime.vllm_plugin.step.memory_profile import profile_split, run_both
 from dbo_runtime.vllm_plugin.step.rehearsal import copy_for_profile
 from dbo_runtime.vllm_plugin.step.warm_up import Phase
-from tests.vllm_plugin.engine import Engine
+from tests.support.vllm.engine import Engine
 
 GROUP = SimpleNamespace(world_size=1, rank_in_group=0)
 

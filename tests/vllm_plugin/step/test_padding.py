@@ -17,7 +17,7 @@ from dbo_runtime.vllm_plugin.api.forward_context import NO_SLOT, take_tokens
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.padding import drop_padding, pad_inputs
-from tests.vllm_plugin.step.test_forward import ONE_RANK, Model, Splitter, make_context, make_forward
+from tests.support.vllm.forwards import ONE_RANK, Model, Splitter, make_context, make_forward
 
 
 def make_program() -> Any:

@@ -18,14 +18,10 @@ from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.vllm_plugin.costs import (
-    Lines,
-    calibrate_few,
-    forget_costs,
-    make_planner,
-)
-from tests.vllm_plugin.end_to_end.test_equivalence import MIXED, PROMPTS, assert_close, run_unsplit
-from tests.vllm_plugin.engine import Engine, make_prompt
+from tests.support.vllm.costs import Lines, calibrate_few, forget_costs, make_planner
+from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.equivalence import MIXED, PROMPTS, assert_close, run_unsplit
+from tests.support.vllm.transport import set_transport
 
 PAIR = [make_prompt(64, 1), make_prompt(64, 2)]
 LOSING = 20e-3  # seconds that a split costs: a little more than is gained of the 23 ms in which PAIR communicates
@@ -281,10 +277,6 @@ def test_ranks_plan_and_learn_alike(two_ranks: Engine, tmp_path: Path) -> None:
         two_ranks.configure()
     assert first == second
     assert first[SPLIT] != 1.0
-
-
-def set_transport(worker: Any, transport: str) -> None:
-    worker.model_runner.get_model().forward.decider._transport = transport
 
 
 def plan_by_paying_costs(worker: Any) -> None:

@@ -44,10 +44,10 @@ from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.local_plan import FAILED
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 from dbo_runtime.vllm_plugin.step.warm_up import Phase
-from tests.planner.machines import make_table
-from tests.profiles import scale
-from tests.vllm_plugin.context.test_splitter import BLOCK, CONFIG, FakeBuilder, NeedsWidth, make_common, make_group
-from tests.vllm_plugin.context.test_splitter import _traced as _traced
+from tests.support.planner.machines import make_table
+from tests.support.profiles import scale
+from tests.support.vllm.splitters import BLOCK, CONFIG, FakeBuilder, NeedsWidth, make_common, make_group
+from tests.support.vllm.splitters import _traced as _traced
 
 EXAMPLES = max(150, scale(1000))
 ENGINE: Any = SimpleNamespace(**vars(CONFIG), cache_config=SimpleNamespace(mamba_cache_mode="none"))

@@ -12,7 +12,7 @@ from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.vllm_plugin.step import rehearsal
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.rehearsal import copy_for_profile, rehearse, try_split
-from tests.vllm_plugin.engine import Engine
+from tests.support.vllm.engine import Engine
 
 GROUP: Any = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0])
 

@@ -16,7 +16,7 @@ from dbo_runtime.vllm_plugin.step import forward as forward_module
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments, join_results
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.vllm_plugin.step.test_forward import EXPECTED, Lines, Model, Splitter, make_forward, run
+from tests.support.vllm.forwards import EXPECTED, Lines, Model, Splitter, make_forward, run
 
 TOKENS = 8
 PIECE = BatchSlice(0, 1, 2, 5)

@@ -12,8 +12,8 @@ from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
-from tests.vllm_plugin.step.test_forward import EXPECTED, Lines, Model, make_forward, run
-from tests.vllm_plugin.telemetry.test_metrics import scrape
+from tests.support.vllm.forwards import EXPECTED, Lines, Model, make_forward, run
+from tests.support.vllm.metrics import scrape
 
 
 def install(model: Model, **options: Any) -> SplitForward:

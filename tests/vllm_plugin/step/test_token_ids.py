@@ -17,8 +17,8 @@ from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, take_kept
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.support.split_forwards import assemble
-from tests.vllm_plugin.step.test_forward import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
+from tests.support.vllm.forwards import IDS, ONE_RANK, POSITIONS, Lines, Splitter, run
+from tests.support.vllm.split_forwards import assemble
 
 
 class Model:

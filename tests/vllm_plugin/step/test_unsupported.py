@@ -12,46 +12,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.platforms.cpu import CpuPlatform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.unsupported import check_config, list_unsupported
-
-SIZE = 128  # of hidden states
-LORA = SimpleNamespace(fully_sharded_loras=False)
-
-
-def make_config(**changes: Any) -> SimpleNamespace:
-    """Return the part of a VllmConfig that is looked at, with no feature in use but *changes*."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            enable_elastic_ep=False,
-            enable_eplb=False,
-            use_sequence_parallel_moe=False,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            use_ubatching=False,
-        ),
-        model_config=SimpleNamespace(
-            is_hybrid=False,
-            is_attention_free=False,
-            is_encoder_decoder=False,
-            enable_return_routed_experts=False,
-            architecture="",
-            is_moe=False,
-            use_mla=False,
-            get_hidden_size=lambda: SIZE,
-        ),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-        use_v2_model_runner=False,
-        kv_transfer_config=None,
-        speculative_config=None,
-        lora_config=None,
-    )
-    parts = (config, config.parallel_config, config.model_config, config.compilation_config.pass_config)
-    for name, value in changes.items():
-        owners = [owner for owner in parts if hasattr(owner, name)]
-        assert len(owners) == 1, name
-        setattr(owners[0], name, value)
-    return config
-
+from tests.support.vllm.configs import LORA, SIZE, make_config
 
 FEATURES: list[tuple[dict[str, Any], str]] = [
     (

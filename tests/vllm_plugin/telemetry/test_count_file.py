@@ -15,7 +15,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.telemetry import count_file
 from dbo_runtime.vllm_plugin.telemetry.count_file import INITIAL_BYTES, CountFile
 from dbo_runtime.vllm_plugin.telemetry.metrics import CHECKED_STEPS, Metrics
-from tests.reliability.small_disk import can_mount, wrap_command
+from tests.support.reliability.small_disk import can_mount, wrap_command
 
 needs_disks = pytest.mark.skipif(not can_mount(), reason="needs root, or user namespaces")
 

@@ -10,22 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.parser import text_string_to_metric_families
 
 import dbo_runtime
-from dbo_runtime.batch import Batch
-from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
-from dbo_runtime.devices.virtual import VirtualDevice
-from dbo_runtime.engine.execution_plan import ExecutionPlan
-from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder
-from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.vllm_plugin.telemetry.metrics import HISTOGRAMS, Metrics
-from tests.programs import record_toy
+from tests.support.vllm.metrics import make_plan, scrape
 
 NOTHING = {
     "split": 0,
@@ -51,27 +42,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(SHARED, raising=False)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     return tmp_path
-
-
-def make_plan(*tokens: int) -> ExecutionPlan:
-    runtime = MicroBatchRuntime(record_toy(), VirtualDevice(), RuntimeConfig(), open_log(quiet=True))
-    plan = runtime.plan(Batch(tokens, sum(tokens)), [sum(tokens[: n + 1]) for n in range(len(tokens) - 1)])
-    assert isinstance(plan, ExecutionPlan)
-    return plan
-
-
-def scrape(folder: Path) -> dict[str, dict[tuple[str, ...], float]]:
-    """Return samples by name and the values of model, engine and other labels, as a Prometheus server reads them."""
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(folder))
-    families = text_string_to_metric_families(generate_latest(registry).decode())
-    found: dict[str, dict[tuple[str, ...], float]] = {}
-    for family in families:
-        for sample in family.samples:
-            others = sorted(set(sample.labels) - {"model_name", "engine"})
-            labels = tuple(sample.labels[name] for name in ("model_name", "engine", *others))
-            found.setdefault(sample.name, {})[labels] = sample.value
-    return found
 
 
 def test_steps_are_counted_by_mode_and_reason(folder: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from dbo_runtime.lab.trace.recorded_file import read_recorded
 from dbo_runtime.observe.ranges import name_ops
-from tests.vllm_plugin.engine import make_prompt
-from tests.vllm_plugin.engines import Engines
+from tests.support.vllm.engine import make_prompt
+from tests.support.vllm.engines import Engines
 
 torch = pytest.importorskip("torch")
 

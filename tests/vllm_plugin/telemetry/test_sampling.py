@@ -22,8 +22,8 @@ from dbo_runtime.observe.trace import prepare_folder
 from dbo_runtime.vllm_plugin.telemetry import traces
 from dbo_runtime.vllm_plugin.telemetry.sampling import PERIOD_STEPS, READ_STEP, SAMPLED_STEP, Recording
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder, measure_recording
-from tests.observe.trace_format import check_format
-from tests.vllm_plugin.step.test_forward import Model, make_forward, run
+from tests.support.observe.trace_format import check_format
+from tests.support.vllm.forwards import Model, make_forward, run
 
 ALONE = SimpleNamespace(world_size=1, rank_in_group=0)
 

@@ -77,7 +77,7 @@ class Core:
         count = len(executor.schedule.instructions)
         found = {"layers": bench.LAYERS, "instructions": count, "us": round(seconds * 1e6 / count, 3)}
         if hasattr(device, "backend") and importlib.util.find_spec("pytest"):
-            rigs = importlib.import_module("tests.devices.rigs")  # which needs pytest
+            rigs = importlib.import_module("tests.support.devices.rigs")  # which needs pytest
             with rigs.count_switches(device) as switches:
                 executor.run([(None,)] * MICRO_BATCHES)
             found["stream switches"] = len(switches)

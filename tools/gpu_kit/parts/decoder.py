@@ -178,6 +178,6 @@ def open_standin(name: str) -> None:
     """
     if name != "npu":
         return
-    problem = importlib.import_module("tests.devices.rigs").load_standin()
+    problem = importlib.import_module("tests.support.devices.rigs").load_standin()
     if problem is not None:
         raise RuntimeError(problem)

@@ -28,7 +28,7 @@ from dbo_runtime.lab.trace.summary import summarize
 from dbo_runtime.observe.gaps import find_gaps
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import save_trace
-from tests.lab.trace.profiles.handmade import (
+from tests.support.lab.handmade import (
     FIRST,
     OTHER_STREAM,
     THIRD_STREAM,
@@ -36,7 +36,7 @@ from tests.lab.trace.profiles.handmade import (
     make_split_step,
     make_ubatched_step,
 )
-from tests.quiet_log import Log
+from tests.support.quiet_log import Log
 
 HERE = Path(__file__).parent
 SPLIT, VLLM, H100 = HERE / "split.json.gz", HERE / "vllm.json.gz", HERE / "h100.json.gz"

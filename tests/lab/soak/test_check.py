@@ -1,0 +1,52 @@
+"""Real engines, random traffic: split and unsplit answers are the same, and what cannot be compared is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dbo_runtime import __main__ as program
+from dbo_runtime.errors import DeviceError
+from dbo_runtime.testing import check_equivalence
+from tests.support.vllm.engines import TINY
+from tests.support.vllm.families import make_family
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_300_requests_are_answered_alike() -> None:
+    """100 with each number of micro-batches, on two ranks; the long run is `make soak`."""
+    blocks = 19  # of 16 tokens: one of the longest requests and little more, so that these few preempt each other, too
+    options = {"attention_backend": "CPU_MLA", "tensor_parallel_size": 2, "num_gpu_blocks_override": blocks}
+    report = check_equivalence(str(TINY), {}, 100, (2, 3, 4), seed=24, **options)
+    assert report, str(report)
+    for tally in report.tallies:
+        assert tally.requests == 100
+        assert tally.equal + tally.ties + tally.own == 100
+        assert tally.counts.split > 50
+        assert tally.counts.preempted > 0
+        assert tally.aborted > 0
+        assert 0 < tally.largest < 1e-4  # two ranks add up in another order
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_command_says_what_was_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without an adapter nothing is split, which is no proof of anything."""
+    granite = str(make_family("GraniteForCausalLM", tmp_path))
+    words = ["--requests", "8", "--attention-backend", "CPU_ATTN", "--block-size", "32", "--json"]
+    assert program.main(["soak", granite, *words]) == 1
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["failure"].startswith("no step was split into 2 micro-batches")
+    (tally,) = facts["micro_batches"]
+    assert (tally["requests"], tally["equal"], tally["split"]) == (8, 8, 0)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_model_that_does_not_start_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DeviceError, match="vLLM fails"):
+        check_equivalence(str(tmp_path), requests=8)

@@ -1,0 +1,116 @@
+"""Adapters made of the parts of `dbo_models.forms`, and the parts on plain numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dbo_models import forms
+from dbo_models.parallel import CohereAdapter
+from dbo_models.post_norm import PostNormAdapter
+from dbo_models.sandwich import Gemma2Adapter, Gemma3Adapter, Glm4Adapter
+from dbo_runtime.adapters.contract import ModelAdapter
+from dbo_runtime.engine.executor import run_sequential
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.lab.verify.verification import verify_adapter
+from tests.support.vllm.families import ATTENTION, FAMILIES, IDS, SIZES, SLIDING, Family
+
+OTHERS = {  # verified, not registered
+    "Gemma2ForCausalLM": Family("gemma2", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),
+    "Glm4ForCausalLM": Family("glm4", {**ATTENTION, **IDS}),
+    "CohereForCausalLM": Family("cohere", {**ATTENTION, **IDS, "use_qk_norm": True}),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "adapter", "in_stages"),
+    [
+        ("Gemma2ForCausalLM", Gemma2Adapter(), True),
+        ("Gemma3ForCausalLM", Gemma3Adapter(), True),
+        ("Glm4ForCausalLM", Glm4Adapter(), True),
+        ("Exaone4ForCausalLM", PostNormAdapter(), False),
+        ("CohereForCausalLM", CohereAdapter(), False),
+        ("Cohere2ForCausalLM", CohereAdapter(), False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_adapters_made_of_the_parts_pass(
+    architecture: str, adapter: ModelAdapter, in_stages: bool, tmp_path: Path
+) -> None:
+    """Windows are of 64 tokens, longer than these prompts: test_families.py has the longer ones."""
+    from transformers import AutoConfig
+
+    model_type, extra = (OTHERS | FAMILIES)[architecture]
+    AutoConfig.for_model(model_type, **{**SIZES, **extra}, architectures=[architecture]).save_pretrained(tmp_path)
+    verification = verify_adapter(str(tmp_path), adapter)
+    assert not verification.mismatches, str(verification)
+    assert verification.in_stages == in_stages
+    assert verification.cuts > 10
+
+
+class Attention:
+    """Adds the position."""
+
+    def __call__(self, positions: Any, x: Any) -> Any:
+        return x + positions
+
+
+def run(record: Any) -> tuple[Any, list[str]]:
+    """Return what a program of x = 3 and positions = 7 computes, and the names of its ops."""
+    p = ProgramBuilder()
+    x, positions = p.input("x"), p.input("positions")
+    with p.layer(0):
+        result = record(p, x, positions)
+    program = p.build(result)
+    ((value,),) = run_sequential((program,), [(3, 7)])
+    return value, [f"{op.lane}:{op.name}" for op in program.ops]
+
+
+def make_collectives() -> Any:
+    """Return collectives that take no reduce away, and whose reduce multiplies by 10."""
+    return SimpleNamespace(reduces=True, without_reduce=lambda module: module, all_reduce=lambda x: x * 10)
+
+
+def test_a_block_is_the_module_and_its_reduce() -> None:
+    value, ops = run(lambda p, x, _: forms.record_block(p, "mlp", lambda x: x + 1, make_collectives(), x))
+    assert (value, ops) == (40, ["compute:mlp", "comm:mlp_reduce"])
+
+
+def test_attention_is_ordered() -> None:
+    p = ProgramBuilder()
+    x, positions = p.input("x"), p.input("positions")
+    with p.layer(0):
+        result = forms.record_attention_block(p, Attention(), make_collectives(), positions, x)
+    assert [op.ordered for op in p.build(result).ops] == [True, False]
+
+
+def test_parallel_blocks_share_one_reduce() -> None:
+    def record(p: ProgramBuilder, x: Any, positions: Any) -> Any:
+        return forms.record_parallel_blocks(p, Attention(), lambda x: x * 2, make_collectives(), positions, x)
+
+    value, ops = run(record)
+    assert value == ((3 + 7) + 3 * 2) * 10
+    assert ops == ["compute:attention", "compute:mlp", "compute:parallel_add", "comm:parallel_reduce"]
+
+
+def test_the_mlp_of_parallel_blocks_may_have_a_norm_of_its_own() -> None:
+    def record(p: ProgramBuilder, x: Any, positions: Any) -> Any:
+        other = forms.record_scale(p, "mlp_norm", x, 100)
+        return forms.record_parallel_blocks(p, Attention(), lambda x: x * 2, make_collectives(), positions, x, other)
+
+    assert run(record)[0] == ((3 + 7) + 300 * 2) * 10
+
+
+def test_a_residual_is_added_with_its_scale() -> None:
+    assert run(lambda p, x, positions: forms.record_add(p, "add", x, positions))[0] == 10
+    assert run(lambda p, x, positions: forms.record_add(p, "add", x, positions, 0.5))[0] == 6.5
+
+
+def test_results_that_need_no_reduce_get_none() -> None:
+    collectives: Any = SimpleNamespace(reduces=False, without_reduce=lambda module: module)
+    assert run(lambda p, x, _: forms.record_block(p, "mlp", lambda x: x, collectives, x))[1] == ["compute:mlp"]
