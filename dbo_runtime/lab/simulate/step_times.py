@@ -11,11 +11,10 @@ from typing import Protocol
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.lab.whatif.corners import Corner, move_to
-from dbo_runtime.lab.whatif.estimate import hold_batch, open_planner
+from dbo_runtime.lab.whatif.estimate import open_planner
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
 
 PREFILL_GRID = (0, 256, 1024, 2048, 4096, 8192, 16384)
@@ -75,7 +74,8 @@ def predict_step_times(
         truth: what costs really are.
     """
     prefill, decodes = _end_at(PREFILL_GRID, budget), _end_at(DECODE_GRID, sequences)
-    planner = open_planner(table, hold_batch(ServingLimits(), _fill_batch(prefill[-1], decodes[-1], context)))
+    points = [_fill_batch(tokens, count, context) for tokens, count in product(prefill, decodes) if tokens or count]
+    planner = open_planner(table, points)
     corners = truth._replace(imbalance=1.0), truth
     even, uneven = (Predictor(planner.program, move_to(table, corner)) for corner in corners)
     unsplit: dict[Point, float] = {}

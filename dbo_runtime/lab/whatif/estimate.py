@@ -1,7 +1,8 @@
-"""Predict many steps, unsplit and in their best split, with one planner for all of them."""
+"""Predict many steps, unsplit and in their best split."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -13,7 +14,6 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prediction import Prediction
-from dbo_runtime.planner.online.shapes import ServingLimits
 
 ESTIMATE_SEARCH_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
 
@@ -25,9 +25,12 @@ class Estimator:
 
     def __init__(self, table: CostTable) -> None:
         self._table = table
-        self._limits = ServingLimits()
-        self._planner = open_planner(table, self._limits)
+        self._planner: Planner | None = None
         self._known: BoundedDict[tuple[Batch, RuntimeConfig], tuple[Prediction, ...]] = BoundedDict(MAX_KNOWN)
+
+    def expect(self, steps: Sequence[Batch]) -> None:
+        """Find orders for all of these steps at once. Further steps are planned by these orders, too."""
+        self._planner = open_planner(self._table, steps)
 
     def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
         """Return the prediction for the best number of micro-batches; None if the step cannot be cut."""
@@ -40,9 +43,9 @@ class Estimator:
         """
         if (batch, config) not in self._known:
             options: dict[int, Prediction] = {}
-            self._grow(batch)
-            for parts in self._planner.list_counts(config):
-                option = self._estimate_parts(batch, replace(config, mode="always", micro_batches=parts))
+            planner = self._planner or open_planner(self._table, [batch])
+            for parts in planner.list_counts(config):
+                option = _estimate_parts(planner, batch, replace(config, mode="always", micro_batches=parts))
                 if option is not None:
                     options[option.micro_batches] = option  # some batches cannot be cut that often
                 if parts > 1 and (option is None or option.gain <= 0):
@@ -50,37 +53,16 @@ class Estimator:
             self._known[batch, config] = tuple(sorted(options.values(), key=lambda option: option.split))
         return self._known[batch, config]
 
-    def _grow(self, batch: Batch) -> None:
-        """Plan for steps as large as *batch* from now on: orders for smaller ones are not prepared for it."""
-        limits = hold_batch(self._limits, batch)
-        if limits != self._limits:
-            self._limits, self._planner = limits, open_planner(self._table, limits)
 
-    def _estimate_parts(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
-        self._planner.memory.forget()  # each answer by itself, whatever was asked before
-        choice = self._planner.choose(batch, config)
-        return None if isinstance(choice, Decline) else choice.prediction
+def open_planner(table: CostTable, steps: Sequence[Batch]) -> Planner:
+    """Return a planner like the one that serves, with orders for these steps."""
+    return Planner(build_program(table.program), table, max_states=ESTIMATE_SEARCH_STATES, shapes=steps)
 
 
-def open_planner(table: CostTable, limits: ServingLimits) -> Planner:
-    """Return a planner like the one that serves, for these costs and limits."""
-    return Planner(build_program(table.program), table, limits, ESTIMATE_SEARCH_STATES)
-
-
-def hold_batch(limits: ServingLimits, batch: Batch) -> ServingLimits:
-    """Return *limits*, doubled until a batch fits in."""
-    longest = max((sum(each) for each in zip(batch.query_lens, batch.contexts, strict=True)), default=1)
-    return ServingLimits(
-        _double(limits.tokens, batch.tokens),
-        _double(limits.requests, len(batch.query_lens)),
-        _double(limits.context, longest),
-    )
-
-
-def _double(number: int, least: int) -> int:
-    while number < least:
-        number *= 2
-    return number
+def _estimate_parts(planner: Planner, batch: Batch, config: RuntimeConfig) -> Prediction | None:
+    planner.memory.forget()  # each answer by itself, whatever was asked before
+    choice = planner.choose(batch, config)
+    return None if isinstance(choice, Decline) else choice.prediction
 
 
 def resize_batch(batch: Batch, tokens: int) -> Batch:

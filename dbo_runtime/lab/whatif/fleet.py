@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.lab.whatif.corners import Corner, list_corners, move_to
-from dbo_runtime.lab.whatif.estimate import hold_batch, open_planner
+from dbo_runtime.lab.whatif.estimate import open_planner
 from dbo_runtime.lab.whatif.ranges import Range, span
 from dbo_runtime.lab.whatif.scale_cases import ScaleCase
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
 
 CHIPS = (16, 32, 64, 256, 1024)
@@ -102,7 +101,7 @@ def choose_split(table: CostTable, step: Batch, config: RuntimeConfig) -> SplitC
 
     If some number of micro-batches loses, more are not tried: each pays the fixed costs.
     """
-    planner = open_planner(table, hold_batch(ServingLimits(), step))
+    planner = open_planner(table, [step])
     best: SplitChoice | None = None
     for parts in planner.list_counts(config):
         choice = planner.choose(step, replace(config, mode="always", micro_batches=parts))

@@ -99,11 +99,14 @@ def sweep(
     grid = list_grid(axes, not batch.prefill_tokens)
     estimators: dict[tuple[float, ...], Estimator] = {} if estimator is None else {(): estimator}
     cells = []
+    sizes = grid.get(TOKENS, grid.get(DECODES, (batch.tokens,)))
+    steps = [resize_batch(batch, int(size)) for size in sizes]
     for point in progress(list(product(*grid.values()))):
         values = dict(zip(grid, point, strict=True))
         machine = tuple(value for axis, value in values.items() if axis not in (TOKENS, DECODES))
         if machine not in estimators:
             estimators[machine] = Estimator(_scale(table, values, network))
+            estimators[machine].expect(steps)
         sized = resize_batch(batch, int(values.get(TOKENS, values.get(DECODES, batch.tokens))))
         cells.append(Cell(MappingProxyType(values), estimators[machine].list_options(sized, config)))
     return cells

@@ -12,7 +12,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.op import COMPUTE
 from dbo_runtime.ir.program import Program
-from dbo_runtime.lab.whatif.estimate import Estimator, hold_batch, resize_batch
+from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -21,7 +21,6 @@ from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
-from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import make_jobs
@@ -120,7 +119,7 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
     Raises:
         ConfigError: if an op has no cost.
     """
-    planner = Planner(build_program(table.program), table, hold_batch(ServingLimits(), batch))
+    planner = Planner(build_program(table.program), table, shapes=[batch])
     predictor = Predictor(planner.program, table)
     (features,) = measure_slices(batch, slice_batch(batch, ()))
     always = [replace(config, mode="always", micro_batches=parts) for parts in planner.list_counts(config)]
@@ -151,6 +150,7 @@ def compute_break_even(
         return chosen is not None and chosen.micro_batches >= parts
 
     sizes = [1 << power for power in range(int(parts > 1), searched_to.bit_length())]
+    estimator.expect([resize_batch(batch, size) for size in sizes])
     paying = [size for size in sizes if pays(size)]
     if not paying:
         return BreakEven(None, sizes[-1] if sizes else searched_to)

@@ -64,6 +64,7 @@ class Planner:
         limits: largest steps to plan. Larger ones are planned, too, but predicted up to a few percent too short.
         max_states: states that each search for an order may visit; see `search.find_order`.
         keeps_layers: whether no micro-batch may attend in a layer before all have attended in the one before it.
+        shapes: steps to find orders for, in place of those within the limits.
 
     Attributes:
         memory: decisions and measurements of classes of steps.
@@ -79,12 +80,13 @@ class Planner:
         limits: ServingLimits | None = None,
         max_states: int = SEARCH_STATES,
         keeps_layers: bool = False,
+        shapes: Sequence[Batch] | None = None,
     ) -> None:
         table.times(program, BatchFeatures(1))
         self.program = program
         self.table = table
         self.memory = StepMemory()
-        self._limits = limits or ServingLimits()
+        self._shapes = list_shapes(limits or ServingLimits()) if shapes is None else shapes
         self._times = OpTimes(program, table)
         self._counts = Counter(op.name for op in program.ops)
         self._density = compute_density(table, program)
@@ -130,7 +132,7 @@ class Planner:
         allowed = self._placements.list_allowed(config)
         made = {
             count: self._preparation.make_book(samples, allowed, config)
-            for count, samples in list_samples(list_shapes(self._limits), missing, self._density).items()
+            for count, samples in list_samples(self._shapes, missing, self._density).items()
         }
         books = {**self._books, **made}
         self._books = {count: books[count] for count in wanted if count in books}

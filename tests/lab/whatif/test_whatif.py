@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +276,9 @@ class FakeEstimator:
 
     def __init__(self, pays: Callable[[int], bool]) -> None:
         self._pays = pays
+
+    def expect(self, steps: Sequence[Batch]) -> None:
+        pass
 
     def list_options(self, batch: Batch, config: RuntimeConfig) -> list[Prediction]:
         return [Prediction(1.0, 0.9 if self._pays(batch.tokens) else 1.0, 2)]
