@@ -254,7 +254,7 @@ def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tupl
 
     Raises:
         SplitError: the cuts are not increasing offsets inside the batch; or a cut is inside a request, and the backend
-           does not allow it, or a part of the request would be so short that it turns from prefill into decode.
+            does not allow it, or a part of the request would be so short that it turns from prefill into decode.
     """
     edges = [0, *cuts, batch.tokens]
     if any(left >= right for left, right in pairwise(edges)):

@@ -69,7 +69,7 @@ def parse_json(
         most_containers: limit for lists and objects.
         most_values: limit for values.
         keep: function that reduces an object to the part to keep, called for inner objects first. By default all is
-           kept; readers of large files keep little.
+            kept; readers of large files keep little.
 
     Raises:
         ConfigError: the text is not JSON or not Unicode, repeats a name in one object, has a whole number with very

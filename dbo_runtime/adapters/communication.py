@@ -127,7 +127,7 @@ class Collectives(Protocol):
 
         Raises:
             DeclineError: the experts dispatch tokens but cannot be decomposed, or they are sequence parallel and
-               *takes_chunks* is false. The model then runs unsplit.
+                *takes_chunks* is false. The model then runs unsplit.
         """
 
     def decompose_attention(self, attention: Any) -> LatentAttention | None:

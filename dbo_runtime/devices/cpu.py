@@ -179,9 +179,9 @@ class CpuDevice:
 
     Args:
         capture_state: function called on the calling thread at `begin`. It returns a factory of context managers; a
-           worker enters one around each task. This passes on torch's thread-local state (inference mode, grad mode).
+            worker enters one around each task. This passes on torch's thread-local state (inference mode, grad mode).
         inline: names of further lanes on the calling thread, for ops that must not run concurrently with `compute`
-           because their kernels share scratch memory.
+            because their kernels share scratch memory.
     """
 
     name = "cpu"

@@ -35,12 +35,12 @@ class Machine:
 
     Attributes:
         duration: function (rank, instruction, seconds that its lane was idle before; infinite before the first op) ->
-           time of the op while no other lane runs. A collective takes the longest time among its ranks.
+            time of the op while no other lane runs. A collective takes the longest time among its ranks.
         release: function that says when the host goes on after an instruction.
         issue_seconds: host time to issue one instruction.
         handover_seconds: minimum time from the end of the last op that an op waits for to the op's start.
         slowdown: function (lane, running lanes) -> factor by which the lane is slower now. None: lanes never slow each
-           other down, and each op ends at exactly its start plus its duration.
+            other down, and each op ends at exactly its start plus its duration.
     """
 
     duration: Callable[[int, Instruction, float], float]
@@ -81,7 +81,7 @@ class EventLoop:
         schedules: one per rank.
         machine: times of ops and hosts.
         meet: function (rank, number of an instruction that could start) -> its members once all of them could start,
-           None before. It is called again for an instruction that has to wait.
+            None before. It is called again for an instruction that has to wait.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class NpuDevice(StreamDevice):
     Args:
         groups: process groups whose streams must not become lanes.
         core_limits: core limit by lane; none by default. A limit applies only to kernels written in Ascend C, and the
-           vendor warns that other kernels may hang under it (`torch_npu.npu.set_stream_limit`). If torch_npu rejects a
-           lane's limit, the lane runs without it, and a log line says so.
+            vendor warns that other kernels may hang under it (`torch_npu.npu.set_stream_limit`). If torch_npu rejects a
+            lane's limit, the lane runs without it, and a log line says so.
 
     Raises:
         DeviceError: torch_npu cannot be imported or finds no NPU. The message says why.

@@ -25,7 +25,7 @@ class Op:
         reads, writes: the values, in the order of fn's arguments and results.
         layer: index of the op's layer, or None outside any layer.
         ordered: whether micro-batch i must run it before micro-batch i+1 does, because it touches shared state such as
-           the KV cache.
+            the KV cache.
         exclusive: name of a shared buffer; ops with the same buffer never run at the same time.
         communicator: name of the communicator the op uses; one communicator stays on one lane.
         overwrites: the values read whose memory the op changes or returns as its own result.

@@ -89,7 +89,7 @@ class ProgramBuilder:
 
     Args:
         has_side: whether ops may be on the `side` lane. If not, ops declared with `side` are on `compute`. An adapter
-           that decomposes an op only for the `side` lane checks this first.
+            that decomposes an op only for the `side` lane checks this first.
 
     Examples:
         >>> p = ProgramBuilder()

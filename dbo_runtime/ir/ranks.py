@@ -36,7 +36,7 @@ class RankPlan:
     Attributes:
         schedule: this rank's schedule.
         sizes: token counts of every rank in each micro-batch, as this rank assumes them [micro-batches][ranks]. Empty
-           if not known; they are then not compared.
+            if not known; they are then not compared.
     """
 
     schedule: Schedule
@@ -50,7 +50,7 @@ def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> N
 
     Raises:
         ScheduleError: a rule is broken. The message names rank, rule, instruction, op and line of declaration. It shows
-           that rank's table around the instruction, and names the other rank's instruction if two were compared.
+            that rank's table around the instruction, and names the other rank's instruction if two were compared.
     """
     for rank, plan in enumerate(plans):
         try:

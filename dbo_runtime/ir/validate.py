@@ -23,7 +23,7 @@ def validate(schedule: Schedule, capture: bool = False) -> None:
 
     Raises:
         ScheduleError: a rule is broken. The message names rule, instruction, op and line of declaration, and shows the
-           table around the instruction.
+            table around the instruction.
     """
     _Replay(schedule, capture).run()
 
