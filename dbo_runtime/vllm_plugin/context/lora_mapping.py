@@ -42,7 +42,7 @@ class LoraMapping:
         parts = [vars(slice_wrapper(self._wrapper, piece.tokens)) for piece in slices]
 
         def select(micro_batch: int) -> None:
-            self._wrapper.__dict__ = parts[micro_batch]  # a plain assignment: this runs at every switch between micro-batches
+            self._wrapper.__dict__ = parts[micro_batch]  # a plain assignment: this runs at every switch
 
         select(0)
         try:

@@ -146,7 +146,7 @@ class ContextSplitter:
         starts = common.query_start_loc_cpu.tolist()
         query_lens = tuple(map(sub, starts[1:], starts))
         drafts = count_drafts(self._vllm_config)
-        decode_len = 1 + drafts  # longer queries count as prefills, even if a backend runs them in its kernel for decodes
+        decode_len = 1 + drafts  # longer queries are prefills, even if a backend runs them as decodes
         is_decode = max(query_lens) <= decode_len
         prefill = 0 if is_decode else sum(length for length in query_lens if length > decode_len)
         cuttable = causal and all(self._can_cut_requests(source) for source in sources)

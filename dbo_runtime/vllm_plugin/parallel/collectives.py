@@ -206,7 +206,7 @@ class ModelCollectives:
         return gather_rows(chunk, chunks, self._get_process_group())[:tokens]
 
     def _fuse(self, layer: MoeLayer, takes_chunks: bool) -> FusedExperts:
-        """Return an MoE layer with fused dispatch: ops can hide only tensor parallel communication, not the dispatch."""
+        """Return an MoE layer with fused dispatch: ops can hide only tensor parallel communication, not dispatch."""
         if layer.is_load_balanced:
             raise DeclineError("MoE communication is fused into its kernels", "and experts are load balanced")
         if self._expert_parallel is None or not takes_chunks:
