@@ -1,4 +1,4 @@
-"""`python -m dbo_runtime plan`: predict from a cost file what splitting gains; needs no device."""
+"""`dbo plan`: predict from a cost file what splitting gains; needs no device."""
 
 from __future__ import annotations
 

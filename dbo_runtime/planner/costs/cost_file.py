@@ -19,7 +19,7 @@ from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
 
 FORMAT = 1
 _WIDTH = 140
-_REMEDY = "Correct the file, or measure anew: `python -m dbo_runtime calibrate`."
+_REMEDY = "Correct the file, or measure anew: `dbo calibrate`."
 
 # Converts a value of the file at a path to what the table holds; ConfigError if it is not allowed.
 _Read = Callable[[Any, str], Any]

@@ -17,7 +17,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost, name_field
 from dbo_runtime.planner.costs.program_spec import OpSpec, ProgramSpec
 
-CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
+CALIBRATE = "calibrate anew: `dbo calibrate`"
 
 # Class names in digests. They stay when classes are renamed, so that the digest of a cost file does.
 _DIGEST_NAMES = MappingProxyType({"ProgramSpec": "Sketch", "Provenance": "Origin"})

@@ -40,7 +40,7 @@ from tests.vllm_plugin.engine import Engine, make_prompt
 from tests.vllm_plugin.engines import TINY, find_transport
 
 PROMPTS = [make_prompt(150, 1), make_prompt(150, 2)]
-REMEDY = "python -m dbo_runtime calibrate"
+REMEDY = "dbo calibrate"
 
 
 @pytest.fixture
