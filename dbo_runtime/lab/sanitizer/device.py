@@ -42,7 +42,7 @@ class WatchedTask:
         try:
             for slot in task.reads:
                 if isinstance(values[slot], Freed):
-                    monitor.fail(instruction, f"it reads what is gone: {values[slot].what}")
+                    monitor.fail(instruction, f"it reads a freed value: {values[slot].what}")
             call = OpCall(instruction.op, [values[slot] for slot in task.reads])
             with monitor.run(instruction):
                 task.run(values)
@@ -133,7 +133,7 @@ class SanitizingDevice(SerialDevice):
         for micro_batch, given in enumerate(outputs):
             for value in given:
                 if isinstance(value, Freed):
-                    raise SanitizerError(f"micro-batch {micro_batch} returns what is gone: {value.what}.")
+                    raise SanitizerError(f"micro-batch {micro_batch} returns a freed value: {value.what}.")
         super().release_to_caller(outputs)
 
     def finish(self) -> None:
