@@ -1,4 +1,4 @@
-"""`dbo simulate`: how many requests a second an instance serves at a service level, with and without overlap."""
+"""`dbo simulate`: requests per second that an instance serves at a service level, with and without overlap."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dbo_runtime.lab.whatif.scale_cases import SCALE_CASES, USABLE, ScaleCase
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.setting_values import read_count
 
-MOST_SEQUENCES = 256  # that a rank runs, where memory does not say fewer
-LEAST_REQUESTS = 20  # for each rank
-RUN_BY_TTFT = 12  # how many times longer than the time to the first token a run at full load lasts
-LARGEST = 1 << 20  # of any count on the command line
+MOST_SEQUENCES = 256  # sequences of a rank, unless memory allows fewer
+LEAST_REQUESTS = 20  # requests per rank
+RUN_BY_TTFT = 12  # duration of a run at full load, in times to the first token
+LARGEST = 1 << 20  # largest count on the command line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
     parser.add_argument("--chips", default="32", help="over which experts are spread (default: 32)")
     requests = parser.add_argument_group("the requests (default: the means that DeepSeek served on 2025-02-28)")
@@ -58,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, and print.
+    """Simulate, and print the result.
 
     Raises:
-        ConfigError: naming the argument, if one is not as it must be.
+        ConfigError: an argument is not allowed. The message names it.
     """
     table, _ = open_costs(arguments.costs)
     chips, case = _read("--chips", arguments.chips), _find_case(arguments.costs)
@@ -101,7 +101,7 @@ def _find_case(name: str) -> ScaleCase | None:
 
 
 def _spread(table: CostTable, case: ScaleCase | None, chips: int) -> tuple[CostTable, int]:
-    """Return the costs on so many chips, and the data parallel ranks; other files are taken as they are."""
+    """Return the costs on this number of chips, and the number of data parallel ranks. Plain files stay unchanged."""
     if case is not None:
         return case.spread(chips), case.count_ranks(chips)
     known = table.provenance.parallel.get("data", 1)
@@ -127,9 +127,9 @@ def _count_sequences(arguments: argparse.Namespace, case: ScaleCase | None, rank
 def _count_requests(
     arguments: argparse.Namespace, workload: Workload, layout: Layout, level: ServiceLevel, pricer: StepPricer
 ) -> int:
-    """Return how many requests a run serves, if not said: so many that what they wait is not that the run is short.
+    """Return how many requests a run serves by default: enough that waiting times do not depend on the run's length.
 
-    A queue that grows must have the time to become longer than users wait, and sequences that run the time to end.
+    A growing queue must have time to exceed what users accept, and running sequences must have time to end.
     """
     if arguments.requests is not None:
         return _read("--requests", arguments.requests) * layout.ranks

@@ -1,4 +1,4 @@
-"""`dbo trace`: summarize the trace of one step, a profile of many, or a folder of either."""
+"""`dbo trace`: summarize a trace of one step, a profile of many, or a folder of either."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Figures = tuple[float | None, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument(
         "path",
         help="a trace, a profile of torch's profiler (.json or .json.gz), or a folder of them, such as DBO_TRACE's",
@@ -99,7 +99,7 @@ def _describe(traces: Steps) -> dict[str, Any]:
 
 
 def _tabulate(traces: Steps) -> str:
-    """Return a row for each rank of each step, one of medians, and what planning took, where that is known."""
+    """Return one row per rank and step, a row of medians, and planning times where known."""
     steps = [(file, name, summarize(line)) for file, lines in traces.items() for name, line in lines.items()]
     widths = max(len(file) for file, _, _ in steps), max(len("median"), *(len(name) for _, name, _ in steps))
     rows = [_align(widths, "step", "rank", HEADS, "most time lost to")]
@@ -130,7 +130,7 @@ def _align(widths: tuple[int, int], file: str, rank: str, cells: Sequence[str], 
 
 
 def _get_largest_loss(summary: Summary) -> str:
-    """Return the largest loss of a lane, such as `comm: wait 3.10 ms`."""
+    """Return a lane's largest loss, such as `comm: wait 3.10 ms`."""
     losses = [(seconds, lane, cause) for lane, causes in summary.lost.items() for cause, seconds in causes.items()]
     if not losses:
         return "nothing"
