@@ -1,6 +1,6 @@
-"""`dbo adapter DIR`: verify a model's adapter against the model's own forward, and show what it declares.
+"""`dbo adapter DIR`: verify a model's adapter against the model's own forward, and show its declaration.
 
-`dbo adapter new MODEL` writes a draft of one.
+`dbo adapter new MODEL` writes a draft of an adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEW = "new"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument("model", help=f"directory with the model's config.json; weights are random; or `{NEW}`")
     parser.add_argument(
         "drafted",
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the adapter, or write a draft of one; return 1 if it is wrong.
+    """Verify the adapter, or write a draft of one. Return 1 if it is wrong.
 
     Raises:
-        ConfigError: if there is no such model, or a setting is not as it must be.
+        ConfigError: there is no such model, or a setting is not allowed.
     """
     if arguments.model == NEW:
         return _write_draft(arguments)
@@ -65,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     with divert_output():
-        from dbo_runtime.lab.verify.verification import verify_adapter  # late: it imports vLLM
+        from dbo_runtime.lab.verify.verification import verify_adapter  # imported late, because it imports vLLM
 
         verification = verify_adapter(arguments.model, has_side=arguments.side)
     programs = (verification.program,) * config.parts
-    policy = ("alternate", 0) if config.policy[0] == "optimal" else config.policy  # there are no costs to search by
+    policy = ("alternate", 0) if config.policy[0] == "optimal" else config.policy  # without costs there is no search
     schedule = lower(programs, get_policy(*policy)(programs))
     validate(schedule)
     simulation = None if durations is None else Simulation.of(schedule, durations)
@@ -97,7 +97,7 @@ def _write_draft(arguments: argparse.Namespace) -> int:
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     with divert_output():
-        from dbo_runtime.lab.verify.draft.drafting import draft_adapter  # late: it imports vLLM
+        from dbo_runtime.lab.verify.draft.drafting import draft_adapter  # imported late, because it imports vLLM
 
         draft = draft_adapter(arguments.drafted, arguments.output)
     if arguments.json:
@@ -108,7 +108,7 @@ def _write_draft(arguments: argparse.Namespace) -> int:
 
 
 def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:
-    """Return the verdict on an adapter, and what it declares."""
+    """Return the verdict on an adapter, and its declaration."""
     waits = sum(len(step.waits) for step in schedule.instructions)
     counts = f"{len(schedule.programs)} micro-batches: {len(schedule.instructions)} instructions, {waits} waits"
     count = f"{counts}; digest {digest(schedule)}"
@@ -116,7 +116,7 @@ def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:
 
 
 class Simulation(NamedTuple):
-    """Simulated times of a step, unsplit and split, in ms, and the timeline of the split one."""
+    """Simulated times of a step, unsplit and split, in ms, and the timeline of the split step."""
 
     unsplit: float
     split: float
@@ -124,10 +124,12 @@ class Simulation(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, durations: Mapping[str, float]) -> Simulation:
-        """Simulate a schedule whose ops take *durations* [ms] by name in an unsplit step, and their share in each part.
+        """Simulate a schedule.
+
+        Ops take *durations* [ms] by name in an unsplit step, and their share in each micro-batch.
 
         Raises:
-            ConfigError: if there is no op of such a name.
+            ConfigError: no op has such a name.
         """
         (program, *_) = schedule.programs
         names = {op.name for op in program.ops}

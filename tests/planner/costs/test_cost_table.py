@@ -175,9 +175,7 @@ def test_times_are_those_of_the_programs_ops_in_their_order() -> None:
 
 
 def test_times_name_an_op_without_a_cost() -> None:
-    with pytest.raises(
-        ConfigError, match=r"op 'make' has no cost: .* another program; calibrate anew: `dbo calibrate`"
-    ):
+    with pytest.raises(ConfigError, match=r"op 'make' has no cost: .* another program; calibrate anew: `dbo cal"):
         make_table().times(record_chain(len, len), FEATURES)
 
 

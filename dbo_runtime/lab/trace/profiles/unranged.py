@@ -95,7 +95,7 @@ def _number(names: Sequence[str]) -> list[str]:
 
 
 def _add_waits(spans: Sequence[Span], soon: float) -> tuple[Span, ...]:
-    """Return the spans by start, each with the op it is assumed to have waited for: it ended at most *soon* s before."""
+    """Return the spans by start, each with the op it is assumed to wait for: it ended at most *soon* s before."""
     ends = sorted((span.end, span.lane, span.op, span.micro_batch) for span in spans)
     free: dict[str, float] = {}
     found = []
