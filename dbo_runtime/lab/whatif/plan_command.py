@@ -38,14 +38,14 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.setting_values import read_count
 
 DEFAULT_TOKENS = 8192
-MAX_TOKENS = 1 << 22  # in a step; larger numbers are errors
+MAX_TOKENS = 1 << 22  # tokens in a step; larger numbers are errors
 MAX_REQUESTS = 1 << 14
-MAX_BREAK_EVEN_TOKENS = 32_768  # up to which a break-even is searched, or as many as the step has
-MAX_BREAK_EVEN_DECODES = 1_024  # the same for steps of decodes, which have one token each
+MAX_BREAK_EVEN_TOKENS = 32_768  # limit of the search for a break-even, unless the step has more
+MAX_BREAK_EVEN_DECODES = 1_024  # same for steps of decodes, which have one token each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
     parser.add_argument("--list", action="store_true", help="list the published cases with their sources, and stop")
     parser.add_argument(
@@ -95,10 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer, and print.
+    """Answer the question, and print the answer.
 
     Raises:
-        ConfigError: naming the argument, if one is not as it must be.
+        ConfigError: an argument is not allowed. The message names it.
     """
     if arguments.list:
         return _print(describe_cases(list_cases()))
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_fleet(arguments: argparse.Namespace) -> int:
-    """Print a row for each case and number of chips; all ops that compute stay on one lane."""
+    """Print one row per case and number of chips. All computing ops stay on one lane."""
     cases = find_scale_cases(model=arguments.scale or None, name=arguments.costs)
     config = replace(_read_settings(arguments), side="off")
     step = None
@@ -144,7 +144,7 @@ def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, 
 
 
 def _show_progress(points: Sequence[GridPoint]) -> Iterable[GridPoint]:
-    """Yield *points*, with a progress bar if standard error is a terminal and tqdm, which vLLM installs, is there."""
+    """Yield *points*, with a progress bar if standard error is a terminal and tqdm is installed, as vLLM does."""
     if find_spec("tqdm") is None:
         return points
     from tqdm import tqdm

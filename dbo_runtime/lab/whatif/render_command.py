@@ -27,13 +27,13 @@ from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.setting_values import name_policy
 
-DEFAULT_TOKENS = 8192  # of the step whose order is searched, if the costs have none
-NOTE = "#"  # starts lines that are no part of the table and are skipped when it is read
+DEFAULT_TOKENS = 8192  # tokens of the step to search an order for, if the costs have no step
+NOTE = "#"  # start of lines outside the table, which are skipped when it is read
 INVALID = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
     parser.add_argument("--layers", type=int, help="so many layers (default: one for each run of equal layers)")
     parser.add_argument("--micro-batches", default="auto", help="as DBO_MICRO_BATCHES takes it; auto is 2")
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the schedule, or the verdict on one; return 1 if that is not safe.
+    """Print the schedule, or the verdict on one. Return 1 if it is not safe.
 
     Raises:
-        ConfigError: naming the argument, if one is not as it must be.
+        ConfigError: an argument is not allowed. The message names it.
     """
     table, usual = open_costs(arguments.costs)
     table = _set_layers(table, arguments.layers)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _set_layers(table: CostTable, layers: int | None) -> CostTable:
-    """Return the costs with so many layers, each kind of layer kept: the longest run of equal ones gets the rest."""
+    """Return the costs with this number of layers, all kinds kept: the longest run of equal layers gets the rest."""
     counts = [run.repeat for run in table.program.runs if run.layered]
     fewest, most = len(counts), sum(counts)
     if layers is None:
@@ -101,7 +101,7 @@ def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:
 
 
 def _write_source(schedule: Schedule) -> str:
-    """Return the function for a device whose lanes are streams."""
+    """Return the source of the function for a device whose lanes are streams."""
     return write_source(schedule, dict.fromkeys(schedule.lanes, Issuing.SWITCHED)).text
 
 
@@ -127,7 +127,7 @@ def _list(schedule: Schedule) -> dict[str, Any]:
 
 
 def _check(path: Path, expected: Schedule, as_json: bool) -> int:
-    """Print whether the schedule in a file is safe, and whether it is *expected*, whose programs it must be of."""
+    """Print whether the schedule in a file is safe, and whether it equals *expected*, which has the same programs."""
     problem, same = "", False
     try:
         actual = parse(_read_table(path), expected.programs)
