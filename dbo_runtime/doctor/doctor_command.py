@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="MODEL_DIR",
-        help="also check the model in this folder, or a serve command behind --",
+        help="also check the model in this folder, or a serve command after --",
     )
-    parser.add_argument("--options", metavar="'...'", help="also check serving MODEL_DIR with these options of vLLM")
-    parser.add_argument("--json", action="store_true", help="print the findings for programs")
+    parser.add_argument("--options", metavar="'...'", help="also check serving MODEL_DIR with these vLLM options")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ class Program:
 
     Attributes:
         inputs: values that the caller passes in by name.
-        ops: in program order.
+        ops: the ops in program order.
         outputs: values returned to the caller.
         named: names of the last outputs, which `ProgramBuilder.output` declared.
     """

@@ -34,7 +34,7 @@ class RankPlan:
     """The schedule that a rank is about to run.
 
     Attributes:
-        schedule: this rank's schedule.
+        schedule: the rank's schedule.
         sizes: token counts of every rank in each micro-batch, as this rank assumes them [micro-batches][ranks]. Empty
             if not known; they are then not compared.
     """

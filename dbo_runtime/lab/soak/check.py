@@ -32,7 +32,7 @@ class Setup:
 
     Attributes:
         model: directory or name of the model.
-        settings: this package's settings, by variable.
+        settings: settings of this package, by variable.
         requests: number of requests.
         seed: seed of the traffic.
         rounds: numbers of the rounds to run; None for all.
@@ -147,7 +147,7 @@ def check_equivalence(
 
     Args:
         model: directory or name of the model.
-        settings: this package's settings by variable, such as {"DBO_POLICY": "staggered:1"}.
+        settings: settings of this package by variable, such as {"DBO_POLICY": "staggered:1"}.
         requests: number of requests, for each number of micro-batches.
         micro_batches: numbers of micro-batches to split into, all with the same requests.
         seed: seed of the traffic.

@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
         "path",
-        help="a trace, a profile of torch's profiler (.json or .json.gz), or a folder of them, such as DBO_TRACE's",
+        help="a trace, a torch profile (.json or .json.gz), or a folder of them, such as DBO_TRACE's",
     )
-    parser.add_argument("--step", metavar="NUMBER", help="only this step of a profile")
-    parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one step as PNG, a panel for each rank")
-    parser.add_argument("--json", action="store_true", help="print all figures for programs, in seconds")
+    parser.add_argument("--step", metavar="NUMBER", help="show only this step of a profile")
+    parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one step as PNG, with a panel per rank")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON, in seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -34,19 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "drafted",
         nargs="?",
-        help=f"after `{NEW}`: an architecture, or a model's directory, of which a draft is written",
+        help=f"after `{NEW}`: an architecture or a model's directory, to write a draft for",
     )
-    parser.add_argument("--output", metavar="FOLDER", help="of the draft, which is made; the default is ARCHITECTURE's")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="folder to make for the draft (default: named after ARCHITECTURE)"
+    )
     parser.add_argument("--render", action="store_true", help="print the schedule, with every wait, record and free")
-    parser.add_argument("--micro-batches", default="2", help="of that schedule, as DBO_MICRO_BATCHES takes it")
-    parser.add_argument("--policy", default="alternate", help="of that schedule, as DBO_POLICY takes it")
+    parser.add_argument("--micro-batches", default="2", help="the schedule's setting DBO_MICRO_BATCHES")
+    parser.add_argument("--policy", default="alternate", help="the schedule's setting DBO_POLICY")
     parser.add_argument(
         "--simulate",
         metavar="OP=MS,...",
-        help="draw when that schedule's ops would run, if in an unsplit step ops of these names took so many ms",
+        help="draw the times of the schedule's ops, given the ms of ops by name in an unsplit step",
     )
-    parser.add_argument("--side", action="store_true", help="verify what it declares where there is a side lane")
-    parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
+    parser.add_argument("--side", action="store_true", help="verify the program declared for a side lane")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; vLLM's log moves to stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:

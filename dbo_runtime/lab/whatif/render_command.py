@@ -35,13 +35,13 @@ INVALID = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
-    parser.add_argument("--layers", type=int, help="so many layers (default: one for each run of equal layers)")
-    parser.add_argument("--micro-batches", default="auto", help="as DBO_MICRO_BATCHES takes it; auto is 2")
-    parser.add_argument("--policy", default="optimal", help="as DBO_POLICY takes it (default: optimal)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: one per run of equal layers)")
+    parser.add_argument("--micro-batches", default="auto", help="the setting DBO_MICRO_BATCHES; auto is 2")
+    parser.add_argument("--policy", default="optimal", help="the setting DBO_POLICY (default: optimal)")
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--check", metavar="FILE", help="read a printed schedule instead, and say whether it is safe")
-    shown.add_argument("--source", action="store_true", help="print the function that issues it onto streams, too")
-    parser.add_argument("--json", action="store_true", help="print it for programs")
+    shown.add_argument("--check", metavar="FILE", help="check instead whether a printed schedule is safe")
+    shown.add_argument("--source", action="store_true", help="also print the function that issues it onto streams")
+    parser.add_argument("--json", action="store_true", help="print the schedule as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

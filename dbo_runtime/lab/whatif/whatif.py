@@ -36,7 +36,7 @@ class Split:
         order: name of the issue order.
         seconds: duration of the step.
         bound: seconds that no order can beat with these cuts.
-        timeline: when each op runs.
+        timeline: intervals of the ops.
         side_ops: names of the ops on the `side` lane.
     """
 

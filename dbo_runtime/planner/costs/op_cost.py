@@ -164,7 +164,7 @@ class HostCost(_Numbers):
         unsplit: seconds of an unsplit step outside its ops; negative if the step is compiled as one graph and its ops
             are not.
         split: seconds of a split step outside its ops, such as for the metadata of the slices.
-        unsplit_per_token, split_per_token: such seconds per token, for example for the embedding.
+        unsplit_per_token, split_per_token: seconds per token outside ops, such as for the embedding.
     """
 
     issue: float = field(default=0.0, metadata=_in_file("issue_us"))

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments. All others are arguments of vLLM's engine."""
     parser.add_argument("model", help="directory or name of the model, as for `vllm serve`")
     parser.add_argument("--output", required=True, metavar="FILE", help="the cost file to write, for DBO_COSTS")
-    parser.add_argument("--budget", type=float, help="seconds to measure (default: as many as DBO_CALIBRATE=1 takes)")
-    parser.add_argument("--json", action="store_true", help="print the report for programs; vLLM's log moves to stderr")
+    parser.add_argument("--budget", type=float, help="seconds to measure (default: the same as for DBO_CALIBRATE=1)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON; vLLM's log moves to stderr")
     parser.set_defaults(program=parser.prog)
     parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
 

@@ -54,7 +54,7 @@ class SplitEncoder:
             None to raise its error instead.
 
     Attributes:
-        choose_cuts: if set, the function that returns the images to cut before, whatever the settings say.
+        choose_cuts: function that returns the images to cut before, whatever the settings say; None if not set.
         first_steps: the comparison of first forwards; None if not needed.
         refusal: reason why no forward is split, after the first one failed; None while forwards are split.
     """

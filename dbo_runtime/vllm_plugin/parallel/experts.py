@@ -73,7 +73,7 @@ class SequenceParallelExperts(SplitExperts):
     """An MoE layer whose tensor parallel ranks each dispatch a chunk of the tokens.
 
     Args:
-        layer, get_dispatcher, exchanges_sizes: as in `SplitExperts`; tokens are dispatched between all ranks with
+        layer, get_dispatcher, exchanges_sizes: see `SplitExperts`; tokens are dispatched between all ranks with
             experts.
         ranks: number of ranks that share the tokens.
         take_chunk: function that returns a tensor parallel rank's chunk of per-token rows.
@@ -113,7 +113,7 @@ class FusedExperts(SequenceParallelExperts):
     """An MoE layer whose kernels dispatch and combine, on their own communicator: see `ExpertParallel.run_fused`.
 
     Args:
-        layer, ranks, take_chunk: as in `SequenceParallelExperts`.
+        layer, ranks, take_chunk: see `SequenceParallelExperts`.
     """
 
     is_fused = True

@@ -102,7 +102,7 @@ class Metrics:
         folder: folder of the files; see `open_folder`.
         model: the name under which vLLM serves the model.
         engine: vLLM's index of the engine, which is the data parallel rank.
-        log: this rank's logger.
+        log: the rank's logger.
         asks_costs: whether the settings name costs to plan by, or request a calibration.
     """
 

@@ -38,7 +38,7 @@ class TraceFolder:
         steps: number of steps to write.
         group: vLLM's coordinator of the ranks that run a step together; all of them write the same steps.
         device: the device on which the cost of recording is measured.
-        log: this rank's logger.
+        log: the rank's logger.
         stage: name of the pipeline stage; each stage writes its own files, because stages run different steps at a
             time.
     """

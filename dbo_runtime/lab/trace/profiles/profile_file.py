@@ -28,7 +28,7 @@ class Profile(NamedTuple):
 
     Attributes:
         steps: timelines by step name, then by rank.
-        notes: how the timelines were derived, and from how many steps.
+        notes: explanations of how the timelines were derived, and from how many steps.
     """
 
     steps: dict[str, dict[str, Timeline]]

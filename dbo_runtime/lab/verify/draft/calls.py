@@ -25,7 +25,7 @@ class Path(Named):
     """Something that a model holds, such as `layer.mlp` or `decoder.norm`.
 
     Attributes:
-        owner: where the path starts: `layer`, `decoder` or `model`.
+        owner: start of the path: `layer`, `decoder` or `model`.
         attributes: attributes from there, separated by dots; empty for the owner itself.
     """
 
@@ -123,7 +123,7 @@ class Recording:
         positions: positions of the tokens.
         result: the returned hidden states.
         calls: the calls in order.
-        facts: for each layer, values that may tell kinds of layers apart, by expression, such as `layer.is_sliding`.
+        facts: values of each layer that may tell kinds of layers apart, by expression, such as `layer.is_sliding`.
         classes: class names of the decoder, its layers and their parts.
         tree: the modules of a layer, one per line.
     """
