@@ -35,7 +35,7 @@ class Batch:
         prefill_tokens: number of tokens that belong to prefills.
         cuttable: whether the attention backends accept a request that is cut inside.
         decode_len: longest query that counts as a decode, drafts included. Each part of a cut request must be longer,
-        or it would change from prefill to decode.
+            or it would change from prefill to decode.
         context_lens: each request's number of tokens already in the KV cache; () if they were not read.
         cuts_decodes: whether the backends accept a decode with drafts that is cut inside, where ranks agreed on the
             cut.

@@ -73,7 +73,7 @@ def parse_json(
 
     Raises:
         ConfigError: the text is not JSON or not Unicode, repeats a name in one object, has a whole number with very
-        many digits, is deeply nested, or has more values than the limits.
+            many digits, is deeply nested, or has more values than the limits.
     """
     if text.count("{") + text.count("[") > most_containers or text.count(",") > most_values:
         raise ConfigError(f"it has more than {most_containers} lists and objects, or {most_values} values.")

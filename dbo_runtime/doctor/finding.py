@@ -12,8 +12,9 @@ class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
-        name: name of the check. state: `fail` if it prevents splitting every step; `warn` if it may not be intended;
-        `info` if it has no effect on splitting.
+        name: name of the check.
+        state: `fail` if it prevents splitting every step; `warn` if it may not be intended; `info` if it has no effect
+            on splitting.
         found: the facts.
         remedy: action to take; empty if there is none.
         details: further facts, by name.

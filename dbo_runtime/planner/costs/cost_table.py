@@ -66,7 +66,7 @@ class CostTable:
     """The costs of a program's ops on one machine. Equal tables have equal digests on every rank.
 
     Attributes:
-        origin: provenance of the costs.
+        provenance: origin of the costs.
         program: the program that the costs belong to.
         ops: costs by op name, without the layer; ops with the same name share one cost.
         contention: factor by which each lane is slower while another lane runs; 1 for lanes left out, but decisions
