@@ -174,7 +174,7 @@ def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -
     for name in names:
         if name not in INPUTS:
             raise ProgramError(
-                f"record() of {name_adapter(adapter)} takes the input {name!r}; those of adapters are "
+                f"record() of {name_adapter(adapter)} takes the input {name!r}; adapters can take "
                 f"{', '.join(INPUTS)}. ({locate_source(type(adapter))})"
             )
     return [p.input(name, **INPUTS[name]) for name in names]

@@ -119,7 +119,7 @@ class StreamDevice:
             DeviceError: the stream is under capture, so nothing runs yet.
         """
         if self.is_capturing:
-            raise DeviceError("what is captured into a graph cannot be timed: leave the instrument out.")
+            raise DeviceError("work captured into a graph cannot be timed: leave the instrument out.")
         return self._clock.read(lane.stream)
 
     def release_to_caller(self, values: Iterable[Any]) -> None:

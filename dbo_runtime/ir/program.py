@@ -280,9 +280,9 @@ def _check_declaration(
 ) -> None:
     """Raise ProgramError if an argument of an op's declaration has the wrong type."""
     if type(outputs) is not int or not 0 <= outputs <= MAX_OUTPUTS:
-        raise ProgramError(f"op {name!r} has outputs={outputs!r}; they are from 0 to {MAX_OUTPUTS}. ({where})")
+        raise ProgramError(f"op {name!r} has outputs={outputs!r}; it must be from 0 to {MAX_OUTPUTS}. ({where})")
     for what, word in (("exclusive", exclusive), ("communicator", communicator)):
         if not (word is None or isinstance(word, str)):
-            raise ProgramError(f"op {name!r} has {what}={word!r}; it is a name or None. ({where})")
+            raise ProgramError(f"op {name!r} has {what}={word!r}; it must be a name or None. ({where})")
     if not isinstance(overwrites, tuple) or not all(isinstance(value, Value) for value in overwrites):
-        raise ProgramError(f"op {name!r} has overwrites={overwrites!r}; they are a tuple of values. ({where})")
+        raise ProgramError(f"op {name!r} has overwrites={overwrites!r}; it must be a tuple of values. ({where})")

@@ -71,7 +71,9 @@ class Monitor:
         for slot in task.frees:
             self._check_free(instruction, slot)
         if not self._accesses.has_begun(op.lane):
-            self.fail(instruction, "its lane may still be in what came before the run: it has waited for nothing of it")
+            self.fail(
+                instruction, "its lane may still run work from before the run: no fork or wait orders it after that"
+            )
         self._accesses.issue(op.lane)
         self._issued += 1
         overwrites = {task.reads[op.reads.index(value)] for value in op.overwrites}
@@ -191,7 +193,7 @@ class Monitor:
                     f"{name} is freed before it, while {access.by}, which {access.kind.value} it, may still run: lane "
                     f"{lane!r} is not ordered after that op",
                 )
-        self._accesses.add(slot, Kind.FREE, f"what is freed before {instruction.label}", instruction.op.lane)
+        self._accesses.add(slot, Kind.FREE, f"the free before {instruction.label}", instruction.op.lane)
 
     def _access(self, instruction: Instruction, key: object, kind: Kind, name: str) -> None:
         access = self._accesses.find_unordered(key, kind, instruction.op.lane)

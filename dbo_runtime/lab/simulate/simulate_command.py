@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--sequences", help="sequences per rank, max_num_seqs (default: as many as memory holds)")
     server.add_argument("--micro-batches", default="2", help="the setting DBO_MICRO_BATCHES")
     server.add_argument("--margin", default="0.02", help="the setting DBO_MARGIN")
-    truth = parser.add_argument_group("what the costs do not know")
+    truth = parser.add_argument_group("effects that the costs do not include")
     truth.add_argument("--contention", default="1", help="minimum contention of compute and communication")
     truth.add_argument(
         "--imbalance", default="1.3", help="imbalance of experts in the most uneven step; uniform from 1"

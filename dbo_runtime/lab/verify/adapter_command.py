@@ -162,5 +162,5 @@ def _read_durations(text: str) -> dict[str, float]:
         except ValueError:
             raise ConfigError(f"--simulate: {part!r} is not OP=MS, such as attention=3.5.") from None
         if not 0 <= durations[name.strip()] < math.inf:
-            raise ConfigError(f"--simulate: {part!r} takes no such time; write 0 or more ms.")
+            raise ConfigError(f"--simulate: {part!r} must have a time of 0 or more ms.")
     return durations

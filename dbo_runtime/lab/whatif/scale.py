@@ -156,7 +156,7 @@ def set_imbalance(table: CostTable, imbalance: float) -> CostTable:
     if not (math.isfinite(imbalance) and imbalance >= 1):
         raise ConfigError(f"imbalance is {imbalance:g}; the busiest rank has at least 1 times the tokens of the mean.")
     if "dispatch" not in table.ops:
-        raise ConfigError("imbalance is of ranks to which tokens are dispatched, but the costs have no op `dispatch`.")
+        raise ConfigError("imbalance needs ranks that tokens are dispatched to, but the costs have no op `dispatch`.")
     ops = {name: replace(cost, imbalance=imbalance) if name in DISPATCHED else cost for name, cost in table.ops.items()}
     return _change(table, f"imbalance {imbalance:g}", ops)
 

@@ -107,7 +107,7 @@ class CostTable:
         try:
             return [seconds[op.name] for op in program.ops]
         except KeyError as name:
-            raise ConfigError(f"op {name} has no cost: the costs are of another program; {CALIBRATE}.") from None
+            raise ConfigError(f"op {name} has no cost: the costs belong to another program; {CALIBRATE}.") from None
 
     def credits(self, program: Program, features: BatchFeatures) -> list[float]:
         """Return the seconds that an idle lane saves each op, in program order [ops]."""
@@ -125,7 +125,7 @@ class CostTable:
             if recorded.get(key) != values.get(key)
         ]
         if differing:
-            raise ConfigError(f"the costs are not of what runs here: {'; '.join(differing)}; {CALIBRATE}.")
+            raise ConfigError(f"the costs do not fit this server: {'; '.join(differing)}; {CALIBRATE}.")
 
     @property
     def digest(self) -> str:

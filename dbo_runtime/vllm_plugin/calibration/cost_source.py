@@ -193,7 +193,7 @@ class CostSource:
             raise ConfigError(f"cost file {path}: {error}") from None
         if table.program != describe_program(self._runtime.program):
             raise ConfigError(
-                f"cost file {path}: it is of another program than the adapter records now; calibrate again: "
+                f"cost file {path}: it belongs to another program than the adapter records now; calibrate again: "
                 "`dbo calibrate`."
             )
         if table.provenance.versions != identity.versions:

@@ -103,7 +103,7 @@ def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_slots: bool,
             yield from _compare_rows("blocks", table[piece.requests, :width], own_table[:, :width])
     causal, own_causal = getattr(whole, "causal", None), getattr(part, "causal", None)
     if isinstance(causal, bool) and isinstance(own_causal, bool) and causal is not own_causal:
-        yield f"causal is {own_causal}, of a step in which it is {causal}"
+        yield f"causal is {own_causal}, but {causal} in the step"
 
 
 def _compare_rows(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Iterator[str]:

@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[str], str], str]] = {
     ),
     "of another program": (
         edit(lambda content: content["program"]["runs"][1].update(repeat=58)),
-        "it is of another program than the adapter records now",
+        "it belongs to another program than the adapter records now",
     ),
 }
 

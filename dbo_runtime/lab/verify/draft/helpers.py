@@ -146,7 +146,7 @@ def _note_numbers(calls: Sequence[Call]) -> list[str]:
     arguments = [item for call in calls for item in list_items((call.args, tuple(value for _, value in call.kwargs)))]
     numbers = [item for item in arguments if type(item) in (int, float) and _is_of_a_config(item)]
     listed = ", ".join(map(repr, dict.fromkeys(numbers)))
-    return [f"# TODO: {listed}: of this config? Bind what the model has it from."] if numbers else []
+    return [f"# TODO: {listed}: from this config? Then bind the model's attribute for it."] if numbers else []
 
 
 def _is_of_a_config(number: float) -> bool:

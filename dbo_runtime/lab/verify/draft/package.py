@@ -109,7 +109,7 @@ def write_source(recording: Recording, name: str) -> tuple[str, str | None]:
     """Return the source of an adapter's module, and the reason why it is only a skeleton; None if it is complete."""
     try:
         if recording.result is None:
-            raise ProgramError("what the forward returns is not hidden states that it computed")
+            raise ProgramError("the forward does not return hidden states that it computed")
         return AdapterSource(recording, fold(recording), name).write(), None
     except ProgramError as error:
         reason = str(error)

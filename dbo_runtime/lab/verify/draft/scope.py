@@ -71,7 +71,7 @@ class Scope:
         if not call.reduces:
             return self._write_compute(op, function, reads, wanted, indent, call.overwritten, extra)
         if len(op.writes) != 1:
-            note = f"{indent}# TODO: {op.name} reduces inside: its reduce cannot be split off, for it returns more."
+            note = f"{indent}# TODO: {op.name} reduces inside: its reduce cannot be split off, because it returns more."
             return [note, *self._write_compute(op, function, reads, wanted, indent, call.overwritten, extra)]
         args = [quote(op.name), f"collectives.without_reduce({function})", *map(self.names.__getitem__, reads), *extra]
         self._bind(op.writes[0], op.name)
